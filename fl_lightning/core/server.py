@@ -1,0 +1,80 @@
+"""The server: takes the participants' messages in, gives one message out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
+from fl_lightning.core.message import Artifact, ClassMeans, Message
+
+RuleFactory = Callable[[], ArtifactRule]
+
+
+class Server:
+    """Averages weights by samples and merges every artifact by its rule.
+
+    Messages are folded in as they arrive, so that memory does not grow with the number of clients. A method with
+    another rule, or one that trains on the server, subclasses this and returns it from `ClientModule.make_server`.
+
+    Args:
+        initial: what clients receive in the first round (the common initial weights).
+        rules: artifact name -> factory of its rule. The default merges `ClassMeans` by count and keeps classes that
+            nobody held, and averages tensors by samples.
+    """
+
+    def __init__(self, initial: Message, rules: Mapping[str, RuleFactory] | None = None) -> None:
+        self.message = initial
+        self.rules = dict(rules or {})
+        self.open_round(0)
+
+    def message_for(self, client: int) -> Message:
+        """What `client` receives at the start of its next round. The same for all unless a method says otherwise."""
+        return self.message
+
+    def open_round(self, round: int) -> None:
+        """Start a round: forget what was folded in."""
+        self.round = round
+        self._weights = WeightedMean()
+        self._artifacts: dict[str, ArtifactRule] = {}
+        self._num_samples = 0
+
+    def collect(self, client: int, message: Message) -> None:
+        """Fold in one client's message."""
+        if message.weights:
+            self._weights.add(message.weights, message.num_samples)
+        for name, value in message.artifacts.items():
+            self._artifacts.setdefault(name, self._new_rule(name, value)).add(value, message.num_samples)
+        self._num_samples += message.num_samples
+
+    def close_round(self) -> None:
+        """Turn what came in into the next message. If nothing came in, the old one stays."""
+        weights = self.message.weights if self._weights.empty else self._weights.result()
+        artifacts = dict(self.message.artifacts)
+        for name, rule in self._artifacts.items():
+            merged = rule.result(self.message.artifacts.get(name))
+            if merged is not None:
+                artifacts[name] = merged
+        self.message = Message(weights, artifacts, self._num_samples)
+        self.open_round(self.round)
+
+    def aggregate(self, messages: Mapping[int, Message]) -> Message:
+        """One whole round at once: fold in `messages` and return what goes out."""
+        self.open_round(self.round + 1)
+        for client, message in messages.items():
+            self.collect(client, message)
+        self.close_round()
+        return self.message
+
+    def _new_rule(self, name: str, value: Artifact) -> ArtifactRule:
+        if name in self.rules:
+            return self.rules[name]()
+        return ClassMeanRule() if isinstance(value, ClassMeans) else TensorMean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next rounds depend on."""
+        return {"message": self.message.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.message = Message.from_state_dict(state["message"])

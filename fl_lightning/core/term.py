@@ -1,0 +1,104 @@
+"""A term: one weighted part of a composite loss, with the artifact that it needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.message import Artifact, Message
+    from fl_lightning.core.server import RuleFactory
+    from fl_lightning.data.store import ClientData as LocalData
+
+
+@dataclass
+class Forward:
+    """One forward pass of a local mini-batch, shared by all terms.
+
+    Args:
+        x: [B, …] inputs.
+        y: [B] int64 classes.
+        features: feature maps of the body, first to last.
+        z: [B, D] embedding.
+        logits: [B, C].
+    """
+
+    x: Tensor
+    y: Tensor
+    features: list[Tensor]
+    z: Tensor
+    logits: Tensor
+
+
+class Term(nn.Module):
+    """One weighted part of a composite loss.
+
+    What a term received lives in non-persistent buffers that every `receive` overwrites; what a client must keep from
+    round to round lives in persistent buffers or parameters.
+
+    Args:
+        weight: factor of the term in the loss, >= 0; 0 leaves the method as it is without the term.
+    """
+
+    paper: str = ""
+
+    def __init__(self, weight: float = 1.0) -> None:
+        super().__init__()
+        if not weight >= 0:
+            raise ConfigError(f"{type(self).__name__}.weight", "must be >= 0 (0 switches the term off)", weight)
+        self.weight = weight
+
+    @property
+    def name(self) -> str:
+        """The term's name in metrics: its class in snake_case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def setup(self, client: ClientModule) -> None:
+        """Make buffers and parameters whose size depends on the client's model; called once, at construction."""
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:
+        """The unweighted scalar."""
+        raise NotImplementedError
+
+    def observe(self, client: ClientModule, out: Forward) -> None:
+        """See a forward pass after its step, to average artifacts while training runs."""
+
+    def receive(self, client: ClientModule, message: Message) -> None:
+        """Take the term's artifact out of what came in."""
+
+    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:
+        """The term's artifacts, computed from the client's own training data after the fit."""
+        return {}
+
+    def rules(self) -> Mapping[str, RuleFactory]:
+        """How the server merges the term's artifacts, where it is not the default rule."""
+        return {}
+
+    def extra_repr(self) -> str:
+        """Show the weight in the module's printout."""
+        return f"weight={self.weight}"
+
+
+class CrossEntropy(Term):
+    """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32."""
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        return F.cross_entropy(out.logits.float(), out.y)
+
+
+def term_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Σ weight · value, where a weight of 1 multiplies nothing (so that it changes no bit)."""
+    total: Any = None
+    for name, value in values.items():
+        weighted = value if weights[name] == 1 else weights[name] * value
+        total = weighted if total is None else total + weighted
+    return torch.zeros(()) if total is None else total

@@ -1,0 +1,100 @@
+"""Atomic save and exact resume of a whole federation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.files import load_tensors, save_tensors
+
+FORMAT = 1
+_NAME = re.compile(r"round-(\d+)\.ckpt")
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """When a federation is saved.
+
+    Args:
+        every: rounds between checkpoints, >= 0; the last round is always saved, 0 saves nothing at all.
+        keep: newest checkpoints that are kept, >= 1.
+        models: whether each client's own trained model is kept at the end (`models/`), so that `evaluate` can compute
+            Local-T again: ``auto`` keeps them if they take less than 1 GiB together.
+    """
+
+    every: int = 1
+    keep: int = 2
+    models: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "federation.checkpoint.every", "must be >= 0", self.every)
+        require(self.keep >= 1, "federation.checkpoint.keep", "must be >= 1", self.keep)
+        allowed = self.models in (True, False, "auto")
+        require(allowed, "federation.checkpoint.models", "must be true, false or auto", self.models)
+
+    def due(self, round: int, last: bool) -> bool:
+        """Whether `round` is saved."""
+        return self.every > 0 and (last or round % self.every == 0)
+
+
+class Checkpoints:
+    """The checkpoints of one run: `round-0005.ckpt` and, in `clients/`, the private states that it names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._named: dict[str, set[str]] = {}  # checkpoint -> the client files that it names
+
+    @property
+    def clients(self) -> Path:
+        """Where the pool writes private states."""
+        return self.folder / "clients"
+
+    def all(self) -> list[Path]:
+        """The checkpoints there are, oldest first."""
+        found = [path for path in self.folder.glob("round-*.ckpt") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.stem.split("-")[1]))
+
+    def save(self, round: int, state: dict[str, Any], pool: ClientPool, keep: int) -> Path:
+        """Write one checkpoint; only then delete what is older than the `keep` newest."""
+        files = pool.flush(round)
+        path = self.folder / f"round-{round:04d}.ckpt"
+        save_tensors(path, {"format": FORMAT, "round": round, "clients": files, **state})
+        self._named[path.name] = set(files.values())
+        self._prune(pool, keep)
+        return path
+
+    def _prune(self, pool: ClientPool, keep: int) -> None:
+        for path in self.all()[:-keep]:
+            path.unlink(missing_ok=True)
+        kept = self.all()
+        if all(path.name in self._named for path in kept):  # else wait: an earlier run's checkpoint names others
+            pool.discard_except({name for path in kept for name in self._named[path.name]})
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            ConfigError: if it is missing, cut short or no checkpoint of a federation.
+        """
+        state = load_tensors(path, "--resume")
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise ConfigError("--resume", f"{path} is no checkpoint of this version of fl-lightning")
+        self._named[path.name] = set(state["clients"].values())
+        return state
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint that `--resume` means: the newest for ``auto`` (None if there is none), else the path given."""
+        if resume == "auto":
+            found = self.all()
+            return found[-1] if found else None
+        path = Path(resume)
+        if path.is_dir():
+            inner = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path).all()
+            require(bool(inner), "--resume", f"there is no checkpoint in {path}")
+            return inner[-1]
+        require(path.is_file(), "--resume", f"there is no file {path}; give a checkpoint, a run's folder or auto")
+        return path

@@ -1,0 +1,125 @@
+"""The pool of client states that are swapped in and out of the resident module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.files import load_tensors, save_tensors, sync_folder
+
+State = dict[str, Tensor]
+
+
+class ClientPool:
+    """Private states of N clients, in memory or on disk.
+
+    Files are versioned by round (``00012-r0005.pt``): a checkpoint names the versions that belong to it, so that it
+    writes only what changed since the one before, and a run killed in mid-round finds the old versions untouched.
+
+    Args:
+        folder: where versions are written; None keeps everything in memory (no checkpoints, no disk).
+        on_disk: keep states on disk only, so that memory does not grow with the number of clients.
+    """
+
+    def __init__(self, folder: Path | None, on_disk: bool = False) -> None:
+        if on_disk and folder is None:
+            raise ValueError("ClientPool: states on disk need a folder")
+        self.folder = folder
+        self.on_disk = on_disk
+        self._states: dict[int, State] = {}
+        self._files: dict[int, str] = {}
+        self._unsynced: set[str] = set()
+        self._protected: set[str] = set()  # versions that a checkpoint may name
+
+    def get(self, client: int) -> State | None:
+        """The client's last private state; None if it never took part."""
+        if client in self._states:
+            return self._states[client]
+        if client in self._files:
+            return self._read(client)
+        return None
+
+    def put(self, client: int, state: Mapping[str, Tensor], round: int) -> None:
+        """Keep a copy of the client's private state after `round`."""
+        if not state:
+            return
+        if self.on_disk:
+            self._write(client, {name: tensor.detach().cpu() for name, tensor in state.items()}, round, sync=False)
+            return
+        self._files.pop(client, None)
+        own = self._states.get(client)
+        if own is None or own.keys() != state.keys():
+            self._states[client] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+            return
+        for name, tensor in state.items():
+            own[name].copy_(tensor.detach())
+
+    def flush(self, round: int) -> dict[int, str]:
+        """Bring every state to disk and return the file that holds each client's."""
+        for client, state in self._states.items():
+            if client not in self._files:
+                self._write(client, state, round, sync=True)
+        for name in self._unsynced:
+            descriptor = os.open(self._path(name), os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        if self._unsynced and self.folder is not None:
+            sync_folder(self.folder)
+        self._unsynced.clear()
+        self._protected |= set(self._files.values())
+        return dict(self._files)
+
+    def restore(self, files: Mapping[int, str]) -> None:
+        """Take up the versions that a checkpoint names.
+
+        Raises:
+            ConfigError: if one of them is missing or damaged.
+        """
+        self._states.clear()
+        self._unsynced.clear()
+        self._files = dict(files)
+        self._protected = set(files.values())
+        for client in files:
+            state = self._read(client)
+            if not self.on_disk:
+                self._states[client] = state
+
+    def discard_except(self, kept: set[str]) -> None:
+        """Delete the versions that neither a kept checkpoint nor the running federation names."""
+        if self.folder is None or not self.folder.is_dir():
+            return
+        current = set(self._files.values())
+        for path in self.folder.glob("*-r*.pt"):
+            if path.name not in kept and path.name not in current:
+                path.unlink(missing_ok=True)
+        self._protected = set(kept)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / name
+
+    def _write(self, client: int, state: State, round: int, sync: bool) -> None:
+        name = f"{client:05d}-r{round:04d}.pt"
+        path = self._path(name)
+        if sync:
+            save_tensors(path, state)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path)
+            self._unsynced.add(name)
+        old = self._files.get(client)
+        if old is not None and old != name and old not in self._protected:
+            self._path(old).unlink(missing_ok=True)
+            self._unsynced.discard(old)
+        self._files[client] = name
+
+    def _read(self, client: int) -> State:
+        state = load_tensors(self._path(self._files[client]), "--resume")
+        if not isinstance(state, dict):
+            raise ConfigError("--resume", f"{self._files[client]} holds no client state")
+        return state

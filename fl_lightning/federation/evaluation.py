@@ -1,0 +1,157 @@
+"""Local-T, Global-T and Server-T: what every client's model gets right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.seeding import isolated_streams
+
+if TYPE_CHECKING:
+    from fl_lightning.data.module import FederatedData
+
+Moment = Literal["trained", "received"]
+Correct = dict[str, Tensor]
+"""Prediction name -> [n] bool, whether each test sample is predicted right."""
+Scores = dict[str, float]
+"""Column -> accuracy in [0, 1] of one client."""
+
+
+class Evaluator:
+    """Runs a client's module over test samples, in large batches, in the trainer's precision.
+
+    Args:
+        data: the federation's data, on the training device.
+        batch_size: test samples a batch.
+        context: the trainer's autocast context.
+        seed: the run's seed; adaptation before an evaluation draws from streams of its own.
+        globally: whether to evaluate on the union of all clients' test splits, too.
+    """
+
+    def __init__(
+        self,
+        data: FederatedData,
+        batch_size: int,
+        context: Callable[[], AbstractContextManager[None]],
+        seed: int,
+        globally: bool = True,
+    ) -> None:
+        self.data = data
+        self.batch_size = batch_size
+        self.context = context
+        self.seed = seed
+        self.globally = globally
+        self._positions: dict[int, Tensor] = {}
+
+    def client(self, module: ClientModule, client: int, moment: Moment, round: int) -> Scores:
+        """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
+        with self._adapted(module, client, moment, round):
+            if self.globally:
+                return self.scores(module, client, moment, self.correct(module, self.data.server_test))
+            return self._local(module, moment, self.correct(module, self.data.clients[client].test))
+
+    def scores(self, module: ClientModule, client: int, moment: Moment, correct: Correct) -> Scores:
+        """Read a client's accuracies off what its model got right on the union of all test splits."""
+        local = self._local(module, moment, {name: hit[self._own(client)] for name, hit in correct.items()})
+        return {**local, **_columns("Global-T", module, "global", moment, correct)} if self.globally else local
+
+    def _local(self, module: ClientModule, moment: Moment, correct: Correct) -> Scores:
+        return _columns("Local-T", module, "local", moment, correct) if self.data.local_test else {}
+
+    @torch.no_grad()
+    def correct(self, module: ClientModule, indices: Tensor) -> Correct:
+        """Which of the samples the module predicts right, for each of its ways to predict."""
+        was_training = module.training
+        module.eval()
+        hits: dict[str, list[Tensor]] = {name: [] for name in module.prediction_names}
+        with self.context():
+            for part in indices.split(self.batch_size):
+                x, y = self.data.store.gather(part)
+                for name, scores in module.predictions(x).items():
+                    hits[name].append(scores.argmax(1) == y)
+        module.train(was_training)
+        return {name: torch.cat(parts).cpu() if parts else torch.zeros(0).bool() for name, parts in hits.items()}
+
+    def _own(self, client: int) -> Tensor:
+        """Positions of the client's test samples in the union."""
+        if client not in self._positions:
+            own = self.data.clients[client].test.cpu()
+            self._positions[client] = torch.searchsorted(self.data.server_test.cpu(), own)
+        return self._positions[client]
+
+    def _adapted(self, module: ClientModule, client: int, moment: Moment, round: int) -> AbstractContextManager[None]:
+        if type(module).adapt is ClientModule.adapt:
+            return _Unchanged()
+        return _ThrowAway(self, module, client, moment, round)
+
+
+class _Unchanged(AbstractContextManager[None]):
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+class _ThrowAway(AbstractContextManager[None]):
+    """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed."""
+
+    def __init__(self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment, round: int) -> None:
+        self.module = module
+        self.data = evaluator.data.clients[client]
+        self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", round, client)
+
+    def __enter__(self) -> None:
+        self.saved = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        self.streams.__enter__()
+        self.module.adapt(self.data)
+
+    def __exit__(self, *exception: object) -> None:
+        self.streams.__exit__(None, None, None)
+        self.module.load_weights(self.saved)
+
+
+def _columns(base: str, module: ClientModule, scope: Literal["local", "global"], moment: str, hit: Correct) -> Scores:
+    name = base if moment == "trained" else f"{base}_received"
+    accuracy = {key: float(h.double().mean()) if len(h) else math.nan for key, h in hit.items()}
+    named = {f"{name}/{key}": value for key, value in accuracy.items()} if len(accuracy) > 1 else {}
+    return {name: accuracy[module.headline(scope)], **named}
+
+
+def score_columns(module: ClientModule, moments: Iterable[str], local: bool, globally: bool) -> list[str]:
+    """The columns that evaluations of `module` fill, in their order in a table."""
+    nothing = {name: torch.zeros(0).bool() for name in module.prediction_names}
+    columns: list[str] = []
+    for moment in moments:
+        columns += _columns("Local-T", module, "local", moment, nothing) if local else []
+        columns += _columns("Global-T", module, "global", moment, nothing) if globally else []
+    return columns
+
+
+def spread(values: np.ndarray, num_test: np.ndarray) -> dict[str, float]:
+    """Mean over clients and how they are spread around it; clients without a value are left out.
+
+    Args:
+        values: [N] accuracies of clients, NaN where a client has none.
+        num_test: [N] test samples.
+
+    Returns:
+        ``""`` the unweighted mean, ``_std`` the population standard deviation, ``_min`` the worst client,
+        ``_worst10`` the mean over the worst tenth (at least one client), ``_weighted`` the mean weighted by samples.
+    """
+    there = ~np.isnan(values)
+    if not there.any():
+        return {}
+    known, weights = values[there], num_test[there]
+    worst = np.sort(known)[: max(1, math.ceil(len(known) / 10))]
+    return {
+        "": float(known.mean()),
+        "_std": float(known.std()),
+        "_min": float(known.min()),
+        "_worst10": float(worst.mean()),
+        "_weighted": float((known * weights).sum() / weights.sum()) if weights.sum() else math.nan,
+    }

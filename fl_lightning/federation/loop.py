@@ -1,0 +1,461 @@
+"""FederatedLoop: receive, local fit, send, exchange; round after round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from fl_lightning.core.client import ClientModule, OptimizerFactory
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.evaluation import Correct, Scores, score_columns, spread
+from fl_lightning.federation.exchange import Exchange, Star
+from fl_lightning.federation.runner import ClientReport, Job, Runner
+from fl_lightning.seeding import numpy_generator
+
+if TYPE_CHECKING:
+    from fl_lightning.data.module import FederatedData
+
+KEEP_MODELS_BELOW = 2**30  # bytes of all clients' models together, for `models: auto`
+
+
+@dataclass(frozen=True)
+class EvaluationPolicy:
+    """What is evaluated, in the rounds that are.
+
+    Args:
+        trained: clients' models after the local fit (`Local-T`, `Global-T`).
+        received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
+        globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
+        server: the global model on that union, where the method has one (`Server-T`).
+        batch_size: test samples a batch, >= 1.
+    """
+
+    trained: bool = True
+    received: bool = True
+    globally: bool = True
+    server: bool = True
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
+
+    @property
+    def moments(self) -> list[str]:
+        """The moments at which clients are evaluated."""
+        return [moment for moment in ("trained", "received") if getattr(self, moment)]
+
+
+class FederatedLoop:
+    """Runs a federation. Knows no method by name.
+
+    Args:
+        rounds: rounds of the run, >= 1.
+        participation: fraction of the clients in a round, in (0, 1]; ``max(1, int(participation * N))`` of them are
+            drawn without replacement, from the seed.
+        local_epochs: epochs of a local fit, >= 1, where the method does not say otherwise.
+        lr_decay: factor on the learning rate from round to round, in (0, 1].
+        evaluate: what is evaluated.
+        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
+        exchange: how messages travel.
+        init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
+            private initial weights.
+        pool: where clients' private states are kept between their fits; ``disk`` for large federations.
+        checkpoint: when the federation is saved.
+        steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
+        callbacks: hooks of your own.
+    """
+
+    def __init__(
+        self,
+        rounds: int = 20,
+        participation: float = 1.0,
+        local_epochs: int = 1,
+        lr_decay: float = 1.0,
+        evaluate: EvaluationPolicy = EvaluationPolicy(),  # noqa: B008 - frozen
+        evaluate_every: int = 1,
+        exchange: Exchange | None = None,
+        init: Literal["common", "own"] = "common",
+        pool: Literal["memory", "disk"] = "memory",
+        checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
+        steps_per_bundle: int = 16,
+        callbacks: list[FederationCallback] | None = None,
+    ) -> None:
+        require(rounds >= 1, "federation.rounds", "must be >= 1", rounds)
+        require(0 < participation <= 1, "federation.participation", "must be in (0, 1]", participation)
+        require(local_epochs >= 1, "federation.local_epochs", "must be >= 1", local_epochs)
+        require(0 < lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", lr_decay)
+        require(evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", evaluate_every)
+        require(steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", steps_per_bundle)
+        self.rounds = rounds
+        self.participation = participation
+        self.local_epochs = local_epochs
+        self.lr_decay = lr_decay
+        self.evaluate = evaluate
+        self.evaluate_every = evaluate_every
+        self.exchange = Star() if exchange is None else exchange
+        self.init = init
+        self.pool = pool
+        self.checkpoint = checkpoint
+        self.steps_per_bundle = steps_per_bundle
+        self.callbacks = list(callbacks or ())
+        self.round = 0
+        self.stopping = False
+        self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
+
+    # --- setting up -------------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        make_client: Callable[[int], ClientModule],
+        data: FederatedData,
+        optimizer: OptimizerFactory,
+        seed: int,
+        trainer: Mapping[str, Any] | None = None,
+        architecture: Sequence[int] | None = None,
+        folder: Path | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Build the resident modules and the Trainer. Writes nothing.
+
+        Args:
+            make_client: makes a client module of an architecture.
+            data: the federation's data, set up.
+            optimizer: makes an optimizer for some parameters.
+            seed: the run's seed.
+            trainer: flags of `lightning.pytorch.Trainer`.
+            architecture: [N] each client's architecture; None gives all the same.
+            folder: the run's folder, for checkpoints; None keeps everything in memory.
+            identity: what makes this run this run (its configuration); a checkpoint of another is refused.
+        """
+        self.data = data
+        self.seed = seed
+        self.num_clients = len(data.clients)
+        self.identity = dict(identity or {})
+        self.checkpoints = None if folder is None or self.checkpoint.every == 0 else Checkpoints(folder / "checkpoints")
+        require(self.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
+        self.runner = Runner(
+            make_client,
+            architecture or [0] * self.num_clients,
+            data,
+            optimizer,
+            self.local_epochs,
+            trainer or {},
+            seed,
+            own_init=self.init == "own",
+            eval_batch_size=self.evaluate.batch_size,
+            globally=self.evaluate.globally,
+            steps_per_bundle=self.steps_per_bundle,
+        )
+        self.runner.keeps_shared = self.exchange.keeps_shared
+        self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
+        self.runner.pool = ClientPool(self._pool_folder(folder), on_disk=self.pool == "disk")
+        self.models_folder = self._models_folder(folder)
+        self.num_train = np.array([client.num_train for client in data.clients])
+        self.num_test = np.array([client.num_test for client in data.clients])
+        module = self.runner.modules[0]
+        self.columns = score_columns(module, self.evaluate.moments, data.local_test, self.evaluate.globally)
+        self.scores = {name: np.full(self.num_clients, np.nan) for name in self.columns}
+        self.losses = np.full(self.num_clients, np.nan)
+        self.took_part = np.zeros(self.num_clients, dtype=bool)
+        self.traffic = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
+        self.seconds = 0.0
+        self.last_trained = np.full(self.num_clients, np.nan)  # Local-T of the last evaluated round
+        self._draws: dict[int, frozenset[int]] = {}
+        self.participants: list[int] = []
+        self._global_correct: Correct | None = None
+        self.final_scores: dict[str, np.ndarray] = {}
+
+    def _pool_folder(self, folder: Path | None) -> Path | None:
+        if self.checkpoints is not None:
+            return self.checkpoints.clients
+        return folder / "checkpoints" / "clients" if folder is not None and self.pool == "disk" else None
+
+    def _models_folder(self, folder: Path | None) -> Path | None:
+        keep = self.checkpoint.models
+        if folder is None or keep is False or self.checkpoints is None:
+            return None
+        return folder / "models" if keep is True or self.runner.model_bytes() < KEEP_MODELS_BELOW else None
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """All rounds are done, or somebody asked to stop."""
+        return self.round >= self.rounds or self.stopping
+
+    def stop(self) -> None:
+        """Ask the loop to stop once the present round is done and saved."""
+        self.stopping = True
+
+    def run(self) -> dict[str, Any] | None:
+        """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end."""
+        self._call("on_run_start")
+        while not self.done:
+            self.advance()
+        if self.round < self.rounds:
+            return None
+        final = self.receive_once_more()
+        self._call("on_run_end", final)
+        return final
+
+    def advance(self) -> None:
+        """One round."""
+        start = time.perf_counter()
+        round = self.round + 1
+        self.participants = self.draw_participants(round)
+        self._call("on_round_start", round, self.participants)
+        self.exchange.open(round, self.participants)
+        traffic = dict.fromkeys(self.traffic, 0)
+        losses: dict[int, dict[str, float]] = {}
+        for client in self.fit_order(self.participants):
+            job = self._job(round, client)
+            self.runner.module(client).lr_factor = self.lr_decay ** (round - 1)
+            report = self.runner.run(job)
+            self._record(report, job, traffic)
+            self.exchange.post(client, report.message)
+            losses[client] = report.losses
+            self._call("on_client_fit_end", report)
+        self.exchange.close()
+        self._global_correct = None
+        self.round = round
+        self._end_round(losses, traffic, start)
+
+    def _end_round(self, losses: Mapping[int, Mapping[str, float]], traffic: dict[str, int], start: float) -> None:
+        evaluated = self.is_evaluated(self.round)
+        if evaluated:
+            self._evaluate_newcomers()
+        row = {"round": self.round, **self._accuracies(evaluated), **traffic, "participants": len(losses)}
+        row |= _mean_losses([losses[client] for client in sorted(losses)])
+        elapsed = time.perf_counter() - start
+        row["seconds"] = elapsed
+        self.seconds += elapsed
+        for name, value in traffic.items():
+            self.traffic[name] += value
+        self._call("on_round_end", row)
+        if self.checkpoints is not None and self.checkpoint.due(self.round, self.done):
+            self.checkpoints.save(self.round, self.state_dict(), self.runner.pool, self.checkpoint.keep)
+
+    def _job(self, round: int, client: int) -> Job:
+        received = self.evaluate.received and self.is_evaluated(round)
+        message = self.exchange.inbox(client)
+        known = received and self.runner.module(client).received_is_global and self.exchange.global_message() is message
+        last = not any(self._takes_part(client, later) for later in range(round + 1, self.rounds + 1))
+        return Job(
+            round,
+            client,
+            message,
+            received=received,
+            trained=self.evaluate.trained and self._is_last_before_evaluation(round, client),
+            received_scores=(lambda module: self._global_scores(module, client)) if known else None,
+            keep_model=self.models_folder / f"{client:05d}.pt" if last and self.models_folder is not None else None,
+        )
+
+    def _record(self, report: ClientReport, job: Job, traffic: dict[str, int]) -> None:
+        for name, value in report.scores.items():
+            self.scores[name][report.client] = value
+        self.losses[report.client] = report.losses.get("loss", np.nan)
+        self.took_part[report.client] = True
+        for direction, message in (("downlink", job.message), ("uplink", report.message)):
+            traffic[f"{direction}_params"] += message.num_params
+            traffic[f"{direction}_bytes"] += message.num_bytes
+
+    def receive_once_more(self) -> dict[str, float]:
+        """What every client's model scores after one more receive, without a fit: `final_received`."""
+        if not self.evaluate.received:
+            return {}
+        scores = {name: np.full(self.num_clients, np.nan) for name in self.columns if _is_received(name)}
+        for client in range(self.num_clients):
+            for name, value in self._received_scores(client).items():
+                scores[name][client] = value
+        self.final_scores = scores
+        return {
+            name + suffix: value
+            for name, values in scores.items()
+            for suffix, value in spread(values, self.num_test).items()
+        }
+
+    def _received_scores(self, client: int) -> Scores:
+        message = self.exchange.inbox(client)
+        if self.runner.module(client).received_is_global and self.exchange.global_message() is message:
+            return self._global_scores(self.runner.module(client), client)
+        return self.runner.evaluate_received(client, message, self.rounds + 1)
+
+    # --- who takes part, who is evaluated ---------------------------------------------------------------------------
+
+    def draw_participants(self, round: int) -> list[int]:
+        """The clients that take part in a round, in order; depends on seed and round alone."""
+        count = max(1, int(self.participation * self.num_clients + 1e-9))
+        if count == self.num_clients:
+            return list(range(self.num_clients))
+        rng = numpy_generator(self.seed, "participants", round)
+        return sorted(rng.choice(self.num_clients, size=count, replace=False).tolist())
+
+    def is_evaluated(self, round: int) -> bool:
+        """Whether clients are evaluated in `round`."""
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+    @property
+    def row_columns(self) -> list[str]:
+        """The columns of a round's row, in their order in `metrics.csv`."""
+        suffixes = ("", "_std", "_min", "_worst10", "_weighted")
+        accuracies = [name + suffix for name in self.columns for suffix in suffixes]
+        module = self.runner.modules[0]
+        losses = [loss_column(name) for name in module.loss_names]
+        return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, "participants", "seconds", *losses]
+
+    def _is_last_before_evaluation(self, round: int, client: int) -> bool:
+        """Whether the state after this fit is the one that the next evaluated round reports.
+
+        Participants are known ahead, so a client that will sit out until then is evaluated now: its weights need not be
+        kept for it.
+        """
+        while not self.is_evaluated(round):
+            round += 1
+            if self._takes_part(client, round):
+                return False
+        return True
+
+    def _takes_part(self, client: int, round: int) -> bool:
+        if round not in self._draws:
+            self._draws[round] = frozenset(self.draw_participants(round))
+        return client in self._draws[round]
+
+    def _evaluate_newcomers(self) -> None:
+        """Clients that never took part count with their initial model."""
+        for client in np.flatnonzero(~self.took_part).tolist():
+            if self.evaluate.trained and all(np.isnan(values[client]) for values in self.scores.values()):
+                for name, value in self.runner.evaluate_resting(client, self.round).items():
+                    self.scores[name][client] = value
+
+    # --- numbers ----------------------------------------------------------------------------------------------------
+
+    def _accuracies(self, evaluated: bool) -> dict[str, float | None]:
+        row: dict[str, float | None] = {}
+        if not evaluated:
+            return row
+        for name, values in self.scores.items():
+            if _is_received(name):
+                self._fill_resting(name, values)
+            row |= {name + suffix: value for suffix, value in spread(values, self.num_test).items()}
+        row["receive_drop"] = self._receive_drop(row.get("Local-T_received"))
+        row["Server-T"] = self._server_accuracy() if self.evaluate.server else None
+        if "Local-T" in self.scores:
+            self.last_trained = self.scores["Local-T"].copy()
+        return row
+
+    def _fill_resting(self, name: str, values: np.ndarray) -> None:
+        """A client that sat out counts with its own last state at both moments."""
+        trained = self.scores.get(name.replace("_received", ""))
+        resting = np.ones(self.num_clients, dtype=bool)
+        resting[self.participants] = False
+        if trained is not None:
+            values[resting] = trained[resting]
+
+    def _receive_drop(self, received: float | None) -> float | None:
+        """Local-T of the round before less Local-T_received; only where the round before was evaluated."""
+        before = self.last_trained[~np.isnan(self.last_trained)]
+        if received is None or not len(before) or not self.is_evaluated(self.round - 1):
+            return None
+        return float(before.mean()) - received
+
+    def _server_accuracy(self) -> float | None:
+        module = self.runner.modules[0]
+        if not module.has_global_model or self.exchange.global_message() is None:
+            return None
+        hit = self._global_hits()[module.headline("global")]
+        return float(hit.double().mean()) if len(hit) else None
+
+    def _global_hits(self) -> Correct:
+        """What the global model gets right on the union of all test splits; computed once a round."""
+        message = self.exchange.global_message()
+        assert message is not None
+        if self._global_correct is None:
+            module = self.runner.load_global(message)
+            self._global_correct = self.runner.evaluator.correct(module, self.data.server_test)
+        return self._global_correct
+
+    def _global_scores(self, module: ClientModule, client: int) -> Scores:
+        return self.runner.evaluator.scores(module, client, "received", self._global_hits())
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next rounds depend on, but for the clients' private states (they are the pool's)."""
+        return {
+            "identity": self.identity,
+            "partition": self.data.partition_hash,
+            "exchange": self.exchange.state_dict(),
+            "scores": {name: torch.from_numpy(values.copy()) for name, values in self.scores.items()},
+            "losses": torch.from_numpy(self.losses.copy()),
+            "took_part": torch.from_numpy(self.took_part.copy()),
+            "last_trained": torch.from_numpy(self.last_trained.copy()),
+            "traffic": dict(self.traffic),
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; `state` is a checkpoint as `Checkpoints.load` returns it.
+
+        Raises:
+            ConfigError: if the checkpoint belongs to another configuration or partition.
+        """
+        check_identity(state["identity"], self.identity)
+        require(state["partition"] == self.data.partition_hash, "--resume", "the checkpoint's partition is another one")
+        self.round = state["round"]
+        self.exchange.load_state_dict(_to(state["exchange"], self.runner.device))
+        self.runner.pool.restore(state["clients"])
+        require(state["scores"].keys() == self.scores.keys(), "--resume", "the checkpoint evaluates other columns")
+        self.scores = {name: values.numpy().copy() for name, values in state["scores"].items()}
+        self.losses = state["losses"].numpy().copy()
+        self.took_part = state["took_part"].numpy().copy()
+        self.last_trained = state["last_trained"].numpy().copy()
+        self.traffic = dict(state["traffic"])
+        self.seconds = state["seconds"]
+        self._global_correct = None
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+
+def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another configuration, naming the first key that differs.
+
+    Raises:
+        ConfigError: with that key.
+    """
+    for key in sorted(there.keys() | here.keys()):
+        if there.get(key) != here.get(key):
+            was = f"{there[key]!r} there" if key in there else "absent there"
+            now = f"{here[key]!r} here" if key in here else "absent here"
+            raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
+
+
+def _is_received(column: str) -> bool:
+    return "_received" in column
+
+
+def _mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Unweighted means over the participants, by column."""
+    names = dict.fromkeys(name for own in losses for name in own)
+    return {loss_column(name): float(np.mean([own[name] for own in losses if name in own])) for name in names}
+
+
+def loss_column(name: str) -> str:
+    """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
+    return name if name == "loss" else f"loss/{name}"
+
+
+def _to(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _to(value, device) for key, value in state.items()} if isinstance(state, dict) else state

@@ -1,0 +1,347 @@
+"""Fits clients one after another, with one Trainer that is used again for every fit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+
+from fl_lightning.core.client import ClientModule, FitSettings, OptimizerFactory
+from fl_lightning.core.message import Message
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.evaluation import Evaluator, Scores
+from fl_lightning.federation.files import save_tensors
+from fl_lightning.models.describe import has_batch_norm
+from fl_lightning.seeding import derive_seed, seed_global_streams
+
+if TYPE_CHECKING:
+    from fl_lightning.data.module import FederatedData
+    from fl_lightning.data.store import Bundle, ClientData
+
+# What the runner itself decides; a value from the configuration would be overwritten or could not work.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+}
+
+
+class ClientError(RuntimeError):
+    """A failure inside a client, with the round, the client and the step in which it happened."""
+
+
+@dataclass
+class Job:
+    """What a round asks of one participant.
+
+    Args:
+        round: 1-based.
+        client: 0-based.
+        message: what the client receives.
+        received: whether to evaluate right after the receive.
+        trained: whether to evaluate after the fit.
+        received_scores: the received model's scores where they are known already (a global model on its test splits).
+        keep_model: where to save the trained model, None for not at all.
+    """
+
+    round: int
+    client: int
+    message: Message
+    received: bool = True
+    trained: bool = True
+    received_scores: Callable[[ClientModule], Scores] | None = None
+    keep_model: Path | None = None
+
+
+@dataclass
+class ClientReport:
+    """What one participant did in a round: what it sends, its scores by column, its losses and its local steps."""
+
+    client: int
+    message: Message
+    scores: Scores
+    losses: dict[str, float]
+    num_steps: int
+    seconds: float
+
+
+class Runner:
+    """The resident modules, the Trainer, and the swapping of clients' states.
+
+    Args:
+        make_client: makes a fresh client module of an architecture; called under a seed.
+        architecture: [N] which architecture each client has; one resident module each.
+        data: the federation's data.
+        optimizer: makes an optimizer for a phase's parameters.
+        local_epochs: epochs of a phase that names none.
+        trainer: flags of `lightning.pytorch.Trainer`.
+        seed: the run's seed.
+        own_init: give each client initial weights of its own instead of the common ones.
+        eval_batch_size: test samples a batch.
+        globally: whether evaluations include the union of all test splits.
+        steps_per_bundle: local steps gathered at once; fewer where the Trainer's flags count batches.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[[int], ClientModule],
+        architecture: Sequence[int],
+        data: FederatedData,
+        optimizer: OptimizerFactory,
+        local_epochs: int,
+        trainer: Mapping[str, Any],
+        seed: int,
+        own_init: bool = False,
+        eval_batch_size: int = 512,
+        globally: bool = True,
+        steps_per_bundle: int = 16,
+    ) -> None:
+        self.make_client = make_client
+        self.architecture = list(architecture)
+        self.data = data
+        self.seed = seed
+        self.own_init = own_init
+        flags = {name: value for name, value in trainer.items() if value is not None}
+        settings = FitSettings(
+            optimizer,
+            local_epochs,
+            clip_value=flags.pop("gradient_clip_val", None),
+            clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
+            accumulate=flags.pop("accumulate_grad_batches", 1),
+        )
+        counts_batches = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"} & flags.keys()
+        self.trainer = make_trainer(flags)
+        self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
+        self.steps_per_bundle = 1 if counts_batches or not self.single_device else steps_per_bundle
+        self.device = self.trainer.strategy.root_device
+        self.modules = [self._new_module(a, settings) for a in range(max(self.architecture) + 1)]
+        self._initial = [_copy(module, module.private_names) for module in self.modules]
+        self._initial_shared = [_copy(module, module.shared_names) for module in self.modules]
+        self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
+        self.evaluator = Evaluator(data, eval_batch_size, self._autocast, seed, globally)
+        self.pool = ClientPool(None)
+        self.keeps_shared = False
+        data.store.to(self.device)
+
+    def _new_module(self, architecture: int, settings: FitSettings | None, client: int = -1) -> ClientModule:
+        seed_global_streams(self.seed, "init", 0, client)
+        module = self.make_client(architecture)
+        if settings is not None:
+            module.settings = settings
+            _check_optimizer(module)
+        return module.to(self.device)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return self.trainer.precision_plugin.forward_context()
+
+    def module(self, client: int) -> ClientModule:
+        """The resident module of the client's architecture."""
+        return self.modules[self.architecture[client]]
+
+    def load(self, client: int) -> ClientModule:
+        """Swap the client's own last state in; its initial one if it never took part."""
+        module = self.module(client)
+        state = self.pool.get(client)
+        module.load_weights(self._initial_state(client) if state is None else state)
+        return module
+
+    def _initial_state(self, client: int) -> dict[str, Tensor]:
+        architecture = self.architecture[client]
+        if self.own_init:
+            fresh = self._new_module(architecture, None, client)
+            return _copy(fresh, (*fresh.shared_names, *fresh.private_names))
+        return {**self._initial_shared[architecture], **self._initial[architecture]}
+
+    def run(self, job: Job) -> ClientReport:
+        """One participant's round: receive, local fit, send.
+
+        Raises:
+            ClientError: naming round, client and step, the original error chained.
+        """
+        start = time.perf_counter()
+        client, round, data = job.client, job.round, self.data.clients[job.client]
+        with self._step(job, "load"):
+            module = self.load(client)
+        with self._step(job, "receive"):
+            self._receive(module, job.message, data, round)
+        scores: Scores = {}
+        with self._step(job, "evaluation after the receive"):
+            if job.received and job.received_scores is not None:
+                scores.update(job.received_scores(module))
+            elif job.received:
+                scores.update(self.evaluator.client(module, client, "received", round))
+        with self._step(job, "fit"):
+            self.fit(module, data, round)
+        with self._step(job, "evaluation after the fit"):
+            if job.trained:
+                scores.update(self.evaluator.client(module, client, "trained", round))
+        with self._step(job, "send"):
+            seed_global_streams(self.seed, "send", round, client)
+            with self._autocast():
+                message = module.send(data)
+        self._keep(module, client, round, job.keep_model)
+        losses, steps = module.mean_losses(), module.num_steps
+        return ClientReport(client, message, scores, losses, steps, time.perf_counter() - start)
+
+    def evaluate_received(self, client: int, message: Message, round: int) -> Scores:
+        """What the client's model would score after one more receive; its kept state does not change."""
+        module = self.load(client)
+        self._receive(module, message, self.data.clients[client], round)
+        return self.evaluator.client(module, client, "received", round)
+
+    def evaluate_resting(self, client: int, round: int) -> Scores:
+        """Scores of a client that never took part: its initial model."""
+        module = self.load(client)
+        module.receive(Message(), self.data.clients[client])
+        return self.evaluator.client(module, client, "trained", round)
+
+    def load_global(self, message: Message) -> ClientModule:
+        """The global model: the first architecture's initial state with the global message's weights."""
+        module = self.modules[0]
+        module.load_weights({**self._initial[0], **self._initial_shared[0]})
+        module.load_weights(message.weights)
+        return module
+
+    def _receive(self, module: ClientModule, message: Message, data: ClientData, round: int) -> None:
+        seed_global_streams(self.seed, "receive", round, data.client)
+        with self._autocast():
+            module.receive(message, data)
+
+    def fit(self, module: ClientModule, data: ClientData, round: int) -> None:
+        """One local fit with the one Trainer."""
+        seed_global_streams(self.seed, "fit", round, data.client)
+        module.train()
+        epochs = module.fit_epochs
+        if epochs == 0:  # nothing to train: every phase is off
+            module._losses, module._sizes = {}, []
+            return
+        _reset(self.trainer)
+        self.trainer.fit_loop.max_epochs = epochs
+        bundles = EpochBundles(
+            data,
+            epoch_seed=lambda: derive_seed(self.seed, f"shuffle/{self.trainer.current_epoch}", round, data.client),
+            batch_size=self.data.batch_size,
+            steps_per_bundle=self.steps_per_bundle,
+            drop_last=self.data.drop_last,
+            drop_single=self._has_batch_norm[self.architecture[data.client]],
+        )
+        self.trainer.fit(module, train_dataloaders=bundles)
+        module.to(self.device)  # Lightning's teardown moves a module to the CPU
+
+    def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
+        names = module.private_names
+        if self.keeps_shared:
+            names = tuple(dict.fromkeys((*names, *module.shared_names)))
+        entries = module.entries
+        self.pool.put(client, {name: entries[name] for name in names}, round)
+        if model_file is not None:
+            save_tensors(model_file, full_state(module))
+
+    def model_bytes(self) -> int:
+        """Bytes of all clients' models together."""
+        sizes = [sum(tensor.nbytes for tensor in full_state(module).values()) for module in self.modules]
+        return sum(sizes[architecture] for architecture in self.architecture)
+
+    @contextmanager
+    def _step(self, job: Job, step: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:
+            raise ClientError(f"round {job.round}, client {job.client}, {step}: {error}") from error
+
+
+class EpochBundles:
+    """The train dataloader of one fit: a seeded shuffle of the client's training part for every epoch."""
+
+    def __init__(
+        self,
+        data: ClientData,
+        epoch_seed: Callable[[], int],
+        batch_size: int,
+        steps_per_bundle: int,
+        drop_last: bool,
+        drop_single: bool,
+    ) -> None:
+        self.data = data
+        self.epoch_seed = epoch_seed
+        self.rules = (batch_size, steps_per_bundle, drop_last, drop_single)
+
+    def __len__(self) -> int:
+        batch_size, steps_per_bundle, drop_last, drop_single = self.rules
+        return -(-self.data.num_steps(batch_size, drop_last, drop_single) // steps_per_bundle)
+
+    def __iter__(self) -> Iterator[Bundle]:
+        yield from self.data.bundles(self.epoch_seed(), *self.rules)
+
+
+def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
+    """The one Trainer of a worker.
+
+    Raises:
+        ConfigError: if Lightning refuses a flag, or a GPU is asked for where there is none.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
+    accelerator = flags.get("accelerator", "auto")
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
+    try:
+        return L.Trainer(**{**TRAINER_DEFAULTS, **flags})
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError("trainer", str(error)) from error
+
+
+def full_state(module: ClientModule) -> dict[str, Tensor]:
+    """The state dict and the non-persistent buffers: all that predictions depend on."""
+    buffers = {name: tensor for name, tensor in module.named_buffers()}
+    return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
+
+
+def load_full_state(module: ClientModule, state: Mapping[str, Tensor]) -> None:
+    """The inverse of `full_state`."""
+    own = {**dict(module.named_buffers()), **module.entries}
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:
+    entries = module.entries
+    return {name: entries[name].detach().clone() for name in names}
+
+
+def _check_optimizer(module: ClientModule) -> None:
+    """Make the optimizers once, so that a bad hyperparameter is refused before any training starts."""
+    try:
+        module.configure_optimizers()
+    except (ValueError, TypeError) as error:
+        raise ConfigError("optimizer", str(error)) from error
+
+
+def _reset(trainer: L.Trainer) -> None:
+    """Let a Trainer that has fitted fit again, from epoch 0 and step 0 and with a fresh gradient scaler."""
+    loop = trainer.fit_loop
+    loop.epoch_progress.reset()
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop._batches_that_stepped = 0
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    trainer.should_stop = False
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        scaler.load_state_dict({**scaler.state_dict(), "scale": scaler._init_scale, "_growth_tracker": 0})

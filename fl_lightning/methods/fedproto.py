@@ -1,0 +1,153 @@
+"""FedProto: clients exchange class prototypes instead of weights.
+
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022,
+Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch; the defaults are the
+definitions of the paper with weights that sum to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.aggregation import ClassWeighting, MissingClass
+from fl_lightning.core.client import ClientModule, Scope
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.losses.prototype import Collection, Distance, PrototypeAlignment, prototype_distances
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.data.store import ClientData as LocalData
+
+Candidates = Literal["global", "local"]
+Inference = Literal["prototype", "classifier"]
+Download = Literal["all", "local"]
+
+
+class FedProto(ClientModule):
+    """Prototypes on the wire, models at home: embeddings are pulled towards the global prototype of their class.
+
+    Prediction takes the nearest prototype; the classifier's accuracy is logged beside it. Until a prototype was
+    received the classifier predicts. The prototypes that evaluation uses are the last received ones, so the paper's
+    figure (own model, prototypes aggregated in the same round) is `Local-T_received` of the next round, and
+    `final_received` at the end of a run.
+
+    Args:
+        weight: λ of the prototype term, >= 0; the paper's: 1 (MNIST, FEMNIST), 0.1 (CIFAR-10).
+        distance: form of the prototype term; λ was tuned with ``sample_mse``.
+        collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the last epoch's
+            own forward passes (the public code).
+        weighting: ``count`` weighs clients' prototypes by samples, ``uniform`` is the public code's plain mean,
+            ``count_over_holders`` the printed formula, which shrinks prototypes by the number of holders.
+        missing: a class that no participant held keeps its prototype (``keep``) or becomes invalid (``drop``).
+        download: ``all`` valid prototypes, or only those of classes the client uploaded (``local``).
+        candidates: what nearest-prototype inference may predict on the client's own test split: all valid classes
+            (``global``) or those of its training part (``local``, the public code; use it for n-way k-shot tasks).
+        inference: which prediction is the headline; both are logged.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ()
+    paper = "Tan et al., AAAI 2022"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        weight: float = 1.0,
+        distance: Distance = "sample_mse",
+        collection: Collection = "post",
+        weighting: ClassWeighting = "count",
+        missing: MissingClass = "keep",
+        download: Download = "all",
+        candidates: Candidates = "global",
+        inference: Inference = "prototype",
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        for key, value, allowed in (
+            ("download", download, get_args(Download)),
+            ("candidates", candidates, get_args(Candidates)),
+            ("inference", inference, get_args(Inference)),
+        ):
+            require(value in allowed, f"method.{key}", f"must be one of {', '.join(allowed)}", value)
+        alignment = PrototypeAlignment(weight, distance, collection, weighting, missing)
+        super().__init__(model, terms=[alignment], extra_terms=extra_terms)
+        self.alignment = [alignment]  # in a list, so that it is not registered a second time
+        self.download = download
+        self.candidates = candidates
+        self.inference = inference
+        self.register_buffer("held", torch.zeros(model.num_classes, dtype=torch.bool), persistent=False)
+
+    held: Tensor  # [C] bool, classes of the client's training part
+
+    def receive(self, message: Message, data: LocalData) -> None:  # noqa: D102
+        super().receive(message, data)
+        self.held.copy_(data.held_classes)
+
+    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.predictions(x)[self.headline("local")]
+
+    def predictions(self, x: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        z = self.model.embed(x)
+        logits = self.model.head(z)
+        scores = {"prototype": self._nearest(z, logits, self.alignment[0].valid)}
+        if self.candidates == "local":
+            scores["prototype_held"] = self._nearest(z, logits, self.alignment[0].valid & self.held)
+        return {**scores, "classifier": logits}
+
+    def _nearest(self, z: Tensor, logits: Tensor, candidates: Tensor) -> Tensor:
+        if not candidates.any():
+            return logits
+        return -prototype_distances(z, self.alignment[0].prototypes, candidates)
+
+    @property
+    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
+        held = ("prototype_held",) if self.candidates == "local" else ()
+        return ("prototype", *held, "classifier")
+
+    def headline(self, scope: Scope) -> str:  # noqa: D102
+        if self.inference == "classifier":
+            return "classifier"
+        return "prototype_held" if scope == "local" and self.candidates == "local" else "prototype"
+
+    def make_server(self, initial: Message) -> Server:  # noqa: D102
+        server = HeldClassesServer if self.download == "local" else Server
+        return server(initial, self.artifact_rules())
+
+
+class HeldClassesServer(Server):
+    """Sends each client the prototypes of the classes that it uploaded, and no others."""
+
+    def __init__(self, initial: Message, rules: Mapping[str, Any] | None = None) -> None:
+        super().__init__(initial, rules)
+        self.held: dict[int, Tensor] = {}
+
+    def collect(self, client: int, message: Message) -> None:
+        """Remember which classes the client holds."""
+        super().collect(client, message)
+        prototypes = message.artifacts["prototypes"]
+        assert isinstance(prototypes, ClassMeans)
+        self.held[client] = prototypes.valid
+
+    def message_for(self, client: int) -> Message:
+        """The global prototypes of the client's classes; all of them before its first upload."""
+        prototypes = self.message.artifacts.get("prototypes")
+        if client not in self.held or not isinstance(prototypes, ClassMeans):
+            return self.message
+        count = torch.where(self.held[client].to(prototypes.count.device), prototypes.count, 0)
+        own = ClassMeans(prototypes.mean, count, prototypes.sends_count)
+        return Message(self.message.weights, {**self.message.artifacts, "prototypes": own}, self.message.num_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state and the classes held."""
+        return {**super().state_dict(), "held": dict(self.held)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self.held = dict(state["held"])

@@ -1,0 +1,49 @@
+"""FedRep: a shared representation under private heads.
+
+Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML
+2021, Algorithm 1. The alternation (all head epochs, then all body epochs, one fresh optimizer each) was checked against
+the authors' code.
+"""
+
+from __future__ import annotations
+
+from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.models.split import SplitModel
+
+
+class FedRep(ClientModule):
+    """Shared body, private heads: each fit trains the head on the received body, then the body under that head.
+
+    The frozen body stays in train mode while the head is trained, as in the authors' code: its batch-norm statistics
+    move then.
+
+    Args:
+        head_epochs: epochs of the head phase, >= 0; 0 keeps every head as it was first drawn.
+        body_epochs: epochs of the body phase, >= 0; null takes `federation.local_epochs`, 0 sends the body back as it
+            came.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model.body",)
+    paper = "Collins et al., ICML 2021"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        head_epochs: int = 1,
+        body_epochs: int | None = None,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
+        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
+        super().__init__(model, extra_terms=extra_terms)
+        self.head_epochs = head_epochs
+        self.body_epochs = body_epochs
+
+    def phases(self) -> list[Phase]:  # noqa: D102
+        return [
+            Phase("head", trains=("model.head",), epochs=self.head_epochs),
+            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
+        ]
