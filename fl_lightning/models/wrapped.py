@@ -1,0 +1,178 @@
+"""A user's own network, split by the name of its head."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.checks import require_size
+from fl_lightning.models.split import Body, SplitModel
+
+
+class WrappedModel(SplitModel):
+    """Your own network, split into body and head by the name of its head.
+
+    The head is taken out of a copy of the module, and an identity put in its place: what is left is the body. So the
+    head must be the last thing that the module's `forward` does, and get a z [B, D]. This is tried out once, on two
+    made-up samples in evaluation mode.
+
+    Args:
+        input_shape: shape of one sample.
+        num_classes: number of classes C.
+        module: the network, from a sample batch to logits [B, C].
+        head: name of the submodule that is the classifier, with dots for nesting, e.g. "fc" or "classifier.6".
+        features: names of the submodules whose outputs are the feature maps, in this order; none by default. A layer
+            that works in place on such an output (`ReLU(inplace=True)`) changes the map as well.
+
+    Raises:
+        ConfigError: if head or features name no submodule, the module does not take such samples, its output is not
+            [B, C], or it cannot be split there.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        module: nn.Module,
+        head: str,
+        features: Sequence[str] = (),
+    ) -> None:
+        require_size("num_classes", num_classes)
+        name = type(module).__name__
+        network = copy.deepcopy(module)
+        _require_submodule(network, "model.head", head)
+        x, expected = _try_out(network, input_shape)
+        fits = isinstance(expected, Tensor) and expected.shape == (len(x), num_classes)
+        rule = f"{name} must return logits of shape [B, {num_classes}] for {num_classes} classes, and its head as many"
+        require(fits, "model.head", rule, _shape(expected))
+
+        classifier = network.get_submodule(head)
+        parent, _, child = head.rpartition(".")
+        setattr(network.get_submodule(parent), child, nn.Identity())
+        _require_nothing_shared(network, classifier, head)
+        for feature in features:
+            _require_submodule(network, "model.features", feature)
+        body = HookedBody(network, features)
+
+        z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
+        _evaluate(body, x, body.forward_features)
+        super().__init__(body, classifier, z.shape[1], num_classes)
+
+
+class HookedBody(Body):
+    """A module without its head, whose feature maps are the outputs of named submodules.
+
+    Args:
+        module: from the input to z [B, D].
+        features: names of submodules of `module`.
+    """
+
+    def __init__(self, module: nn.Module, features: Sequence[str]) -> None:
+        super().__init__(stages=[], neck=module)
+        self.feature_names = tuple(features)
+
+    def forward_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the outputs of the named submodules and z [B, D] in one pass.
+
+        The hooks live for this call only, so that nothing of a batch stays behind in a copy or a checkpoint.
+        """
+        maps: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                rule = f'"{name}" must return one tensor to be a feature map'
+                require(isinstance(output, Tensor), "model.features", rule, type(output).__name__)
+                maps[name] = output
+
+            return hook
+
+        handles = [self.neck.get_submodule(name).register_forward_hook(keep(name)) for name in self.feature_names]
+        try:
+            z = self.neck(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name in self.feature_names:
+            require(name in maps, "model.features", f'"{name}" is not called in a forward pass')
+        return [maps[name] for name in self.feature_names], z
+
+
+def _require_submodule(module: nn.Module, key: str, name: str) -> None:
+    """Raise a `ConfigError` that names the nearest submodules, unless `module` has one called `name`."""
+    names = [known for known, _ in module.named_modules(remove_duplicate=False) if known]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+        nearest = f"nearest: {', '.join(near)}" if near else "it has none"
+        raise ConfigError(key, f"must name a submodule of {type(module).__name__} ({nearest})", name)
+
+
+def _require_nothing_shared(body: nn.Module, classifier: nn.Module, head: str) -> None:
+    """Weights that are in both parts would be exchanged twice, or exchanged though private."""
+    shared = {id(tensor) for tensor in _state(body)} & {id(tensor) for tensor in _state(classifier)}
+    rule = f'"{head}" must not share weights with the rest of the module, nor be a part of it under two names'
+    require(not shared, "model.head", rule)
+
+
+def _state(module: nn.Module) -> Iterable[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _try_out(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any]:
+    """Run two made-up samples through the module, and return them with what came out.
+
+    The shape does not say whether samples are floats or tokens; the other kind is tried where the likelier one fails.
+    """
+    device = next((tensor.device for tensor in _state(module)), torch.device("cpu"))
+    dtype = next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)
+    # Noise of its own generator: zeros could hide what stands behind the head, and the run's streams stay untouched.
+    noise = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0))
+    samples = [noise.to(device, dtype), torch.zeros((2, *input_shape), dtype=torch.int64, device=device)]
+    if len(input_shape) == 1 and any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in module.modules()):
+        samples.reverse()
+    errors: list[Exception] = []
+    for x in samples:
+        try:
+            return x, _evaluate(module, x)
+        except Exception as error:  # whatever a user's own forward raises
+            errors.append(error)
+    reason = str(errors[0]) or type(errors[0]).__name__
+    rule = f"{type(module).__name__} fails on samples of this shape ({reason})"
+    raise ConfigError("model.module", rule, tuple(input_shape)) from errors[0]
+
+
+def _embedding_at_split(body: nn.Module, classifier: nn.Module, x: Tensor, expected: Tensor, rule: str) -> Tensor:
+    """Return z [B, D], after a look whether body and classifier together still give the `expected` logits."""
+    try:
+        z = _evaluate(body, x)
+        logits = _evaluate(classifier, z)
+    except Exception as error:  # whatever a user's own forward does with what was its head
+        raise ConfigError("model.head", f"{rule}; split there, it fails ({error})") from error
+    fits = isinstance(z, Tensor) and z.dim() == 2
+    require(fits, "model.head", f"{rule}, and get one tensor z of shape [B, D]", _shape(z))
+    same = isinstance(logits, Tensor) and logits.shape == expected.shape
+    same = same and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+    require(same, "model.head", f"{rule}; name a submodule that includes what follows it")
+    return z
+
+
+def _evaluate(module: nn.Module, x: Tensor, call: Callable[[Tensor], Any] | None = None) -> Any:
+    """Call the module, or one of its methods, in evaluation mode and without a trace in its state."""
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            return (call or module)(x)
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+
+
+def _shape(output: Any) -> object:
+    return tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

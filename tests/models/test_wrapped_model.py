@@ -1,0 +1,188 @@
+"""A user's own network, split by the name of its head."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.models.wrapped import WrappedModel
+
+SHAPE = (1, 8, 8)
+
+
+class UserNet(nn.Module):
+    """As users write them: layers in __init__, functions in forward."""
+
+    def __init__(self, num_classes=3):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.unused = nn.Identity()
+        self.classifier = nn.Sequential(nn.Linear(144, 6), nn.ReLU(), nn.Linear(6, num_classes))
+
+    def forward(self, x):
+        return self.classifier(F.relu(self.norm(self.conv(x))).flatten(1))
+
+
+class LogProbabilities(UserNet):
+    def forward(self, x):
+        return F.log_softmax(super().forward(x), dim=1)
+
+
+class ReadsItsHead(UserNet):
+    def forward(self, x):
+        return F.linear(self.classifier[:2](self.conv(x).flatten(1)), self.classifier[2].weight)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.fc = nn.Linear(4, 4, bias=False)
+        self.fc.weight = self.first.weight
+
+    def forward(self, x):
+        return self.fc(self.first(x))
+
+
+class TwoOutputs(UserNet):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Maps(nn.Module):
+    """Head: a 1x1 convolution and a global average, fed with a map instead of a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.head = nn.Sequential(nn.Conv2d(4, 3, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x):
+        return self.head(self.conv(x))
+
+
+class TextNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(10, 5)
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.fc(self.tokens(x).mean(dim=1))
+
+
+@pytest.mark.parametrize(("head", "embedding_size"), [("classifier", 144), ("classifier.2", 6)])
+def test_wrapped_model_computes_what_the_module_computes(head, embedding_size):
+    module = UserNet().eval()
+    model = WrappedModel(SHAPE, 3, module, head=head).eval()
+    x = torch.randn(2, *SHAPE)
+    assert model.embedding_size == embedding_size
+    assert model.embed(x).shape == (2, embedding_size)
+    torch.testing.assert_close(model(x), module(x), rtol=0, atol=0)
+
+
+def test_wrapped_model_leaves_the_users_module_and_the_random_stream_alone():
+    module = UserNet()
+    module.norm.eval()
+    before = copy.deepcopy(module.state_dict())
+    stream = torch.get_rng_state()
+    model = WrappedModel(SHAPE, 3, module, head="classifier", features=["conv"])
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert isinstance(module.classifier, nn.Sequential)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert (module.training, model.training, model.body.neck.norm.training) == (True, True, False)
+    assert model.head is not module.classifier
+
+
+def test_wrapped_model_features_are_the_outputs_of_the_named_submodules_in_their_order():
+    model = WrappedModel(SHAPE, 3, UserNet(), head="classifier.2", features=["classifier.1", "conv"]).eval()
+    x = torch.randn(2, *SHAPE)
+    maps, z = model.forward_features(x)
+    torch.testing.assert_close(maps[0], z)
+    torch.testing.assert_close(maps[1], model.body.neck.conv(x))
+
+
+def test_wrapped_model_keeps_no_hooks_and_no_maps_between_calls():
+    model = WrappedModel(SHAPE, 3, UserNet(), head="classifier", features=["conv"])
+    model.features(torch.randn(2, *SHAPE))
+    assert not any(module._forward_hooks for module in model.modules())
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    assert kept == []
+
+
+def test_wrapped_model_state_has_each_tensor_once_under_body_or_head():
+    module = UserNet()
+    model = WrappedModel(SHAPE, 3, module, head="classifier.2", features=["conv"])
+    expected = {
+        f"head.{name.removeprefix('classifier.2.')}" if name.startswith("classifier.2.") else f"body.neck.{name}"
+        for name in module.state_dict()
+    }
+    assert model.state_dict().keys() == expected
+    twin = WrappedModel(SHAPE, 3, UserNet(), head="classifier.2", features=["conv"])
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, *SHAPE)
+    torch.testing.assert_close(twin.eval()(x), model.eval()(x), rtol=0, atol=0)
+
+
+def test_wrapped_model_takes_tokens():
+    model = WrappedModel((7,), 3, TextNet(), head="fc", features=["tokens"])
+    maps, z = model.forward_features(torch.randint(0, 10, (2, 7)))
+    assert (maps[0].shape, z.shape) == ((2, 7, 5), (2, 5))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (
+            UserNet(),
+            {"head": "clasifier"},
+            r"^model.head: must name a submodule of UserNet \(nearest: classifier.*'clasifier'$",
+        ),
+        (
+            UserNet(),
+            {"head": ""},
+            r"^model.head: must name a submodule of UserNet \(nearest: classifier.0, cl.*got ''$",
+        ),
+        (nn.Linear(8, 3), {"head": "fc"}, r"^model.head: must name a submodule of Linear \(it has none\), got 'fc'"),
+        (UserNet(4), {"head": "classifier"}, r"^model.head: UserNet must return .* \[B, 3\] .*got \(2, 4\)$"),
+        (TwoOutputs(), {"head": "classifier"}, "^model.head: TwoOutputs must return logits .*got 'tuple'$"),
+        (nn.Sequential(nn.Linear(9, 3)), {"head": "0"}, r"^model.module: Sequential fails on .* \(1, 8, 8\)$"),
+        (
+            LogProbabilities(),
+            {"head": "classifier"},
+            "^model.head: .*must be the last thing that LogProbabilities does",
+        ),
+        (UserNet(), {"head": "conv"}, '^model.head: "conv" must be the last thing that UserNet does'),
+        (ReadsItsHead(), {"head": "classifier.2"}, "^model.head: .*must be the last thing .*it fails"),
+        (Maps(), {"head": "head"}, r"^model.head: .*one tensor z of shape \[B, D\], got \(2, 4, 6, 6\)$"),
+        (
+            UserNet(),
+            {"head": "classifier", "features": ["convolution"]},
+            r"^model.features: .*\(nearest: conv\), got 'convolution'",
+        ),
+        (
+            UserNet(),
+            {"head": "classifier", "features": ["classifier.0"]},
+            "^model.features: must name a submodule of UserNet .*got 'classifier.0'$",
+        ),
+        (
+            UserNet(),
+            {"head": "classifier", "features": ["unused"]},
+            '^model.features: "unused" is not called in a forward pass',
+        ),
+        (UserNet(), {"head": "classifier", "num_classes": 0}, "^model.num_classes: must be >= 1, got 0"),
+    ],
+)
+def test_wrapped_model_rejects_what_it_cannot_split(module, options, message):
+    with pytest.raises(ConfigError, match=message):
+        WrappedModel(**{"input_shape": SHAPE, "num_classes": 3, "module": module, **options})
+
+
+def test_wrapped_model_rejects_a_head_that_shares_weights_with_the_body():
+    with pytest.raises(ConfigError, match=r'^model.head: "fc" must not share weights with the rest'):
+        WrappedModel((4,), 4, Tied(), head="fc")
