@@ -1,0 +1,273 @@
+"""The command line: fit, evaluate, partition, list. Heavy imports come late, so that a mistake is answered at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fl_lightning import __version__
+from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.precheck import FILLED_IN, precheck
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from fl_lightning.experiment import Config
+
+COMMANDS = {
+    "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
+    "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
+    "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
+    "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, 2 on bad input (one
+    line on stderr), 130 when a run was stopped by a signal after saving.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.exit(_dispatch(arguments))
+    except ConfigError as error:
+        _refuse(str(error))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print("usage: fl-lightning COMMAND …\n")
+        print("\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items()))
+        print("\nfl-lightning COMMAND --help says more.")
+        return 0
+    if arguments[0] == "--version":
+        print(f"fl-lightning {__version__}")
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
+    return {"fit": _fit, "evaluate": _evaluate, "partition": _partition, "list": _list}[command](rest)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"fl-lightning: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _fit(argv: list[str]) -> int:
+    precheck(argv)
+    parser = config_parser("fit", "Run a federation from a configuration.")
+    parser.add_argument("--resume", type=str | None, help="continue: auto (the newest checkpoint), or a checkpoint's path")  # type: ignore[arg-type]
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
+    parser.add_argument("--quiet", action="store_true", help="print neither progress nor tables")
+    options = parser.parse_args(argv)
+    config = plain_config(parser, options)
+
+    from rich.console import Console
+
+    from fl_lightning.experiment import Experiment
+    from fl_lightning.report.console import RoundProgress, print_summary
+
+    console = Console(quiet=options.quiet)
+    experiment = Experiment(config)
+    with RoundProgress(console) as progress:
+        summary = experiment.fit(options.resume, options.overwrite, callbacks=lambda: [progress])
+    if not summary["finished"]:
+        done, folder = summary["rounds"], experiment.folder
+        again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
+        console.print(f"stopped after round {done}, which is saved; continue with\n  {again}", soft_wrap=True)
+        return 130
+    draw_run(experiment.folder, experiment.data, summary)
+    print_summary(summary, console)
+    return 0
+
+
+def draw_run(folder: Path, data: Any, summary: dict[str, Any]) -> None:
+    """Draw a finished run's curves and its partition into its folder."""
+    from fl_lightning.report.figures import learning_curves, partition_bubbles
+    from fl_lightning.report.record import read_rows
+
+    title = f"{summary['method']}, {summary['clients']} clients ({summary['name']})"
+    learning_curves(read_rows(folder / "metrics.csv"), folder / "curves.png", title)
+    partition_bubbles(data.class_counts(), folder / "partition.png", data.arrays.classes, title)
+
+
+def _evaluate(argv: list[str]) -> int:
+    from jsonargparse import ArgumentParser
+
+    parser = _parser_class()(prog="fl-lightning evaluate", description=COMMANDS["evaluate"])
+    parser.add_argument("run", type=str, help="a run's folder")
+    parser.add_argument("--checkpoint", type=str, default="auto", help="auto (the newest) or a checkpoint's path")
+    assert isinstance(parser, ArgumentParser)
+    options = parser.parse_args(argv)
+    folder = Path(options.run)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError("evaluate", "there is no run in that folder", options.run)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from fl_lightning.experiment import Experiment, read_config
+
+    sys.path.insert(0, os.getcwd())
+    experiment = Experiment(read_config(folder / "config.yaml"))
+    experiment.folder = folder
+    figures = experiment.evaluate(options.checkpoint)
+    shown = [figure for figure in figures if not figure[0].endswith(("_std", "_min", "_worst10", "_weighted"))]
+    table = Table(title=f"{experiment.name}, round {experiment.loop.round}")
+    for column in ("figure", "as the run wrote it", "computed again"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, then, now in shown:
+        table.add_row(name, "–" if then is None else f"{100 * then:.2f} %", f"{100 * now:.2f} %")
+    Console().print(table)
+    different = [name for name, then, now in figures if then is not None and then != now]
+    compared = sum(then is not None for _, then, _ in figures)
+    print(f"{compared - len(different)} of {compared} figures are equal to the last bit")
+    if different:
+        print(f"different: {', '.join(different)}", file=sys.stderr)
+    return 1 if different else 0
+
+
+def _partition(argv: list[str]) -> int:
+    precheck(argv)
+    parser = config_parser("partition", "Show who holds what.")
+    parser.add_argument("--figure", type=str, default="partition.png", help="where the picture is written")
+    options = parser.parse_args(argv)
+    config = plain_config(parser, options)
+
+    from rich.console import Console
+
+    from fl_lightning.experiment import Experiment
+    from fl_lightning.report.figures import partition_bubbles, partition_table
+
+    data = Experiment(config).data
+    data.setup(config["seed"])
+    counts = data.class_counts()
+    title = f"{type(data.dataset).__name__}, {type(data.partition).__name__}, seed {config['seed']}"
+    Console().print(partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes))
+    path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
+    print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
+    return 0
+
+
+def _list(argv: list[str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fl_lightning import catalog
+
+    kind = argv[0] if argv else ""
+    if kind in ("-h", "--help"):
+        print(COMMANDS["list"])
+        return 0
+    if kind not in catalog.KINDS:
+        raise ConfigError("list", f"say what to list; {suggest(kind, catalog.KINDS)}", kind)
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "what it is", "paper"):
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for entry in catalog.entries(kind):
+        table.add_row(entry.name, entry.summary, entry.paper)
+    Console().print(table)
+    return 0
+
+
+# --- the configuration's parser -------------------------------------------------------------------------------------
+
+
+def _parser_class() -> type[ArgumentParser]:
+    from jsonargparse import ArgumentParser
+
+    class OneLineParser(ArgumentParser):
+        """Says what is wrong in one line."""
+
+        def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
+            keys = [action.dest for action in self._actions]
+            _refuse(one_line(str(message), keys))
+
+    return OneLineParser
+
+
+def config_parser(command: str, description: str) -> ArgumentParser:
+    """The parser of a configuration's sections: every constructor parameter is an option."""
+    import lightning as L
+    import torch
+    from lightning.pytorch.loggers import Logger
+
+    from fl_lightning import catalog
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.data.module import FederatedData
+    from fl_lightning.federation.loop import FederatedLoop
+    from fl_lightning.federation.runner import TRAINER_DEFAULTS
+    from fl_lightning.models.split import SplitModel
+
+    sys.path.insert(0, os.getcwd())  # a user's own classes
+    for module in (name for kind in catalog.KINDS for name in catalog.modules(kind)):
+        importlib.import_module(module)
+    parser = _parser_class()(
+        prog=f"fl-lightning {command}",
+        description=description,
+        default_env=True,
+        env_prefix=f"FL_LIGHTNING_{command.upper()}_",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="a YAML file; may be given several times, later ones win")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    parser.add_argument("--name", type=str | None, help="the run's name; default: method, data set and seed")  # type: ignore[arg-type]
+    parser.add_argument("--output", type=str, default="runs", help="folder of runs; the run's own is <output>/<name>")
+    skip = set(FILLED_IN) | {"body", "head", "embedding_size", "terms"}
+    parser.add_subclass_arguments(ClientModule, "method", skip={"model", "terms"}, required=True, instantiate=False)
+    parser.add_subclass_arguments(SplitModel, "model", skip=skip - {"head"}, required=True, instantiate=False)
+    parser.add_subclass_arguments(
+        torch.optim.Optimizer, "optimizer", skip={"params"}, required=False, instantiate=False
+    )
+    parser.set_defaults({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}})
+    parser.add_class_arguments(FederatedData, "data", instantiate=False)
+    parser.add_class_arguments(FederatedLoop, "federation", instantiate=False)
+    own = {*TRAINER_DEFAULTS, "min_epochs", "default_root_dir", "barebones"} - {"num_sanity_val_steps"}
+    parser.add_class_arguments(L.Trainer, "trainer", skip=own, instantiate=False)
+    parser.add_argument(
+        "--logger",
+        type=Logger | list[Logger] | None,  # type: ignore[arg-type]
+        help="Lightning's loggers; they receive the values of metrics.csv",
+    )
+    return parser
+
+
+def plain_config(parser: ArgumentParser, options: Any) -> Config:
+    """The resolved configuration in plain containers, enough to run it again."""
+    import yaml
+
+    config = yaml.safe_load(parser.dump(options, skip_none=False, skip_validation=True))
+    return {key: value for key, value in config.items() if key not in ("config", "resume", "overwrite", "quiet", "figure")}
+
+
+def one_line(message: str, keys: Sequence[str] = ()) -> str:
+    """Turn jsonargparse's message into one line: key, what is allowed, value; with the nearest name for a wrong key."""
+    text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message)
+    text = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", text)
+    key = match[1] if (match := re.search(r'Parser key "([^"]+)"', text)) else ""
+    value = match[1] if (match := re.search(r"(?:Given value|Got value): (.*)", text)) else None
+    wanted = dict.fromkeys(re.findall(r"Expected (?:an? )?(.+?)(?:\. Got value.*)?$", text, flags=re.MULTILINE))
+    wanted = dict.fromkeys("null" if w == "NoneType" else w for w in wanted if "path" not in w or len(wanted) == 1)
+    if key and wanted and value is not None:
+        return f"{key}: must be {' or '.join(wanted)}, got {value}"
+    if match := re.search(r"unrecognized arguments: --([\w.]+)", text):
+        return _unknown(match[1], keys)
+    if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
+        return _unknown(f"{match[1]}.{match[2]}", keys)
+    return " ".join(text.split())
+
+
+def _unknown(key: str, keys: Sequence[str]) -> str:
+    group = key.rpartition(".")[0]
+    beside = [name for name in keys if name.rpartition(".")[0] == group]
+    return f"{key}: there is no such key; {suggest(key, beside)}"

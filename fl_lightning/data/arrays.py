@@ -1,0 +1,122 @@
+"""A data set as tensors: what every data set decodes to and everything after it works on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import ConfigError
+
+KEY = "data.dataset"
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model must know of the data.
+
+    Args:
+        input_shape: shape of one sample, ``(C, H, W)`` for images and ``(L,)`` for tokens.
+        num_classes: number of classes C.
+        vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
+    """
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    vocabulary_size: int = 0
+
+
+@dataclass
+class Arrays:
+    """A whole data set in memory, official training part first.
+
+    Args:
+        x: inputs; images uint8 [N, C, H, W], tokens int64 [N, L], anything else float32 [N, ...].
+        y: labels, int64 [N], in [0, C).
+        num_train: the first `num_train` rows are the official training part, the rest the official test part;
+            equal to N where there is no official test part.
+        classes: the names of the C classes.
+        mean: mean per channel on the [0, 1] scale; used for uint8 images only, empty for none.
+        std: standard deviation per channel on the [0, 1] scale; used for uint8 images only, empty for none.
+        vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
+    """
+
+    x: Tensor
+    y: Tensor
+    num_train: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    vocabulary_size: int = 0
+
+    @property
+    def spec(self) -> DataSpec:
+        """Shape of one sample, number of classes and size of the vocabulary."""
+        return DataSpec(tuple(self.x.shape[1:]), len(self.classes), self.vocabulary_size)
+
+    def validate(self, name: str) -> None:
+        """Check that shapes, types and values agree.
+
+        Args:
+            name: the data set's name, for messages.
+
+        Raises:
+            ConfigError: naming the data set and the offending value or sample.
+        """
+
+        def check(condition: bool, problem: str) -> None:
+            if not condition:
+                raise ConfigError(KEY, f"{name}: {problem}")
+
+        check(isinstance(self.x, Tensor) and isinstance(self.y, Tensor), "x and y must be torch tensors")
+        check(self.y.dtype == torch.int64 and self.y.ndim == 1, f"y must be int64 [N], is {_kind(self.y)}")
+        check(len(self.y) > 0, "there is not a single sample")
+        check(self.x.ndim >= 2, f"x must be [N, ...] with at least one axis for the sample, is {_kind(self.x)}")
+        check(len(self.x) == len(self.y), f"x has {len(self.x)} samples but y has {len(self.y)} labels")
+        check(
+            1 <= self.num_train <= len(self.y),
+            f"num_train must be in [1, {len(self.y)}], the samples; it is {self.num_train}",
+        )
+        num_classes = len(self.classes)
+        check(num_classes > 0, "classes must name at least one class")
+        self._check_range(name, self.y, num_classes, "label")
+        if self.x.dtype == torch.uint8:
+            check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")
+            channels = self.x.shape[1]
+            check(
+                len(self.mean) == len(self.std) and len(self.mean) in (0, channels),
+                f"mean and std need {channels} values, one a channel; they have {len(self.mean)} and {len(self.std)}",
+            )
+            check(all(map(math.isfinite, self.mean)), f"mean must be finite, is {self.mean}")
+            check(all(math.isfinite(s) and s > 0 for s in self.std), f"std must be above 0, is {self.std}")
+        elif self.x.dtype == torch.int64:
+            check(self.x.ndim == 2, f"int64 tokens must be [N, L], are {_kind(self.x)}")
+            check(self.vocabulary_size > 0, "int64 inputs are tokens and need a vocabulary_size above 0")
+            self._check_range(name, self.x, self.vocabulary_size, "token")
+        else:
+            check(self.x.dtype == torch.float32, f"x must be uint8, int64 or float32, is {self.x.dtype}; convert it")
+            for start in range(0, len(self.x), 4096):
+                bad = ~torch.isfinite(self.x[start : start + 4096].flatten(1)).all(1)
+                if bad.any():
+                    sample = start + int(bad.nonzero()[0])
+                    values = self.x[sample].flatten()
+                    value = values[~torch.isfinite(values)][0].item()
+                    raise ConfigError(KEY, f"{name}: sample {sample} holds {value}; inputs must be finite")
+
+    @staticmethod
+    def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
+        """Require all values in [0, limit); name the first sample that breaks it."""
+        if int(values.min()) >= 0 and int(values.max()) < limit:
+            return
+        bad = (values < 0) | (values >= limit)
+        index = bad.nonzero()[0].tolist()
+        value = values[tuple(index)].item()
+        raise ConfigError(
+            KEY, f"{name}: {what} {value} of sample {index[0]} is out of range; allowed are 0 to {limit - 1}"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,126 @@
+"""Decode a data set once and keep the tensors in one file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.dataset import Dataset
+
+FORMAT = 1
+"""Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
+
+
+def default_cache_dir() -> Path:
+    """Where decoded data sets are kept: ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``."""
+    return Path(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays").expanduser()
+
+
+def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
+    """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
+
+    The cache's key is made of the class, its attributes, the sources' names, sizes and times of change and, for a class
+    of the user's own, the text of its module. A cached file that is cut short is made again. Where no key can be made
+    (a class typed into a console, an attribute that is no plain value) the data set is decoded every time.
+
+    Args:
+        dataset: what to load.
+        cache_dir: folder of the cache; None is `default_cache_dir`.
+
+    Raises:
+        ConfigError: if the source is missing or broken, or what it decodes to is not valid.
+    """
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    name = type(dataset).__name__
+    identity = _identity(dataset)
+    if identity is not None and (cached := _read(folder / _file_name(name, identity, dataset))) is not None:
+        return cached
+    arrays = dataset.arrays()
+    arrays.validate(name)
+    if identity is not None:
+        # The sources are looked at again: a download may just have brought them.
+        _write(folder / _file_name(name, identity, dataset), arrays)
+    return arrays
+
+
+def _identity(dataset: Dataset) -> str | None:
+    """Class and constructor arguments as text, taken before decoding; None if they cannot be told for sure."""
+    kind = type(dataset)
+    attributes = vars(dataset)
+    code = ""
+    if kind.__module__.startswith("fl_lightning."):
+        attributes = {key: value for key, value in attributes.items() if not key.startswith("_")}
+    else:
+        try:
+            code = hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+        except (OSError, TypeError):
+            return None
+    try:
+        return json.dumps(
+            [FORMAT, f"{kind.__module__}.{kind.__qualname__}", code, attributes], sort_keys=True, default=_plain
+        )
+    except TypeError:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no stable text")
+
+
+def _file_name(name: str, identity: str, dataset: Dataset) -> str:
+    digest = hashlib.sha256(identity.encode())
+    for source in sorted(map(str, dataset.sources())):
+        try:
+            status = os.stat(source)
+            stamp = f"{status.st_size}/{status.st_mtime_ns}"
+        except OSError:
+            stamp = "absent"
+        digest.update(f"\n{source}/{stamp}".encode())
+    return f"{name}-{digest.hexdigest()[:20]}.pt"
+
+
+def _read(path: Path) -> Arrays | None:
+    """The arrays in a cache file, or None if there is none or it is not whole."""
+    if not path.is_file():
+        return None
+    try:
+        arrays = Arrays(**torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        whole = len(arrays.x) == len(arrays.y) > 0
+    except Exception:  # whatever is wrong with a cache file, the remedy is to make it again
+        return None
+    arrays.classes, arrays.mean, arrays.std = tuple(arrays.classes), tuple(arrays.mean), tuple(arrays.std)
+    return arrays if whole else None
+
+
+def _write(path: Path, arrays: Arrays) -> None:
+    """Write a cache file so that it appears whole or not at all; one that cannot be written is only worth a warning."""
+    # clone() drops the rest of a storage that a view would take along.
+    content = {**vars(arrays), "x": arrays.x.clone(), "y": arrays.y.clone()}
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
+        with temporary.open("xb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"The decoded data set is not cached: {path}: {error}", stacklevel=3)
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()

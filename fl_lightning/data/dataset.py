@@ -1,0 +1,42 @@
+"""What a data set is: something that decodes to `Arrays`. Where files are looked for."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from fl_lightning.data.arrays import Arrays
+
+
+class Dataset(ABC):
+    """A source of `Arrays`; a data set of your own subclasses it and writes `arrays`.
+
+    Constructor arguments are the YAML schema: give them plain types, defaults and an ``Args:`` block, and keep each one
+    in an attribute, because the attributes are part of the key of the decoded cache.
+    """
+
+    paper: str = ""
+    """One line saying whom to cite."""
+
+    @abstractmethod
+    def arrays(self) -> Arrays:
+        """Decode everything from its source.
+
+        Raises:
+            ConfigError: if files are missing, cut short or of another kind; it says which, and how to get them.
+        """
+
+    def sources(self) -> list[Path]:
+        """The files that `arrays` reads; their names, sizes and times of change are part of the cache's key."""
+        return []
+
+
+def default_data_dir() -> Path:
+    """Where data sets are looked for: ``$FL_LIGHTNING_DATA``, else ``~/.cache/fl-lightning/datasets``."""
+    return Path(os.environ.get("FL_LIGHTNING_DATA") or "~/.cache/fl-lightning/datasets").expanduser()
+
+
+def data_root(root: str | None) -> Path:
+    """The folder that a data set's `root` argument means; None is the default folder."""
+    return default_data_dir() if root is None else Path(root).expanduser()

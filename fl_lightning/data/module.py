@@ -1,0 +1,164 @@
+"""The data of a whole federation: loaded, shared out, and handed to clients."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.arrays import Arrays, DataSpec
+from fl_lightning.data.cache import load
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.partitions import Partition
+from fl_lightning.data.splits import ClientIndices, holdout, matched, server_only
+from fl_lightning.data.store import ClientData, TensorStore
+from fl_lightning.errors import ConfigError, require
+
+
+class FederatedData:
+    """The data of a federation: one data set, shared out among clients.
+
+    Who holds what depends on `dataset`, `partition`, `num_clients`, `split`, the two fractions and the seed, and on
+    nothing else, so that every method of a comparison sees the same clients.
+
+    Args:
+        dataset: the data set.
+        partition: how its samples are shared out among clients.
+        num_clients: number of clients K.
+        split: where test samples come from. ``holdout``: official parts merged, then each client's samples are cut at
+            random; ``matched``: official test samples in each client's own class mix; ``global``: the official test
+            part stays on the server and clients have none.
+        test_fraction: each client's share of test samples under ``holdout``, from 0 to below 1.
+        validation_fraction: share cut from each client's training part for validation, from 0 to below 1.
+        batch_size: samples in a mini-batch.
+        drop_last: drop a smaller last mini-batch, but never a client's only one.
+        cache: folder for decoded data sets; by default ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``.
+    """
+
+    arrays: Arrays
+    """The decoded data set."""
+    store: TensorStore
+    """The same on the training device."""
+    clients: list[ClientData]
+    """Each client's samples."""
+    server_test: Tensor
+    """Indices of the union of all clients' test parts, or of the official test part under ``global``."""
+    partition_hash: str
+    """SHA-256 over who holds what."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        partition: Partition,
+        num_clients: int = 20,
+        split: Literal["holdout", "matched", "global"] = "holdout",
+        test_fraction: float = 0.25,
+        validation_fraction: float = 0.0,
+        batch_size: int = 10,
+        drop_last: bool = False,
+        cache: str | None = None,
+    ) -> None:
+        require(num_clients >= 1, "data.num_clients", "must be at least 1", num_clients)
+        require(batch_size >= 1, "data.batch_size", "must be at least 1", batch_size)
+        require(0 <= test_fraction < 1, "data.test_fraction", "must be from 0 to below 1", test_fraction)
+        require(
+            0 <= validation_fraction < 1, "data.validation_fraction", "must be from 0 to below 1", validation_fraction
+        )
+        require(split in ("holdout", "matched", "global"), "data.split", "must be holdout, matched or global", split)
+        self.dataset = dataset
+        self.partition = partition
+        self.num_clients = num_clients
+        self.split = split
+        self.test_fraction = test_fraction
+        self.validation_fraction = validation_fraction
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.cache = cache
+        self._seed: int | None = None
+
+    @property
+    def spec(self) -> DataSpec:
+        """Shape of a sample, number of classes and size of the vocabulary."""
+        return self.arrays.spec
+
+    @property
+    def local_test(self) -> bool:
+        """Whether clients have test samples of their own."""
+        return self.split != "global"
+
+    def setup(self, seed: int) -> None:
+        """Load the data set and share it out; a second call with the same seed does nothing.
+
+        Raises:
+            ConfigError: if the data set is missing or broken, or cannot be shared out that way.
+        """
+        if self._seed == seed:
+            return
+        if self._seed is None:
+            self.arrays = load(self.dataset, None if self.cache is None else Path(self.cache))
+            self.store = TensorStore(self.arrays)
+        parts = self._split(seed)
+        for client, part in enumerate(parts):
+            if len(part.train) == 0:
+                raise ConfigError(
+                    "data.partition",
+                    f"{type(self.partition).__name__} leaves client {client} without a training sample; use fewer "
+                    "clients or, with Dirichlet, min_samples of 1 or more",
+                )
+        num_classes = len(self.arrays.classes)
+        self.clients = [
+            ClientData(client, self.store, num_classes, part.train, part.validation, part.test)
+            for client, part in enumerate(parts)
+        ]
+        if self.local_test:
+            self.server_test = torch.from_numpy(np.sort(np.concatenate([part.test for part in parts])))
+        else:
+            self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
+        self.partition_hash = _hash(parts, self.server_test)
+        self._seed = seed
+
+    def _split(self, seed: int) -> list[ClientIndices]:
+        if self.split == "holdout":
+            return holdout(
+                self.partition, self.arrays, self.num_clients, seed, self.test_fraction, self.validation_fraction
+            )
+        split = matched if self.split == "matched" else server_only
+        return split(self.partition, self.arrays, self.num_clients, seed, self.validation_fraction)
+
+    def class_counts(self) -> np.ndarray:
+        """Training samples of each client and class, int64 [K, C]."""
+        return np.stack([client.class_counts.numpy() for client in self.clients])
+
+    def partition_record(self) -> dict[str, Any]:
+        """Who holds what, in plain lists and numbers, for ``partition.json``."""
+        return {
+            "hash": self.partition_hash,
+            "dataset": type(self.dataset).__name__,
+            "partition": type(self.partition).__name__,
+            "split": self.split,
+            "seed": self._seed,
+            "classes": list(self.arrays.classes),
+            "num_clients": self.num_clients,
+            "class_counts": self.class_counts().tolist(),
+            "clients": [
+                {
+                    "train": client.train.tolist(),
+                    "validation": client.validation.tolist(),
+                    "test": client.test.tolist(),
+                }
+                for client in self.clients
+            ],
+        }
+
+
+def _hash(parts: list[ClientIndices], server_test: Tensor) -> str:
+    """SHA-256 over all index lists and their lengths."""
+    digest = hashlib.sha256()
+    for indices in [*(a for part in parts for a in (part.train, part.validation, part.test)), server_test.numpy()]:
+        digest.update(len(indices).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(indices, dtype="<i8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""From a partition to each client's training, validation and test samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.partitions import Partition
+from fl_lightning.errors import require
+from fl_lightning.seeding import numpy_generator
+
+
+@dataclass
+class ClientIndices:
+    """One client's samples, as sorted int64 indices into `Arrays.x`.
+
+    Args:
+        train: training part.
+        validation: validation part; may be empty.
+        test: test part of its own; may be empty.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def holdout(
+    partition: Partition,
+    arrays: Arrays,
+    num_clients: int,
+    seed: int,
+    test_fraction: float = 0.25,
+    validation_fraction: float = 0.0,
+) -> list[ClientIndices]:
+    """Merge the official parts, share everything out, then cut each client's samples at random (PFLlib, FedCPD).
+
+    A client's test part is `test_fraction` of its samples, rounded, at least 1 where it has two; its training part is
+    never empty.
+
+    Raises:
+        ConfigError: if the partition cannot share these labels out.
+    """
+    parts = _assign(partition, arrays, len(arrays.y), num_clients, seed)
+    clients = []
+    for client, indices in enumerate(parts):
+        train, test = _cut(indices, test_fraction, 1, numpy_generator(seed, "partition/test", client=client))
+        clients.append(_client(client, train, test, validation_fraction, seed))
+    return clients
+
+
+def matched(
+    partition: Partition, arrays: Arrays, num_clients: int, seed: int, validation_fraction: float = 0.0
+) -> list[ClientIndices]:
+    """Share the official training part out, and the test part after each client's own class mix (DRDFL, FedProto).
+
+    Raises:
+        ConfigError: if there is no official test part, or the partition cannot share these labels out.
+    """
+    _require_test_part(arrays, "matched")
+    parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
+    labels = arrays.y.numpy()
+    num_classes = len(arrays.classes)
+    counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
+    tests = partition.match(labels[arrays.num_train :], counts, numpy_generator(seed, "partition/match"))
+    return [
+        _client(client, train, test + arrays.num_train, validation_fraction, seed)
+        for client, (train, test) in enumerate(zip(parts, tests, strict=True))
+    ]
+
+
+def server_only(
+    partition: Partition, arrays: Arrays, num_clients: int, seed: int, validation_fraction: float = 0.0
+) -> list[ClientIndices]:
+    """Share the official training part out; the official test part is the server's, clients have none (FedDW).
+
+    Raises:
+        ConfigError: if there is no official test part, or the partition cannot share these labels out.
+    """
+    _require_test_part(arrays, "global")
+    parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
+    nothing = np.empty(0, dtype=np.int64)
+    return [_client(client, train, nothing, validation_fraction, seed) for client, train in enumerate(parts)]
+
+
+def _assign(partition: Partition, arrays: Arrays, num_samples: int, num_clients: int, seed: int) -> list[np.ndarray]:
+    labels = arrays.y.numpy()[:num_samples]
+    return partition.assign(labels, num_clients, len(arrays.classes), numpy_generator(seed, "partition"))
+
+
+def _client(client: int, train: np.ndarray, test: np.ndarray, validation_fraction: float, seed: int) -> ClientIndices:
+    rng = numpy_generator(seed, "partition/validation", client=client)
+    train, validation = _cut(train, validation_fraction, 0, rng)
+    return ClientIndices(train, validation, test)
+
+
+def _cut(
+    indices: np.ndarray, fraction: float, at_least: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split off a random `fraction`, rounded, but never the last sample; returns what stays and what is cut off."""
+    size = max(round(len(indices) * fraction), at_least if fraction > 0 else 0)
+    size = max(0, min(size, len(indices) - 1))
+    shuffled = rng.permutation(indices)
+    return np.sort(shuffled[size:]), np.sort(shuffled[:size])
+
+
+def _require_test_part(arrays: Arrays, split: str) -> None:
+    require(
+        arrays.num_train < len(arrays.y),
+        "data.split",
+        f"{split!r} needs an official test part and this data set has none; use 'holdout'",
+        split,
+    )

@@ -1,0 +1,104 @@
+"""Text data sets, tokenised to one int64 tensor each."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter, defaultdict
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.dataset import Dataset, data_root
+from fl_lightning.errors import ConfigError, require
+
+PAD, UNKNOWN = 0, 1
+_WORD = re.compile(r"[a-z0-9']+")
+
+
+def tokenise(text: str) -> list[str]:
+    """Lower-case words of a text, without ``<br />``.
+
+    >>> tokenise("It's GREAT.<br /><br />10/10!")
+    ["it's", 'great', '10', '10']
+    """
+    return _WORD.findall(text.lower().replace("<br />", " "))
+
+
+class IMDB(Dataset):
+    """IMDB: 50,000 film reviews, negative or positive, as word numbers of a vocabulary of its own.
+
+    Number 0 is padding, 1 an unknown word, then come the training part's most frequent words (ties by alphabet).
+    Reviews are cut and padded at the end; one without any word is a single unknown word, so that no sequence is empty.
+
+    Args:
+        root: folder that holds ``aclImdb``, or that folder itself; by default ``$FL_LIGHTNING_DATA``, else
+            ``~/.cache/fl-lightning/datasets``.
+        vocabulary: number of word numbers, padding and unknown included.
+        length: words of a review that are kept.
+    """
+
+    paper = "Maas et al., ACL 2011, Learning Word Vectors for Sentiment Analysis"
+
+    ADDRESS = "https://ai.stanford.edu/~amaas/data/sentiment/"
+
+    def __init__(self, root: str | None = None, vocabulary: int = 10000, length: int = 200) -> None:
+        require(vocabulary >= 3, f"{KEY}.vocabulary", "must be at least 3: padding, unknown and one word", vocabulary)
+        require(length >= 1, f"{KEY}.length", "must be at least 1", length)
+        self.root = root
+        self.vocabulary = vocabulary
+        self.length = length
+
+    def sources(self) -> list[Path]:
+        """All reviews."""
+        return [path for _, _, path in self._files()]
+
+    def arrays(self) -> Arrays:
+        """Read and tokenise all reviews."""
+        files = self._files()
+        number: defaultdict[str, int] = defaultdict(count().__next__)  # of every kept word, in order of appearance
+        reviews: list[array[int]] = []
+        frequency: Counter[str] = Counter()
+        for part, _, path in files:
+            try:
+                words = tokenise(path.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(KEY, f"IMDB: {path} cannot be read as text ({error})") from error
+            if part == "train":
+                frequency.update(words)
+            reviews.append(array("l", map(number.__getitem__, words[: self.length])))
+        kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
+        token_of = {word: token for token, word in enumerate(kept, start=2)}
+        token = np.array([token_of.get(word, UNKNOWN) for word in number], dtype=np.int64)
+
+        x = np.full((len(files), self.length), PAD, dtype=np.int64)
+        for row, review in zip(x, reviews, strict=True):
+            row[0] = UNKNOWN
+            row[: len(review)] = token[np.asarray(review, dtype=np.int64)]
+        return Arrays(
+            x=torch.from_numpy(x),
+            y=torch.tensor([int(label == "pos") for _, label, _ in files]),
+            num_train=sum(part == "train" for part, _, _ in files),
+            classes=("neg", "pos"),
+            vocabulary_size=self.vocabulary,
+        )
+
+    def _files(self) -> list[tuple[str, str, Path]]:
+        """(part, label, file) of all reviews: training part first, then negative before positive, then by name."""
+        root = data_root(self.root)
+        folder = root / "aclImdb" if (root / "aclImdb").is_dir() else root
+        found = []
+        for part in ("train", "test"):
+            for label in ("neg", "pos"):
+                reviews = sorted((folder / part / label).glob("*.txt"))
+                if not reviews:
+                    raise ConfigError(
+                        KEY,
+                        f"IMDB: there are no reviews (*.txt) in {folder / part / label}. Unpack aclImdb_v1.tar.gz from "
+                        f"{self.ADDRESS} so that {root / 'aclImdb'} exists, or set `root` or FL_LIGHTNING_DATA",
+                    )
+                found += [(part, label, path) for path in reviews]
+        return found

@@ -1,0 +1,39 @@
+"""What the user did wrong, said in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A bad value in a configuration, a data set or a run's folder.
+
+    The command line prints the message as one line and exits with code 2, before anything is written.
+
+    Args:
+        key: the dotted configuration key (or file) that is at fault, e.g. ``data.partition.beta``.
+        value: the offending value, shown as given; leave it out where there is none.
+        allowed: what is allowed, or what to do instead.
+    """
+
+    def __init__(self, key: str, allowed: str, value: object = ...) -> None:
+        got = "" if value is ... else f", got {value!r}"
+        super().__init__(" ".join(f"{key}: {allowed}{got}".split()))
+        self.key = key
+        self.value = value
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Say which of `choices` is nearest to `name`, and list them all: ``did you mean FedRep? (choose from …)``."""
+    choices = sorted(choices)
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f"did you mean {by_lower[near[0]]}? " if near else ""
+    return f"{hint}(choose from {', '.join(choices)})"
+
+
+def require(condition: bool, key: str, allowed: str, value: object = ...) -> None:
+    """Raise `ConfigError` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(key, allowed, value)

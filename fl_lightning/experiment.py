@@ -1,0 +1,368 @@
+"""One experiment: a configuration, the run's folder, and what is done with both."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import yaml
+from lightning.pytorch.loggers import Logger
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.data.module import FederatedData
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
+from fl_lightning.federation.evaluation import spread
+from fl_lightning.federation.files import load_tensors, write_text
+from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, check_identity
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.runner import load_full_state
+from fl_lightning.models.split import SplitModel
+from fl_lightning.report.record import read_rows
+
+Config = dict[str, Any]
+
+# What may differ between a run and its continuation, because it changes no number of the rounds done.
+_NO_IDENTITY = (
+    "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.callbacks", "federation.pool",
+    "federation.steps_per_bundle", "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
+)  # fmt: skip
+_TRAINER_IDENTITY = (
+    "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
+    "limit_train_batches", "overfit_batches", "fast_dev_run",
+)  # fmt: skip
+_OWN_FILES = ("config.yaml", "partition.json", "metrics.csv", "clients.csv", "summary.json", "curves.png", "partition.png")
+_OWN_FOLDERS = ("checkpoints", "models")
+
+
+class Experiment:
+    """Everything that one configuration says, built.
+
+    Args:
+        config: the resolved configuration in plain containers; classes are ``{class_path, init_args}``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.seed: int = config["seed"]
+        self.method_name = short_name(config["method"])
+        self.name: str = config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
+        self.folder = Path(config["output"]) / self.name
+        data = {key: build(value, f"data.{key}") for key, value in config["data"].items()}
+        self.data: FederatedData = construct(FederatedData, "data", **data)
+        federation = {key: build(value, f"federation.{key}") for key, value in config["federation"].items()}
+        federation["evaluate"] = EvaluationPolicy(**federation["evaluate"])
+        federation["checkpoint"] = CheckpointPolicy(**federation["checkpoint"])
+        self.loop: FederatedLoop = construct(FederatedLoop, "federation", **federation)
+        flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
+        self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
+        self.identity = identity(config)
+
+    def setup(self) -> None:
+        """Load the data, build clients and Trainer. Writes nothing into the run's folder."""
+        self.data.setup(self.seed)
+        trainer = {"default_root_dir": str(self.folder), **self.trainer}
+        self.loop.setup(
+            self._make_client,
+            self.data,
+            self._make_optimizer,
+            self.seed,
+            trainer=trainer,
+            folder=self.folder,
+            identity=self.identity,
+        )
+
+    def _make_client(self, architecture: int) -> ClientModule:
+        spec = self.data.spec
+        cls = import_class(self.config["model"]["class_path"])
+        given = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
+        if "vocabulary_size" in cls.__init__.__code__.co_varnames:
+            require(spec.vocabulary_size > 0, "model", f"{cls.__name__} reads tokens, but the data set has no vocabulary")
+            given["vocabulary_size"] = spec.vocabulary_size
+        model: SplitModel = build(self.config["model"], "model", **given)
+        return build(self.config["method"], "method", model=model)
+
+    def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return build(self.config["optimizer"], "optimizer", params=parameters)
+
+    # --- the run's folder -------------------------------------------------------------------------------------------
+
+    def claim_folder(self, resume: str | None, overwrite: bool) -> Path | None:
+        """Decide whether the run may use its folder, and from which checkpoint it goes on. Writes nothing.
+
+        Raises:
+            ConfigError: if the folder holds another run, something else, or no checkpoint where one was named.
+        """
+        where = f"{self.folder}"
+        existing = self.folder / "config.yaml"
+        if not existing.is_file():
+            occupied = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
+            require(not occupied, "output", f"{where} exists and is no run's folder; choose another --output or --name")
+            require(resume in (None, "auto"), "--resume", f"there is no run in {where}")
+            return None
+        if overwrite:
+            require(resume is None, "--overwrite", "cannot be given together with --resume")
+            return None
+        if resume is None:
+            raise ConfigError("output", f"{where} holds a run; continue it with --resume auto, or say --overwrite")
+        check_identity(identity(read_config(existing)), self.identity)
+        path = Checkpoints(self.folder / "checkpoints").find(resume)
+        inside = path is None or (self.folder / "checkpoints").resolve() == path.resolve().parent
+        require(inside, "--resume", f"{path} belongs to another run than {where}; give its --output and --name")
+        return path
+
+    def clear_folder(self) -> None:
+        """Delete what an earlier run left; nothing that is not a run's own."""
+        for name in _OWN_FILES:
+            (self.folder / name).unlink(missing_ok=True)
+        for name in _OWN_FOLDERS:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    # --- what is done with it ---------------------------------------------------------------------------------------
+
+    def fit(self, resume: str | None = None, overwrite: bool = False, callbacks: Callable[..., Any] | None = None) -> Config:
+        """Run the federation and return its summary.
+
+        Args:
+            resume: ``auto``, a checkpoint or a run's folder, None to start anew.
+            overwrite: replace the run that the folder holds.
+            callbacks: called without arguments once all is set up; returns a list of callbacks for the loop.
+        """
+        checkpoint = self.claim_folder(resume, overwrite)
+        self.setup()
+        if checkpoint is not None:
+            state = Checkpoints(self.folder / "checkpoints").load(checkpoint)
+            assert self.loop.checkpoints is not None or self.loop.checkpoint.every == 0
+            if self.loop.checkpoints is not None:
+                state = self.loop.checkpoints.load(checkpoint)
+            self.loop.load_state_dict(state)
+        loggers = self._loggers()
+        if overwrite:
+            self.clear_folder()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        write_text(self.folder / "partition.json", json.dumps(self.data.partition_record()) + "\n")
+        for logger in loggers:
+            logger.log_hyperparams(self.config)
+        recorder = Recorder(self.folder, self.about(), loggers)
+        self.loop.callbacks += [recorder, *(callbacks() if callbacks is not None else ())]
+        with stop_on_signals(self.loop):
+            final = self.loop.run()
+        if final is None:
+            return recorder.write_summary(self.loop, {}, finished=False)
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def _loggers(self) -> list[Logger]:
+        given = self.config["logger"] or []
+        nodes = given if isinstance(given, list) else [given]
+        loggers = []
+        for node in nodes:
+            node = {"class_path": node} if isinstance(node, str) else node
+            init = dict(node.get("init_args") or {})
+            if init.get("save_dir") in (None, ".") and "save_dir" in _parameters(import_class(node["class_path"])):
+                init["save_dir"] = str(self.folder)
+            loggers.append(build({**node, "init_args": init}, "logger"))
+        return loggers
+
+    def about(self) -> Config:
+        """What `summary.json` says of the run beside its numbers."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "method": self.method_name,
+            "seed": self.seed,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "lightning": L.__version__,
+                "fl_lightning": importlib.import_module("fl_lightning").__version__,
+            },
+            "git_commit": git_commit(),
+        }
+
+    def evaluate(self, checkpoint: str = "auto") -> list[tuple[str, float | None, float]]:
+        """Compute a run's accuracies again.
+
+        Args:
+            checkpoint: which checkpoint; ``auto`` takes the newest.
+
+        Returns:
+            (column, what the run wrote down, what came out now) for each figure that can be computed again. The run's
+            value is None where it wrote none down.
+        """
+        self.setup()
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        path = checkpoints.find(checkpoint)
+        if path is None:
+            raise ConfigError("evaluate", f"{self.folder} holds no checkpoint")
+        loop = self.loop
+        loop.load_state_dict(checkpoints.load(path))
+        summary_file = self.folder / "summary.json"
+        summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
+        rows = {row["round"]: row for row in read_rows(self.folder / "metrics.csv")}
+        finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
+        now: dict[str, float] = {}
+        if finished:
+            now |= self._trained_again()
+        server = loop._server_accuracy()
+        if server is not None:
+            now["Server-T"] = server
+        written: dict[str, Any] = dict(rows.get(loop.round, {}))
+        result = [(name, written.get(name), value) for name, value in now.items()]
+        all_receive = len(loop.draw_participants(loop.round + 1)) == loop.num_clients
+        then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
+        again = loop.receive_once_more()
+        return result + [(name, then.get(name), value) for name, value in again.items()]
+
+    def _trained_again(self) -> dict[str, float]:
+        """Local-T and Global-T of the clients' own models, as the run kept them."""
+        loop, folder = self.loop, self.folder / "models"
+        if not folder.is_dir() or not loop.evaluate.trained:
+            return {}
+        scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
+        for client in range(loop.num_clients):
+            module = loop.runner.load(client)
+            file = folder / f"{client:05d}.pt"
+            if file.is_file():
+                load_full_state(module, load_tensors(file, "evaluate"))
+            else:  # a client that never took part
+                module.receive(type(loop.exchange.inbox(client))(), loop.data.clients[client])
+            for name, value in loop.runner.evaluator.client(module, client, "trained", loop.round).items():
+                scores[name][client] = value
+        return {n + suffix: v for n, values in scores.items() for suffix, v in spread(values, loop.num_test).items()}
+
+
+# --- configuration ------------------------------------------------------------------------------------------------
+
+
+def import_class(class_path: str) -> Any:
+    """Import a class by its dotted path.
+
+    Raises:
+        ConfigError: if there is no such module or class.
+    """
+    module, _, name = class_path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("class_path", f"cannot import {class_path}: {error}") from error
+
+
+def construct(cls: Callable[..., Any], key: str, **arguments: Any) -> Any:
+    """Call a constructor; what it refuses becomes one line about `key`."""
+    try:
+        return cls(**arguments)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(key, f"{getattr(cls, '__name__', cls)}: {error}") from error
+
+
+def build(node: Any, key: str, **given: Any) -> Any:
+    """Build ``{class_path, init_args}`` and what is inside it; plain values stay as they are.
+
+    Args:
+        node: part of a configuration.
+        key: its dotted key, for errors.
+        given: constructor arguments that do not come from the configuration.
+    """
+    if isinstance(node, list):
+        return [build(item, key) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "class_path" not in node:
+        return {name: build(value, f"{key}.{name}") for name, value in node.items()}
+    arguments = {name: build(value, f"{key}.{name}") for name, value in (node.get("init_args") or {}).items()}
+    arguments |= node.get("dict_kwargs") or {}
+    return construct(import_class(node["class_path"]), key, **arguments, **given)
+
+
+def _parameters(cls: Any) -> tuple[str, ...]:
+    return cls.__init__.__code__.co_varnames if hasattr(cls.__init__, "__code__") else ()
+
+
+def short_name(node: Any) -> str:
+    """The class's own name."""
+    return (node if isinstance(node, str) else node["class_path"]).rpartition(".")[2]
+
+
+def read_config(path: Path) -> Config:
+    """Read a run's `config.yaml`.
+
+    Raises:
+        ConfigError: if it is no configuration.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from error
+    require(isinstance(config, dict) and "method" in config, str(path), "is no run's configuration")
+    return config
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What makes a run this run: every key, dotted, that changes a number."""
+    flat = dict(_flatten(config))
+    trainer = tuple(f"trainer.{name}" for name in _TRAINER_IDENTITY)
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == name or key.startswith(name + ".") for name in _NO_IDENTITY)
+        and (not key.startswith("trainer") or key.startswith(trainer))
+    }
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _flatten(value, f"{prefix}.{index}")
+        yield f"{prefix}.length", len(node)
+    elif node is not None:
+        yield prefix, node
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory, where there is one."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+@contextmanager
+def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the run after the present round is saved; the second ends it at once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if loop.stopping:
+            raise KeyboardInterrupt
+        loop.stop()
+
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            previous[number] = signal.signal(number, handle)
+        except ValueError:  # not in the main thread: the caller handles signals
+            break
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,392 @@
+"""What a run shows in the terminal: its progress while it runs, a table of figures at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+FIGURES = {"Local-T": "Local-T", "Local-T_received": "received", "Global-T": "Global-T", "Server-T": "Server-T"}
+"""Accuracies shown while a run goes on: column -> label."""
+HEADLINES = ("Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T")
+"""Accuracies of the table at a run's end, in its order; named inferences follow the headline that they belong to."""
+SPREADS = ("_std", "_min", "_worst10", "_weighted")
+PLAIN_WIDTH = 100
+
+
+class RoundProgress:
+    """Shows a running federation: live bars on a terminal, one line a round anywhere else.
+
+    Has the hooks of a federation callback. Use it as a context manager around the run (or call `close`), so that an
+    exception or Ctrl-C leaves the terminal in order.
+
+    Args:
+        console: where to write; None writes to the standard output.
+        interval: seconds between two plain lines, at least; the first and the last round are always written. 0 writes
+            every round. Live bars ignore it.
+    """
+
+    def __init__(self, console: Console | None = None, interval: float = 0.0) -> None:
+        self.console = Console() if console is None else console
+        self.interval = interval
+        self.live = self.console.is_terminal and self.console.is_interactive
+        self._loop: Any = None
+        self._bars: _Bars | None = None
+        self._reset(0)
+
+    def __enter__(self) -> RoundProgress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing and give the cursor back; more than one call does no harm."""
+        bars, self._bars = self._bars, None
+        if bars is not None:
+            bars.stop()
+
+    def on_run_start(self, loop: Any) -> None:
+        """Start the clock; a resumed run starts at `loop.round`."""
+        self.close()
+        self._loop = loop
+        self._reset(loop.round)
+        if self.live:
+            self._bars = _Bars(self)
+            self._bars.start()
+
+    def on_round_start(self, loop: Any, round: int, participants: Sequence[int]) -> None:
+        """A round begins with none of its clients done."""
+        self._fitted, self._participants = 0, len(participants)
+        self._update()
+
+    def on_client_fit_end(self, loop: Any, report: Any) -> None:
+        """One more client of the round is done."""
+        self._fitted += 1
+        self._mark = time.monotonic()
+        self._update()
+
+    def on_round_end(self, loop: Any, row: Mapping[str, Any]) -> None:
+        """A round is done: its figures are the current ones."""
+        self._round = row["round"]
+        self._done += 1
+        self._fitted = 0
+        self._mark = time.monotonic()
+        known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
+        if known:
+            self.known, self.known_round = self.known | known, self._round
+        if row.get("loss") is not None:
+            self.loss = float(row["loss"])
+        if self.live:
+            self._update(filled=True)
+        elif self._is_due():
+            self._write(self.line(row))
+
+    def on_run_end(self, loop: Any, summary: Mapping[str, Any]) -> None:
+        """All rounds are done: the bars stay as they are."""
+        self.close()
+
+    # --- the present state, which the bars draw ---------------------------------------------------------------------
+
+    def _reset(self, round: int) -> None:
+        self._start = self._mark = time.monotonic()
+        self._first = self._round = round
+        self._done = self._fitted = self._participants = 0
+        self._written = -math.inf
+        self.known: dict[str, float] = {}
+        self.known_round = round
+        self.loss: float | None = None
+
+    @property
+    def progress(self) -> float:
+        """Rounds that are done, the present one in parts."""
+        return self._round + (self._fitted / self._participants if self._participants else 0.0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this process began its first round."""
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float | None:
+        """Seconds left, from what this process has done so far; None before its first client is done."""
+        done = self.progress - self._first
+        remaining = self._loop.rounds - self.progress
+        if remaining <= 0:
+            return 0.0
+        if done <= 0:
+            return None
+        return max(0.0, (self._mark - self._start) / done * remaining - (time.monotonic() - self._mark))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether somebody asked the loop to stop before its last round."""
+        return bool(getattr(self._loop, "stopping", False)) and self._round < self._loop.rounds
+
+    def figures(self) -> Text:
+        """The last known accuracies and loss, as the line under the bars."""
+        parts = [f"{label} {percent(self.known[name])} %" for name, label in _labels(self.known).items()]
+        if self.loss is not None:
+            parts.append(f"loss {loss_text(self.loss)}")
+        text = Text("   ".join(parts) or "figures follow after the first round", style="" if parts else "dim")
+        if self.known and self.known_round != self._round:
+            text.append(f"   (accuracies of round {self.known_round})", style="dim")
+        if self.is_stopping:
+            text.append("   stopping after this round", style="yellow")
+        return text
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """One round as plain text; what the row does not have is left out."""
+        rounds = str(self._loop.rounds)
+        known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
+        parts = [f"round  {row['round']:>{len(rounds)}}/{rounds}"]
+        parts += [f"{label} {percent(known[name])} %" for name, label in _labels(known).items()]
+        if row.get("loss") is not None:
+            parts.append(f"loss {loss_text(row['loss'])}")
+        if row.get("seconds") is not None:
+            parts.append(f"{row['seconds']:.2f} s")
+        return "  ".join([*parts, f"left {clock(self.left)}"])
+
+    def _is_due(self) -> bool:
+        ends = self._done == 1 or self._round >= self._loop.rounds or self.is_stopping
+        return ends or time.monotonic() - self._written >= self.interval
+
+    def _write(self, line: str) -> None:
+        self._written = time.monotonic()
+        self.console.print(Text(line), soft_wrap=True)
+        self.console.file.flush()
+
+    def _update(self, filled: bool = False) -> None:
+        if self._bars is not None:
+            self._bars.show(self._participants if filled else self._fitted, self._participants)
+
+
+class _Bars(Progress):
+    """A bar of the rounds, a bar of the present round's clients, and the line of figures under them."""
+
+    def __init__(self, state: RoundProgress) -> None:
+        self.state = state
+        self.tasks_by_name: dict[str, TaskID] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[count]}", justify="right"),
+            _Clock(state),
+        )
+        super().__init__(*columns, console=state.console, refresh_per_second=4)
+        self.rounds = self.add_task("rounds", total=state._loop.rounds, count="", timed=True)
+        self.clients = self.add_task("clients", total=1, count="", timed=False)
+        self.show(0, 0)
+
+    def show(self, fitted: int, participants: int) -> None:
+        """Move both bars to the present state."""
+        rounds = self.state._loop.rounds
+        self.update(self.rounds, completed=self.state.progress, count=f"{self.state._round}/{rounds}")
+        count = f"{fitted}/{participants}" if participants else ""
+        self.update(self.clients, completed=fitted, total=max(1, participants), count=count)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars and the line below."""
+        yield self.make_tasks_table(self.tasks)
+        yield self.state.figures()
+
+
+class _Clock(ProgressColumn):
+    """Elapsed time and time left, beside the bar of the rounds."""
+
+    def __init__(self, state: RoundProgress) -> None:
+        super().__init__()
+        self.state = state
+
+    def render(self, task: Task) -> Text:
+        if not task.fields["timed"]:
+            return Text("")
+        return Text(f"{clock(self.state.elapsed)}  left {clock(self.state.left)}", style="cyan")
+
+
+# --- the end of a run -----------------------------------------------------------------------------------------------
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The accuracies of a run: last, mean of the last ten and best rounds, worst client, after one more receive.
+
+    Args:
+        summary: a run's ``summary.json``.
+
+    Returns:
+        A table with one row for each accuracy that the run has, in percent; ``±`` is the spread over clients.
+    """
+    last, best = summary.get("last", {}), summary.get("best", {})
+    mean, final = summary.get("mean_last_10", {}), summary.get("final_received", {})
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title, table.title_justify, table.title_style = _title(summary), "left", "bold"
+    table.add_column("accuracy, %", overflow="fold")
+    for header in (" last", f" mean of\n last {min(10, summary['rounds'])}", " best\n (round)", "worst\nclient"):
+        table.add_column(header, no_wrap=True)
+    if final:
+        table.add_column(" final\n received", no_wrap=True)
+    for name in accuracy_columns([*last, *mean, *best, *final]):
+        cells = [name, _with_spread(last, name), _with_spread(mean, name), _best(best.get(name))]
+        cells.append(f"{percent(last.get(f'{name}_min')):>5}")
+        table.add_row(*map(Text, cells), *([Text(_with_spread(final, name))] if final else []))
+    return table
+
+
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Print what a run reached, what it communicated, how long it took and where it lies.
+
+    Args:
+        summary: a run's ``summary.json``.
+        console: where to print; 100 columns are enough for it.
+    """
+    width, console.width = console.width, console.width if console.is_terminal else PLAIN_WIDTH
+    try:
+        _print_summary(summary, console)
+    finally:
+        console.width = width
+    console.file.flush()
+
+
+def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
+    final = summary.get("final_received")
+    untested = summary.get("clients_without_test") or []
+    notes = ['± is the spread over clients. "best" is chosen on the test split, so it flatters; worst client: last round.']
+    notes += ["Final received: after one more receive, without a fit."] if final else []
+    notes += [_untested_line(untested)] if untested else []
+    console.print(summary_table(summary))
+    for note in notes:
+        console.print(Text(note, style="dim"))
+    console.print()
+    console.print(_communication_table(summary))
+    console.print()
+    console.print(Text(f"took    {duration(summary['seconds'])}"))
+    console.print(Text(f"folder  {summary['folder']}"), soft_wrap=True)
+
+
+def _title(summary: Mapping[str, Any]) -> Text:
+    rounds, clients = summary["rounds"], summary["clients"]
+    counts = f"{rounds} round{'s' * (rounds != 1)}, {clients} client{'s' * (clients != 1)}"
+    return Text(f"{summary['name']}: {summary['method']}, {counts}")
+
+
+def accuracy_columns(names: Iterable[str]) -> list[str]:
+    """The accuracies among a summary's columns, without the columns of their spread, each headline with its inferences.
+
+    >>> accuracy_columns(["Server-T", "Local-T", "Local-T_std", "Local-T/prototype", "Local-T/prototype_min", "loss"])
+    ['Local-T', 'Local-T/prototype', 'Server-T']
+    """
+    there = dict.fromkeys(names)
+    own = [name for name in there if not any(name.endswith(s) and name.removesuffix(s) in there for s in SPREADS)]
+    return [name for headline in HEADLINES for name in own if name == headline or name.startswith(f"{headline}/")]
+
+
+def _with_spread(values: Mapping[str, Any], name: str) -> str:
+    value, std = values.get(name), values.get(f"{name}_std")
+    spread = f" ± {percent(std):>4}" if _is_number(value) and _is_number(std) else ""
+    return f"{percent(value):>5}{spread}"
+
+
+def _best(best: Mapping[str, Any] | None) -> str:
+    return f"{percent(best['value']):>5} ({best['round']})" if best and _is_number(best.get("value")) else "    -"
+
+
+def _untested_line(clients: Sequence[int]) -> str:
+    shown = ", ".join(map(str, clients[:10])) + (f" and {len(clients) - 10} more" if len(clients) > 10 else "")
+    one = len(clients) == 1
+    return f"Left out of all means, for want of test samples: client{'' if one else 's'} {shown}."
+
+
+def _communication_table(summary: Mapping[str, Any]) -> Table:
+    total = summary["communication"]
+    messages = summary["participants_per_round"] * summary["rounds"]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in ("communicated", "in all", "per client and round"):
+        table.add_column(header)
+    for label, direction in (("up", "uplink"), ("down", "downlink")):
+        amounts = total[f"{direction}_params"], total[f"{direction}_bytes"]
+        each = _amounts(*(amount / messages for amount in amounts)) if messages else "-"
+        table.add_row(label, _amounts(*amounts), each)
+    return table
+
+
+def _amounts(values: float, size: float) -> str:
+    return f"{human(values):>6} values, {human(size):>6}B"
+
+
+# --- numbers as text ------------------------------------------------------------------------------------------------
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as percent with one decimal; ``-`` if there is none.
+
+    >>> percent(0.9314), percent(None)
+    ('93.1', '-')
+    """
+    return f"{100 * fraction:.1f}" if fraction is not None and _is_number(fraction) else "-"
+
+
+def loss_text(loss: float) -> str:
+    """A loss with four decimals, or four digits where it is large; a loss that is no number shows as it is.
+
+    >>> loss_text(0.12345), loss_text(123456.0), loss_text(float("nan"))
+    ('0.1235', '1.235e+05', 'nan')
+    """
+    return f"{loss:.4f}" if abs(loss) < 1000 or math.isnan(loss) else f"{loss:.4g}"
+
+
+def human(number: float) -> str:
+    """A count with three digits and a unit of 10^3, ending in the unit so that a ``B`` may follow.
+
+    >>> human(0), human(999), human(30_720), human(1_234_567), human(999_999)
+    ('0 ', '999 ', '30.7 K', '1.23 M', '1.00 M')
+    """
+    value, units = float(number), ["", "K", "M", "G", "T"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    if float(number).is_integer() and abs(number) < 1000:
+        return f"{number:.0f} "
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {units[0]}"
+
+
+def clock(seconds: float | None) -> str:
+    """Hours, minutes and seconds.
+
+    >>> clock(9.4), clock(3725), clock(None)
+    ('0:00:09', '1:02:05', '-:--:--')
+    """
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """How long something took, in the units that people would use.
+
+    >>> duration(7.31), duration(192), duration(7530)
+    ('7.3 s', '3 min 12 s', '2 h 05 min')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60:02} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def _labels(known: Mapping[str, float]) -> dict[str, str]:
+    """Labels of the accuracies that are known; ``received`` is short only where Local-T stands before it."""
+    labels = {name: label for name, label in FIGURES.items() if name in known}
+    if "Local-T" not in labels and "Local-T_received" in labels:
+        labels["Local-T_received"] = "Local-T_received"
+    return labels
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and not math.isnan(value)

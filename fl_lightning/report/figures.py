@@ -1,0 +1,289 @@
+"""Pictures of a run and of a partition, and the partition as a table."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+# Okabe and Ito's palette: distinct for colour-blind readers; line styles differ, too.
+CURVES = {
+    "Local-T": ("#0072B2", "-"),
+    "Local-T_received": ("#56B4E9", "--"),
+    "Global-T": ("#D55E00", "-"),
+    "Server-T": ("#009E73", "-."),
+}
+TERM_COLORS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0072B2")
+TERM_STYLES = ("--", "-.", ":")
+INK, GRID, BUBBLE = "#222222", "#DDDDDD", "#0072B2"
+DPI = 100
+MARKED_POINTS = 30  # curves of at most so many points show them
+LOG_RANGE = 100  # a loss axis that spans more than this factor is logarithmic
+COUNTED_CLASSES = 12  # a partition's table shows the counts of at most so many classes
+NAMED_CLASSES, NAME_LENGTH = 40, 14  # class names label the axis up to these limits
+
+
+def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
+    """Draw the accuracies of a run over its rounds on the left, its losses on the right; 1200 × 450 pixels.
+
+    Args:
+        rows: the rows of ``metrics.csv``; what is None, empty or missing is skipped, the evaluated rounds are joined.
+        path: the PNG to write.
+        title: the picture's title.
+
+    Returns:
+        `path`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=13, color=INK, parse_math=False)
+    left, right = figure.subplots(1, 2)
+    _draw_accuracies(left, rows)
+    _draw_losses(right, rows)
+    return _save(figure, path)
+
+
+def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    for name, (color, style) in CURVES.items():
+        rounds, values = _points(rows, name)
+        if not len(rounds):
+            continue
+        _line(axes, rounds, 100 * values, f"{name}, last {100 * values[-1]:.1f} %", color, style)
+        if name == "Local-T":
+            _draw_band(axes, rows, color)
+    _style(axes, "accuracy, %", rows)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -2.0), min(high, 102.0))
+
+
+def _draw_band(axes: Axes, rows: Sequence[Mapping[str, Any]], color: str) -> None:
+    both = [row for row in rows if _number(row.get("Local-T")) is not None and _number(row.get("Local-T_std")) is not None]
+    (rounds, mean), (_, std) = _points(both, "Local-T"), _points(both, "Local-T_std")
+    if len(rounds) == 1:
+        low, high = min(std[0], mean[0]), min(std[0], 1 - mean[0])
+        axes.errorbar(rounds, 100 * mean, 100 * np.array([[low], [high]]), color=color, alpha=0.5, capsize=4)
+    elif len(rounds):
+        low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
+        label = "Local-T ± std over clients"
+        axes.fill_between(rounds, 100 * low, 100 * high, color=color, alpha=0.13, linewidth=0, label=label)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    terms = [name for name in dict.fromkeys(key for row in rows for key in row) if name.startswith("loss/")]
+    terms = [name for name in terms if len(_points(rows, name)[0])]
+    names = ["loss", *(terms if len(terms) > 1 else [])]
+    drawn = []
+    for index, name in enumerate(names):
+        rounds, values = _points(rows, name)
+        if len(rounds):
+            color = INK if name == "loss" else TERM_COLORS[(index - 1) % len(TERM_COLORS)]
+            style = "-" if name == "loss" else TERM_STYLES[(index - 1) % len(TERM_STYLES)]
+            label = "loss" if name == "loss" else name.removeprefix("loss/")
+            _line(axes, rounds, values, label, color, style)
+            drawn.append(values)
+    _style(axes, "training loss", rows)
+    if drawn and min(map(np.min, drawn)) > 0 and max(map(np.max, drawn)) > LOG_RANGE * min(map(np.min, drawn)):
+        axes.set_yscale("log")
+
+
+def _line(axes: Axes, rounds: np.ndarray, values: np.ndarray, label: str, color: str, style: str) -> None:
+    marker = "o" if len(rounds) <= MARKED_POINTS else ""
+    axes.plot(rounds, values, style, color=color, label=label, linewidth=1.8, marker=marker, markersize=4)
+
+
+def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("round", color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    rounds = [int(row["round"]) for row in rows]
+    if rounds:
+        pad = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
+        axes.set_xlim(rounds[0] - pad, rounds[-1] + pad)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        columns = 3 if len(handles) > 4 else 2
+        where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": columns}
+        axes.legend(handles, labels, frameon=False, fontsize=9, **where)
+    else:
+        axes.text(0.5, 0.5, "no values yet", transform=axes.transAxes, ha="center", va="center", color="#777777")
+
+
+def _points(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds in which a column has a value, and the values."""
+    known = [(int(row["round"]), value) for row in rows if (value := _number(row.get(name))) is not None]
+    return np.array([round for round, _ in known]), np.array([value for _, value in known])
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None; rows read back from a CSV file hold text."""
+    if value is None or value == "":
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+# --- who holds what -------------------------------------------------------------------------------------------------
+
+
+def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
+    """Draw who holds what, as DRDFL's Figure 4 does: clients on x, classes on y, a bubble's area the training samples.
+
+    Args:
+        class_counts: [K, C] training samples of each client and class.
+        path: the PNG to write; its size follows the number of clients and classes.
+        classes: [C] class names; they label the axis where they are few and short, else their indices do.
+        title: the picture's title.
+
+    Returns:
+        `path`.
+    """
+    from matplotlib.figure import Figure
+
+    counts = _checked(class_counts, classes)
+    num_clients, num_classes = counts.shape
+    named = num_classes <= NAMED_CLASSES and max(map(len, classes)) <= NAME_LENGTH
+    labels = list(map(str, classes)) if named else list(map(str, range(num_classes)))
+    width, height = _extent(num_clients, 3.6, 11.0), _extent(num_classes, 2.4, 9.0)  # of the axes, in inches
+    left, bottom, right, top = 0.6 + 0.085 * max(map(len, labels)), 0.6, 1.35, 0.5
+    figure = Figure(figsize=(left + width + right, bottom + height + top), dpi=DPI)
+    full_width, full_height = figure.get_size_inches()
+    axes = figure.add_axes((left / full_width, bottom / full_height, width / full_width, height / full_height))
+    largest = 72 * min(0.45, 0.95 * min(width / num_clients, height / num_classes))  # diameter, in points
+    client, label = np.nonzero(counts)
+    held = counts[client, label]
+    peak = max(1, int(counts.max()))
+    axes.scatter(client, label, s=_areas(held, peak, largest), color=BUBBLE, alpha=0.8, linewidths=0)
+    axes.set_xlim(-0.6, num_clients - 0.4)
+    axes.set_ylim(-0.6, num_classes - 0.4)
+    axes.set_xlabel("client", color=INK)
+    axes.set_ylabel("class", color=INK)
+    axes.set_title(title, fontsize=12, color=INK, loc="left", parse_math=False)
+    xticks = _ticks(num_clients, 30)
+    axes.set_xticks(xticks, list(map(str, xticks)), fontsize=8)
+    yticks = _ticks(num_classes, NAMED_CLASSES)
+    axes.set_yticks(yticks, [labels[tick] for tick in yticks], fontsize=8, parse_math=False)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=2)
+    axes.spines[:].set_color("#AAAAAA")
+    sizes = _legend_sizes(peak)
+    handles = [axes.scatter([], [], s=float(_areas(np.array([n]), peak, largest)[0]), color=BUBBLE, alpha=0.8,
+                            linewidths=0, label=f"{n:,}") for n in sizes]  # fmt: skip
+    spacing = {"labelspacing": 0.9, "handletextpad": 0.8, "borderaxespad": 0.0}
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0 + 0.12 / width, 1.0)}
+    legend = axes.legend(handles=handles, title="training\nsamples", frameon=False, fontsize=8, **place, **spacing)
+    legend.get_title().set_fontsize(8)
+    return _save(figure, path)
+
+
+def _extent(count: int, least: float, most: float) -> float:
+    """Inches for `count` cells: a third of an inch each, within limits."""
+    return min(most, max(least, 0.34 * count))
+
+
+def _areas(counts: np.ndarray, peak: int, diameter: float) -> np.ndarray:
+    """Areas in square points, in proportion to the counts; a single sample still shows as a dot."""
+    return np.maximum(diameter**2 * counts / peak, 0.8**2)
+
+
+def _ticks(count: int, all_below: int) -> list[int]:
+    step = 1 if count <= all_below else 5 if count <= 60 else 10
+    return list(range(0, count, step))
+
+
+def _legend_sizes(peak: int) -> list[int]:
+    """Up to three round numbers of samples, the largest at most `peak`.
+
+    >>> _legend_sizes(730), _legend_sizes(3), _legend_sizes(1)
+    ([500, 100, 20], [2, 1], [1])
+    """
+    nice = [step * 10**power for power in range(len(str(peak))) for step in (1, 2, 5)]
+    largest = max(number for number in nice if number <= peak)
+    sizes = [largest, largest // 5, largest // 25] if largest >= 25 else [largest, max(1, largest // 4)]
+    return list(dict.fromkeys(_leading_digit(size) for size in sizes))
+
+
+def _leading_digit(number: int) -> int:
+    return int(str(number)[0]) * 10 ** (len(str(number)) - 1)
+
+
+def partition_table(class_counts: np.ndarray, num_test: Sequence[int], classes: Sequence[str]) -> Table:
+    """Tabulate who holds what, one row a client and a row of totals.
+
+    Args:
+        class_counts: [K, C] training samples of each client and class.
+        num_test: [K] test samples of each client.
+        classes: [C] class names.
+
+    Returns:
+        A table with the counts of every class where there are at most twelve, else of each client's five largest.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = _checked(class_counts, classes)
+    counted = counts.shape[1] <= COUNTED_CLASSES
+    gap = 0 if 6 < counts.shape[1] <= COUNTED_CLASSES else 1
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False)
+    for header in ("client", "train", "test", "classes"):
+        table.add_column(header, justify="right", no_wrap=True, min_width=len(header))
+    if counted:
+        for label, name in enumerate(classes):
+            digits = len(str(counts[:, label].sum()))
+            table.add_column(Text(str(name)), justify="right", overflow="fold", min_width=digits)
+    else:
+        table.add_column("largest classes")
+
+    def cells(own: np.ndarray) -> list[Text]:
+        if counted:
+            return [Text(str(count)) if count else Text("·", style="dim") for count in own]
+        order = [label for label in np.argsort(-own, kind="stable")[:5] if own[label]]
+        return [Text(", ".join(f"{classes[label]}: {own[label]}" for label in order))]
+
+    for client, own in enumerate(counts):
+        held = str(int((own > 0).sum()))
+        last = client == len(counts) - 1
+        table.add_row(str(client), str(own.sum()), str(num_test[client]), held, *cells(own), end_section=last)
+    total = counts.sum(0)
+    sums = (str(total.sum()), str(sum(num_test)), str(int((total > 0).sum())))
+    table.add_row("total", *sums, *cells(total), style="bold")
+    return table
+
+
+def _checked(class_counts: np.ndarray, classes: Sequence[str]) -> np.ndarray:
+    counts = np.asarray(class_counts)
+    if counts.ndim != 2 or 0 in counts.shape or counts.shape[1] != len(classes):
+        raise ValueError(f"class_counts: must be [clients, {len(classes)} classes], got shape {counts.shape}")
+    return counts
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    """Write a PNG whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,168 @@
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.cache import default_cache_dir, load
+from fl_lightning.data.dataset import Dataset, default_data_dir
+from fl_lightning.errors import ConfigError
+
+
+class Counted(Dataset):
+    """Counts how often it is decoded."""
+
+    decoded = 0
+
+    def __init__(self, fill=1.0, path=None):
+        self.fill = fill
+        self.path = path
+
+    def sources(self):
+        return [] if self.path is None else [self.path]
+
+    def arrays(self):
+        Counted.decoded += 1
+        x = torch.full((3, 2), self.fill)
+        return Arrays(x, torch.tensor([0, 1, 1]), 2, ("a", "b"), vocabulary_size=0)
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    Counted.decoded = 0
+
+
+def files(folder):
+    return sorted(folder.iterdir())
+
+
+def test_second_load_reads_the_cache_and_gives_the_same(tmp_path):
+    first, second = load(Counted(), tmp_path), load(Counted(), tmp_path)
+    assert Counted.decoded == 1
+    assert torch.equal(first.x, second.x)
+    assert torch.equal(first.y, second.y)
+    assert (second.num_train, second.classes, second.mean, second.std) == (2, ("a", "b"), (), ())
+    assert second.spec == first.spec
+    assert len(files(tmp_path)) == 1
+
+
+def test_other_arguments_are_decoded_anew(tmp_path):
+    load(Counted(1.0), tmp_path)
+    assert load(Counted(2.0), tmp_path).x[0, 0] == 2.0
+    assert Counted.decoded == 2
+
+
+def test_changed_source_is_decoded_anew(tmp_path):
+    source = tmp_path / "source"
+    source.write_text("a")
+    for _ in range(2):
+        load(Counted(path=source), tmp_path / "cache")
+    assert Counted.decoded == 1
+    os.utime(source, (1, 1))
+    load(Counted(path=source), tmp_path / "cache")
+    assert Counted.decoded == 2
+
+
+def test_source_that_arrives_while_decoding_is_a_hit_next_time(tmp_path):
+    class Downloads(Counted):
+        def arrays(self):
+            self.path.write_text("downloaded")
+            return super().arrays()
+
+    for _ in range(2):
+        load(Downloads(path=tmp_path / "source"), tmp_path / "cache")
+    assert Counted.decoded == 1
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -1])
+def test_cache_file_cut_short_is_made_again(tmp_path, keep):
+    load(Counted(), tmp_path)
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    assert load(Counted(), tmp_path).x[0, 0] == 1.0
+    assert Counted.decoded == 2
+    assert load(Counted(), tmp_path).x[0, 0] == 1.0
+    assert Counted.decoded == 2
+
+
+def test_cache_file_of_other_content_is_made_again(tmp_path):
+    load(Counted(), tmp_path)
+    (path,) = files(tmp_path)
+    torch.save({"x": torch.zeros(3)}, path)
+    load(Counted(), tmp_path)
+    assert Counted.decoded == 2
+
+
+def test_arguments_without_a_stable_text_are_never_cached(tmp_path):
+    for _ in range(2):
+        load(Counted(path=None, fill=torch.tensor(1.0).item()), tmp_path)
+    assert Counted.decoded == 1
+    dataset = Counted()
+    dataset._secret = torch.zeros(1)
+    load(dataset, tmp_path)
+    load(dataset, tmp_path)
+    assert Counted.decoded == 3
+
+
+def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
+    code = (
+        "import torch\nfrom fl_lightning.data.dataset import Dataset\nfrom fl_lightning.data.arrays import Arrays\n"
+        "class Mine(Dataset):\n    def arrays(self):\n"
+        "        return Arrays(torch.full((1, 1), {}), torch.tensor([0]), 1, ('a',))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for value in (1.0, 2.0):
+        (tmp_path / "mine.py").write_text(code.format(value))
+        sys.modules.pop("mine", None)
+        assert load(__import__("mine").Mine(), tmp_path / "cache").x.item() == value
+
+
+def test_nothing_invalid_is_cached(tmp_path):
+    with pytest.raises(ConfigError, match="Counted: sample 0 holds nan"):
+        load(Counted(float("nan")), tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_cache_that_cannot_be_written_is_a_warning(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.warns(UserWarning, match="not cached"):
+        assert len(load(Counted(), blocked / "cache").y) == 3
+
+
+def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        load(Counted(), tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_cached_view_takes_only_its_own_rows(tmp_path):
+    class View(Counted):
+        def arrays(self):
+            big = torch.zeros(100_000, 2)
+            return Arrays(big[:3], torch.tensor([0, 1, 1]), 2, ("a", "b"))
+
+    load(View(), tmp_path)
+    assert files(tmp_path)[0].stat().st_size < 10_000
+
+
+def test_folders_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FL_LIGHTNING_CACHE", str(tmp_path / "c"))
+    monkeypatch.setenv("FL_LIGHTNING_DATA", str(tmp_path / "d"))
+    assert default_cache_dir() == tmp_path / "c"
+    assert default_data_dir() == tmp_path / "d"
+    with warnings.catch_warnings():
+        load(Counted())
+    assert len(files(tmp_path / "c")) == 1
+    for name in ("FL_LIGHTNING_CACHE", "FL_LIGHTNING_DATA"):
+        monkeypatch.delenv(name)
+    assert default_cache_dir().parts[-3:] == (".cache", "fl-lightning", "arrays")
+    assert default_data_dir().parts[-3:] == (".cache", "fl-lightning", "datasets")
