@@ -6,13 +6,14 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, suggest
-from fl_lightning.precheck import FILLED_IN, precheck
+from fl_lightning.precheck import FILLED_IN, SECTIONS, precheck
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     line on stderr), 130 when a run was stopped by a signal after saving.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
     try:
         sys.exit(_dispatch(arguments))
     except ConfigError as error:
@@ -66,11 +68,13 @@ def _refuse(message: str) -> NoReturn:
 def _fit(argv: list[str]) -> int:
     precheck(argv)
     parser = config_parser("fit", "Run a federation from a configuration.")
-    parser.add_argument("--resume", type=str | None, help="continue: auto (the newest checkpoint), or a checkpoint's path")  # type: ignore[arg-type]
+    parser.add_argument(
+        "--resume", type=str | None, help="continue: auto (the newest checkpoint), or a checkpoint's path"
+    )  # type: ignore[arg-type]
     parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
     parser.add_argument("--quiet", action="store_true", help="print neither progress nor tables")
     options = parser.parse_args(argv)
-    config = plain_config(parser, options)
+    config = plain_config(options)
 
     from rich.console import Console
 
@@ -142,7 +146,7 @@ def _partition(argv: list[str]) -> int:
     parser = config_parser("partition", "Show who holds what.")
     parser.add_argument("--figure", type=str, default="partition.png", help="where the picture is written")
     options = parser.parse_args(argv)
-    config = plain_config(parser, options)
+    config = plain_config(options)
 
     from rich.console import Console
 
@@ -153,7 +157,10 @@ def _partition(argv: list[str]) -> int:
     data.setup(config["seed"])
     counts = data.class_counts()
     title = f"{type(data.dataset).__name__}, {type(data.partition).__name__}, seed {config['seed']}"
-    Console().print(partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=100)
+    console.print(partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes))
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
@@ -200,7 +207,6 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     """The parser of a configuration's sections: every constructor parameter is an option."""
     import lightning as L
     import torch
-    from lightning.pytorch.loggers import Logger
 
     from fl_lightning import catalog
     from fl_lightning.core.client import ClientModule
@@ -236,18 +242,42 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     parser.add_class_arguments(L.Trainer, "trainer", skip=own, instantiate=False)
     parser.add_argument(
         "--logger",
-        type=Logger | list[Logger] | None,  # type: ignore[arg-type]
-        help="Lightning's loggers; they receive the values of metrics.csv",
+        type=Any,
+        help="one of Lightning's loggers, or a list of them (class_path and init_args); they receive the values of "
+        "metrics.csv, and write into the run's folder unless they are given a save_dir",
     )
     return parser
 
 
-def plain_config(parser: ArgumentParser, options: Any) -> Config:
+def plain_config(options: Any) -> Config:
     """The resolved configuration in plain containers, enough to run it again."""
-    import yaml
+    config = {key: _plain(value) for key, value in vars(options).items() if key in SECTIONS}
+    given = config["logger"] or []
+    config["logger"] = [_checked_logger(node) for node in (given if isinstance(given, list) else [given])]
+    return config
 
-    config = yaml.safe_load(parser.dump(options, skip_none=False, skip_validation=True))
-    return {key: value for key, value in config.items() if key not in ("config", "resume", "overwrite", "quiet", "figure")}
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, (list, tuple, set)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict) or hasattr(value, "__dict__"):
+        return {key: _plain(item) for key, item in dict(value if isinstance(value, dict) else vars(value)).items()}
+    return str(value)
+
+
+def _checked_logger(node: Any) -> dict[str, Any]:
+    """Check a logger's class and arguments; its `save_dir` may be left out."""
+    from lightning.pytorch.loggers import Logger
+
+    node = {"class_path": node} if isinstance(node, str) else dict(node)
+    arguments = dict(node.get("init_args") or {})
+    save_dir = {"save_dir": arguments.pop("save_dir")} if "save_dir" in arguments else {}
+    parser = _parser_class()(prog="fl-lightning")
+    parser.add_subclass_arguments(Logger, "logger", skip={"save_dir"}, required=True, instantiate=False)
+    checked = _plain(parser.parse_object({"logger": {**node, "init_args": arguments}}).logger)
+    return {**checked, "init_args": {**checked.get("init_args", {}), **save_dir}}
 
 
 def one_line(message: str, keys: Sequence[str] = ()) -> str:
@@ -258,6 +288,8 @@ def one_line(message: str, keys: Sequence[str] = ()) -> str:
     value = match[1] if (match := re.search(r"(?:Given value|Got value): (.*)", text)) else None
     wanted = dict.fromkeys(re.findall(r"Expected (?:an? )?(.+?)(?:\. Got value.*)?$", text, flags=re.MULTILINE))
     wanted = dict.fromkeys("null" if w == "NoneType" else w for w in wanted if "path" not in w or len(wanted) == 1)
+    if key in ("optimizer", "logger") and value is not None and re.fullmatch(r"\w+", value):
+        return f"{key}: there is no class of that name; {suggest(value, _class_names(key))}, got {value!r}"
     if key and wanted and value is not None:
         return f"{key}: must be {' or '.join(wanted)}, got {value}"
     if match := re.search(r"unrecognized arguments: --([\w.]+)", text):
@@ -265,6 +297,14 @@ def one_line(message: str, keys: Sequence[str] = ()) -> str:
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
         return _unknown(f"{match[1]}.{match[2]}", keys)
     return " ".join(text.split())
+
+
+def _class_names(key: str) -> list[str]:
+    import torch
+    from lightning.pytorch.loggers import Logger
+
+    base: type = torch.optim.Optimizer if key == "optimizer" else Logger
+    return sorted(cls.__name__ for cls in list[type](base.__subclasses__()) if not cls.__name__.startswith("_"))
 
 
 def _unknown(key: str, keys: Sequence[str]) -> str:

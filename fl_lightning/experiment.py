@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import platform
 import shutil
@@ -43,7 +44,15 @@ _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run",
 )  # fmt: skip
-_OWN_FILES = ("config.yaml", "partition.json", "metrics.csv", "clients.csv", "summary.json", "curves.png", "partition.png")
+_OWN_FILES = (
+    "config.yaml",
+    "partition.json",
+    "metrics.csv",
+    "clients.csv",
+    "summary.json",
+    "curves.png",
+    "partition.png",
+)
 _OWN_FOLDERS = ("checkpoints", "models")
 
 
@@ -58,7 +67,9 @@ class Experiment:
         self.config = config
         self.seed: int = config["seed"]
         self.method_name = short_name(config["method"])
-        self.name: str = config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
+        self.name: str = (
+            config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
+        )
         self.folder = Path(config["output"]) / self.name
         data = {key: build(value, f"data.{key}") for key, value in config["data"].items()}
         self.data: FederatedData = construct(FederatedData, "data", **data)
@@ -88,8 +99,10 @@ class Experiment:
         spec = self.data.spec
         cls = import_class(self.config["model"]["class_path"])
         given = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
-        if "vocabulary_size" in cls.__init__.__code__.co_varnames:
-            require(spec.vocabulary_size > 0, "model", f"{cls.__name__} reads tokens, but the data set has no vocabulary")
+        if "vocabulary_size" in inspect.signature(cls).parameters:
+            require(
+                spec.vocabulary_size > 0, "model", f"{cls.__name__} reads tokens, but the data set has no vocabulary"
+            )
             given["vocabulary_size"] = spec.vocabulary_size
         model: SplitModel = build(self.config["model"], "model", **given)
         return build(self.config["method"], "method", model=model)
@@ -132,7 +145,9 @@ class Experiment:
 
     # --- what is done with it ---------------------------------------------------------------------------------------
 
-    def fit(self, resume: str | None = None, overwrite: bool = False, callbacks: Callable[..., Any] | None = None) -> Config:
+    def fit(
+        self, resume: str | None = None, overwrite: bool = False, callbacks: Callable[..., Any] | None = None
+    ) -> Config:
         """Run the federation and return its summary.
 
         Args:
@@ -143,10 +158,7 @@ class Experiment:
         checkpoint = self.claim_folder(resume, overwrite)
         self.setup()
         if checkpoint is not None:
-            state = Checkpoints(self.folder / "checkpoints").load(checkpoint)
-            assert self.loop.checkpoints is not None or self.loop.checkpoint.every == 0
-            if self.loop.checkpoints is not None:
-                state = self.loop.checkpoints.load(checkpoint)
+            state = (self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")).load(checkpoint)
             self.loop.load_state_dict(state)
         loggers = self._loggers()
         if overwrite:
@@ -165,15 +177,11 @@ class Experiment:
         return json.loads((self.folder / "summary.json").read_text())
 
     def _loggers(self) -> list[Logger]:
-        given = self.config["logger"] or []
-        nodes = given if isinstance(given, list) else [given]
         loggers = []
-        for node in nodes:
-            node = {"class_path": node} if isinstance(node, str) else node
-            init = dict(node.get("init_args") or {})
-            if init.get("save_dir") in (None, ".") and "save_dir" in _parameters(import_class(node["class_path"])):
-                init["save_dir"] = str(self.folder)
-            loggers.append(build({**node, "init_args": init}, "logger"))
+        for node in self.config["logger"] or ():
+            takes_folder = "save_dir" in inspect.signature(import_class(node["class_path"])).parameters
+            folder = {"save_dir": str(self.folder)} if takes_folder else {}
+            loggers.append(build({**node, "init_args": {**folder, **(node.get("init_args") or {})}}, "logger"))
         return loggers
 
     def about(self) -> Config:
@@ -287,10 +295,6 @@ def build(node: Any, key: str, **given: Any) -> Any:
     arguments = {name: build(value, f"{key}.{name}") for name, value in (node.get("init_args") or {}).items()}
     arguments |= node.get("dict_kwargs") or {}
     return construct(import_class(node["class_path"]), key, **arguments, **given)
-
-
-def _parameters(cls: Any) -> tuple[str, ...]:
-    return cls.__init__.__code__.co_varnames if hasattr(cls.__init__, "__code__") else ()
 
 
 def short_name(node: Any) -> str:

@@ -28,6 +28,15 @@ GROUPS = {
     "federation.checkpoint": "fl_lightning.federation.checkpoint.CheckpointPolicy",
 }
 """Keys whose members are the parameters of one class."""
+MISPLACED = {
+    "trainer.max_epochs": "a client's epochs are set by federation.local_epochs, the run's length by federation.rounds",
+    "trainer.min_epochs": "a client's epochs are set by federation.local_epochs",
+    "trainer.logger": "loggers belong in the section logger",
+    "trainer.default_root_dir": "a run's folder is output/name",
+    "trainer.enable_progress_bar": "the rounds have a display of their own; --quiet switches it off",
+    "trainer.enable_checkpointing": "the federation is saved as federation.checkpoint says",
+}
+"""Keys that Lightning's users may look for -> where to go instead."""
 FILLED_IN = ("model", "input_shape", "num_classes", "vocabulary_size", "params")
 """Constructor parameters that come from the data or the experiment, never from a configuration."""
 
@@ -42,36 +51,49 @@ def precheck(argv: Sequence[str]) -> None:
         ConfigError: with the key, the nearest name and all that are allowed.
     """
     classes: dict[str, str] = {}
-    members: list[tuple[str, str]] = []
+    arguments: dict[str, dict[str, str]] = {}  # class key -> constructor argument -> the key that gave it
     for key, value in _settings(argv):
         top = key.partition(".")[0]
         if top not in (*SECTIONS, *OPTIONS):
             raise ConfigError(key, f"there is no such section; {suggest(top, SECTIONS)}")
+        if key in MISPLACED:
+            raise ConfigError(key, MISPLACED[key])
         group, _, member = key.rpartition(".")
-        if key in CLASS_KEYS and isinstance(value, str):
-            classes[key] = _class_path(key, value)
-        elif key.endswith(".class_path") and isinstance(value, str) and group in CLASS_KEYS:
-            classes[group] = _class_path(group, value)
-        elif group in GROUPS and key not in CLASS_KEYS:
+        owner = key if key in CLASS_KEYS else group if member == "class_path" else ""
+        if key == "method.init_args.extra_terms" or key == "method.extra_terms":
+            _check_terms(key, value)
+        if owner in CLASS_KEYS and isinstance(value, str):
+            path = _class_path(CLASS_KEYS[owner], owner, value)
+            if classes.get(owner) != path:  # another class takes other arguments: the earlier ones are dropped
+                arguments.pop(owner, None)
+            classes[owner] = path
+        elif group in GROUPS:
             _check_member(key, member, catalog.parameters(GROUPS[group]))
-        else:
-            members.append((key, member))
-    for key, member in members:
-        owner = key.removesuffix(f".{member}").removesuffix(".init_args")
-        if owner in classes and classes[owner] and member not in ("class_path", "init_args", "dict_kwargs", "help"):
-            allowed = [name for name in catalog.parameters(classes[owner]) if name not in FILLED_IN]
-            _check_member(key, member, allowed, f"{classes[owner].rpartition('.')[2]} takes ")
+        elif group.removesuffix(".init_args") in CLASS_KEYS and member not in ("init_args", "help"):
+            arguments.setdefault(group.removesuffix(".init_args"), {})[member] = key
+    for owner, given in arguments.items():
+        if classes.get(owner):
+            path = classes[owner]
+            allowed = [name for name in catalog.parameters(path) if name not in FILLED_IN]
+            for member, key in given.items():
+                _check_member(key, member, allowed, f" of {path.rpartition('.')[2]}")
 
 
-def _check_member(key: str, member: str, allowed: Sequence[str], who: str = "") -> None:
+def _check_member(key: str, member: str, allowed: Sequence[str], of: str = "") -> None:
     if member not in allowed:
-        hint = suggest(member, allowed) if allowed else "no arguments"
-        raise ConfigError(key, f"there is no such key; {who}{hint}")
+        hint = suggest(member, allowed) if allowed else "it takes no arguments"
+        raise ConfigError(key, f"there is no such key{of}; {hint}")
 
 
-def _class_path(key: str, name: str) -> str:
+def _check_terms(key: str, terms: Any) -> None:
+    for term in terms if isinstance(terms, list) else ():
+        name = term.get("class_path") if isinstance(term, Mapping) else term
+        if isinstance(name, str):
+            _class_path("terms", key, name)
+
+
+def _class_path(kind: str, key: str, name: str) -> str:
     """The full path of one of the package's classes; empty for a class of the user's own, which is imported later."""
-    kind = CLASS_KEYS[key]
     known = {entry.name: entry.class_path for entry in catalog.entries(kind)}
     if name in known:
         return known[name]

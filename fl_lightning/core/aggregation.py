@@ -36,7 +36,7 @@ class ExactSum:
         block = _BLOCK if values.device.type == "cpu" else max(values.numel(), 1)
         for start in range(0, values.numel(), block):
             part = slice(start, start + block)
-            _two_sum_(self._high[part], self._low[part], values[part].to(self._high.dtype).mul_(scale))
+            _two_sum_(self._high[part], self._low[part], values[part].to(self._high.dtype) * scale)
 
     def value(self, divisor: float) -> Tensor:
         """The sum over `divisor`, in the accumulation's dtype."""
@@ -59,7 +59,8 @@ class WeightedMean:
     """Mean of state dictionaries, weighted by samples: Σ n_i θ_i / Σ n_i.
 
     Floating tensors (BatchNorm's running statistics among them) are averaged, integer ones (`num_batches_tracked`)
-    take the maximum and keep their dtype. If all messages are equal the mean equals them, bit for bit.
+    take the maximum and keep their dtype. If all messages are equal the mean equals them, bit for bit, for float32 and
+    narrower types (a float64 times a sample count is rounded).
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,8 @@ class WeightedMean:
             self._integers = {n: t.detach().clone() for n, t in weights.items() if n not in floats}
         self._check(weights)
         if floats:
-            self._sum.add(torch.cat([tensor.detach().reshape(-1) for tensor in floats.values()]), weight)
+            in_order = [weights[name] for name in self._template if name in floats]  # a message's own order may differ
+            self._sum.add(torch.cat([tensor.detach().reshape(-1) for tensor in in_order]), weight)
         for name in self._integers:
             torch.maximum(self._integers[name], weights[name], out=self._integers[name])
         self._total += weight
@@ -144,7 +146,7 @@ class ClassMeanRule(ArtifactRule):
     Args:
         weighting: ``count`` weighs by the class's samples (weights sum to 1), ``uniform`` takes the plain mean over
             holders, ``count_over_holders`` is the former divided once more by the number of holders (the formula as
-            FedProto prints it; for the record only).
+            the prototype paper prints it; for the record only).
         missing: a class that nobody held this round keeps its previous mean (``keep``) or becomes invalid (``drop``).
     """
 
@@ -167,7 +169,11 @@ class ClassMeanRule(ArtifactRule):
         holds = value.valid.long()
         weight = holds if self.weighting == "uniform" else value.count
         if self._shape is None or self._weight is None or self._holders is None:
-            self._shape, self._weight, self._holders = value.mean.shape, torch.zeros_like(weight), torch.zeros_like(holds)
+            self._shape, self._weight, self._holders = (
+                value.mean.shape,
+                torch.zeros_like(weight),
+                torch.zeros_like(holds),
+            )
         if value.mean.shape != self._shape:
             raise ValueError(f"class means must have the same shape, got {self._shape} and {value.mean.shape}")
         rows = weight.view(-1, *(1,) * (value.mean.ndim - 1))

@@ -105,8 +105,8 @@ class ClientModule(L.LightningModule):
             term.setup(self)
         self.settings: FitSettings | None = None
         self.lr_factor = 1.0
-        self._losses: dict[str, list[Tensor]] = {}
-        self._sizes: list[int] = []
+        self._losses: dict[str, list[tuple[Tensor, int]]] = {}
+        self._num_steps = 0
         self._collected: Collected | None = None
         self._plan: list[_Planned] = []
 
@@ -275,7 +275,7 @@ class ClientModule(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Prepare one fit: meters, optimizers, batch-norm layers."""
-        self._losses, self._sizes = {}, []
+        self.forget_losses()
         optimizers = self.optimizers()
         self._phase_optimizers = list(optimizers) if isinstance(optimizers, list) else [optimizers]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
@@ -343,23 +343,26 @@ class ClientModule(L.LightningModule):
     def log_losses(self, values: Mapping[str, Tensor], batch_size: int) -> None:
         """Remember a step's losses; means over samples are read once, after the fit."""
         for name, value in values.items():
-            self._losses.setdefault(name, []).append(value.detach())
-        self._sizes.append(batch_size)
+            self._losses.setdefault(name, []).append((value.detach(), batch_size))
+        self._num_steps += 1
+
+    def forget_losses(self) -> None:
+        """Start a fit's losses anew."""
+        self._losses, self._num_steps = {}, 0
 
     def mean_losses(self) -> dict[str, float]:
         """Mean over the samples of the last fit, by name."""
         means = {}
-        for name, values in self._losses.items():
-            # a term that a phase leaves out has fewer values than there were steps: weigh those steps alike
-            sizes = self._sizes if len(values) == len(self._sizes) else [1] * len(values)
-            weights = torch.tensor(sizes, dtype=torch.float64)
-            means[name] = float((torch.stack(values).double().cpu() * weights).sum() / weights.sum())
+        for name, pairs in self._losses.items():
+            values = torch.stack([value for value, _ in pairs]).cpu().double()
+            sizes = torch.tensor([size for _, size in pairs], dtype=torch.float64)
+            means[name] = float((values * sizes).sum() / sizes.sum())
         return means
 
     @property
     def num_steps(self) -> int:
         """Local mini-batches of the last fit."""
-        return len(self._sizes)
+        return self._num_steps
 
     def optimize(self, loss: Tensor, optimizer: Any) -> None:
         """Backward and step, with the trainer's precision, clipping and accumulation."""

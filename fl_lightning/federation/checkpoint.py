@@ -87,7 +87,7 @@ class Checkpoints:
         return state
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `--resume` means: the newest for ``auto`` (None if there is none), else the path given."""
+        """The checkpoint that `--resume` means: the newest for ``auto`` (None if there is none), else the one named."""
         if resume == "auto":
             found = self.all()
             return found[-1] if found else None

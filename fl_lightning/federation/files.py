@@ -12,7 +12,7 @@ import torch
 from fl_lightning.errors import ConfigError
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write to a temporary file beside `path`, sync it, rename it, sync the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -29,7 +29,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    write_atomically(path, lambda file: file.write(text.encode()) and None)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def save_tensors(path: Path, state: Any) -> None:

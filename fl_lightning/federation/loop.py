@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -71,6 +71,7 @@ class FederatedLoop:
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
         checkpoint: when the federation is saved.
         steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
+        channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
         callbacks: hooks of your own.
     """
 
@@ -80,13 +81,14 @@ class FederatedLoop:
         participation: float = 1.0,
         local_epochs: int = 1,
         lr_decay: float = 1.0,
-        evaluate: EvaluationPolicy = EvaluationPolicy(),  # noqa: B008 - frozen
+        evaluate: EvaluationPolicy = EvaluationPolicy(),
         evaluate_every: int = 1,
         exchange: Exchange | None = None,
         init: Literal["common", "own"] = "common",
         pool: Literal["memory", "disk"] = "memory",
         checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
         steps_per_bundle: int = 16,
+        channels_last: bool = True,
         callbacks: list[FederationCallback] | None = None,
     ) -> None:
         require(rounds >= 1, "federation.rounds", "must be >= 1", rounds)
@@ -106,6 +108,7 @@ class FederatedLoop:
         self.pool = pool
         self.checkpoint = checkpoint
         self.steps_per_bundle = steps_per_bundle
+        self.channels_last = channels_last
         self.callbacks = list(callbacks or ())
         self.round = 0
         self.stopping = False
@@ -154,6 +157,7 @@ class FederatedLoop:
             eval_batch_size=self.evaluate.batch_size,
             globally=self.evaluate.globally,
             steps_per_bundle=self.steps_per_bundle,
+            channels_last=self.channels_last,
         )
         self.runner.keeps_shared = self.exchange.keeps_shared
         self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
@@ -233,7 +237,8 @@ class FederatedLoop:
         evaluated = self.is_evaluated(self.round)
         if evaluated:
             self._evaluate_newcomers()
-        row = {"round": self.round, **self._accuracies(evaluated), **traffic, "participants": len(losses)}
+        row: dict[str, Any] = {"round": self.round, **self._accuracies(evaluated), **traffic}
+        row["participants"] = len(losses)
         row |= _mean_losses([losses[client] for client in sorted(losses)])
         elapsed = time.perf_counter() - start
         row["seconds"] = elapsed
@@ -248,6 +253,8 @@ class FederatedLoop:
         received = self.evaluate.received and self.is_evaluated(round)
         message = self.exchange.inbox(client)
         known = received and self.runner.module(client).received_is_global and self.exchange.global_message() is message
+        if known:  # evaluated now: it needs the resident module, which the client's own state is about to enter
+            self._global_hits()
         last = not any(self._takes_part(client, later) for later in range(round + 1, self.rounds + 1))
         return Job(
             round,

@@ -40,7 +40,9 @@ class Recorder(FederationCallback):
     def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:  # noqa: D102
         self.metrics.append([row])
         self.clients.append(self._client_rows(loop))
-        values = {name: value for name, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        values = {
+            name: value for name, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)
+        }
         for logger in self.loggers:
             logger.log_metrics({name: value for name, value in values.items() if name != "round"}, step=row["round"])
             logger.save()
@@ -49,7 +51,7 @@ class Recorder(FederationCallback):
         evaluated, taking_part = loop.is_evaluated(loop.round), set(loop.participants)
         rows = []
         for client in range(loop.num_clients):
-            row = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
+            row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {"num_train": int(loop.num_train[client]), "num_test": int(loop.num_test[client])}
             row |= {name: float(values[client]) for name, values in loop.scores.items() if evaluated}
             rows.append({**row, "loss": float(loop.losses[client]) if client in taking_part else None})
@@ -64,7 +66,9 @@ class Recorder(FederationCallback):
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
         rows = read_rows(self.folder / "metrics.csv")
-        without_test = [client for client in range(loop.num_clients) if loop.data.local_test and not loop.num_test[client]]
+        without_test = [
+            client for client in range(loop.num_clients) if loop.data.local_test and not loop.num_test[client]
+        ]
         summary = {
             **self.about,
             "finished": finished,

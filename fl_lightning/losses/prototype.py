@@ -60,7 +60,7 @@ def prototype_alignment_loss(
 
 
 def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Distance of the batch's class means to the prototypes, summed over the classes in the batch (FedProto's main text).
+    """Distance of the batch's class means to the prototypes, summed over classes (FedProto's main text).
 
     L = Σ_{j in batch, valid} ‖mean_{b: y_b = j} z_b − P_j‖₂, with 1e-12 under the root.
 

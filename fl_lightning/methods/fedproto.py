@@ -1,7 +1,7 @@
 """FedProto: clients exchange class prototypes instead of weights.
 
-Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022,
-Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch; the defaults are the
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
+2022, Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch; the defaults are the
 definitions of the paper with weights that sum to one.
 """
 

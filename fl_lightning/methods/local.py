@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import Message
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.data.store import ClientData as LocalData
 
 
 class Local(ClientModule):
@@ -20,3 +26,6 @@ class Local(ClientModule):
 
     def __init__(self, model: SplitModel, extra_terms: list[Term] | None = None) -> None:
         super().__init__(model, extra_terms=extra_terms)
+
+    def send(self, data: LocalData) -> Message:  # noqa: D102 - nothing leaves the client
+        return Message(num_samples=data.num_train)

@@ -33,6 +33,9 @@ class RoundProgress:
             every round. Live bars ignore it.
     """
 
+    known: dict[str, float]
+    loss: float | None
+
     def __init__(self, console: Console | None = None, interval: float = 0.0) -> None:
         self.console = Console() if console is None else console
         self.interval = interval
@@ -100,9 +103,8 @@ class RoundProgress:
         self._first = self._round = round
         self._done = self._fitted = self._participants = 0
         self._written = -math.inf
-        self.known: dict[str, float] = {}
-        self.known_round = round
-        self.loss: float | None = None
+        self.known, self.known_round = {}, round
+        self.loss = None
 
     @property
     def progress(self) -> float:
@@ -133,13 +135,13 @@ class RoundProgress:
     def figures(self) -> Text:
         """The last known accuracies and loss, as the line under the bars."""
         parts = [f"{label} {percent(self.known[name])} %" for name, label in _labels(self.known).items()]
+        if self.known and self.known_round != self._round:
+            parts.append(f"(round {self.known_round})")
         if self.loss is not None:
             parts.append(f"loss {loss_text(self.loss)}")
-        text = Text("   ".join(parts) or "figures follow after the first round", style="" if parts else "dim")
-        if self.known and self.known_round != self._round:
-            text.append(f"   (accuracies of round {self.known_round})", style="dim")
+        text = Text("  ".join(parts) or "figures follow after the first round", style="" if parts else "dim")
         if self.is_stopping:
-            text.append("   stopping after this round", style="yellow")
+            text.append("  stopping after this round", style="yellow")
         return text
 
     def line(self, row: Mapping[str, Any]) -> str:
@@ -225,7 +227,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     """
     last, best = summary.get("last", {}), summary.get("best", {})
     mean, final = summary.get("mean_last_10", {}), summary.get("final_received", {})
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.title, table.title_justify, table.title_style = _title(summary), "left", "bold"
     table.add_column("accuracy, %", overflow="fold")
     for header in (" last", f" mean of\n last {min(10, summary['rounds'])}", " best\n (round)", "worst\nclient"):
@@ -257,10 +259,13 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
 def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
     final = summary.get("final_received")
     untested = summary.get("clients_without_test") or []
-    notes = ['± is the spread over clients. "best" is chosen on the test split, so it flatters; worst client: last round.']
-    notes += ["Final received: after one more receive, without a fit."] if final else []
+    notes = ['"best" is chosen on the test split, so it flatters. ± is the spread over clients.']
+    final_note = "; final received: after one more receive, without a fit." if final else "."
+    notes.append(f"Worst client: in the last round{final_note}")
     notes += [_untested_line(untested)] if untested else []
+    console.print()
     console.print(summary_table(summary))
+    console.print()
     for note in notes:
         console.print(Text(note, style="dim"))
     console.print()
@@ -317,7 +322,7 @@ def _communication_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _amounts(values: float, size: float) -> str:
-    return f"{human(values):>6} values, {human(size):>6}B"
+    return f"{human(values):>6} values, {human(size, 'B'):>7}"
 
 
 # --- numbers as text ------------------------------------------------------------------------------------------------
@@ -341,19 +346,19 @@ def loss_text(loss: float) -> str:
     return f"{loss:.4f}" if abs(loss) < 1000 or math.isnan(loss) else f"{loss:.4g}"
 
 
-def human(number: float) -> str:
-    """A count with three digits and a unit of 10^3, ending in the unit so that a ``B`` may follow.
+def human(number: float, unit: str = "") -> str:
+    """A count with three digits and a prefix of 10^3.
 
-    >>> human(0), human(999), human(30_720), human(1_234_567), human(999_999)
-    ('0 ', '999 ', '30.7 K', '1.23 M', '1.00 M')
+    >>> human(0, "B"), human(999), human(30_720, "B"), human(999_999)
+    ('0 B', '999', '30.7 KB', '1.00 M')
     """
-    value, units = float(number), ["", "K", "M", "G", "T"]
-    while value >= 999.5 and len(units) > 1:
+    value, prefixes = float(number), ["", "K", "M", "G", "T"]
+    while value >= 999.5 and len(prefixes) > 1:
         value /= 1000
-        units.pop(0)
-    if float(number).is_integer() and abs(number) < 1000:
-        return f"{number:.0f} "
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {units[0]}"
+        prefixes.pop(0)
+    whole = value >= 99.95 or (value == number and value.is_integer())
+    digits = f"{value:.{0 if whole else 1 if value >= 9.995 else 2}f}"
+    return f"{digits} {prefixes[0]}{unit}".rstrip()
 
 
 def clock(seconds: float | None) -> str:

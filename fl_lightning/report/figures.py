@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,9 @@ def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -
         `path`.
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(12, 4.5), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(12, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     figure.suptitle(title, fontsize=13, color=INK, parse_math=False)
     left, right = figure.subplots(1, 2)
     _draw_accuracies(left, rows)
@@ -58,7 +60,7 @@ def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         rounds, values = _points(rows, name)
         if not len(rounds):
             continue
-        _line(axes, rounds, 100 * values, f"{name}, last {100 * values[-1]:.1f} %", color, style)
+        _line(axes, rounds, 100 * values, f"{name} {100 * values[-1]:.1f} %", color, style)
         if name == "Local-T":
             _draw_band(axes, rows, color)
     _style(axes, "accuracy, %", rows)
@@ -67,14 +69,14 @@ def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_band(axes: Axes, rows: Sequence[Mapping[str, Any]], color: str) -> None:
-    both = [row for row in rows if _number(row.get("Local-T")) is not None and _number(row.get("Local-T_std")) is not None]
+    both = [row for row in rows if None not in (_number(row.get("Local-T")), _number(row.get("Local-T_std")))]
     (rounds, mean), (_, std) = _points(both, "Local-T"), _points(both, "Local-T_std")
     if len(rounds) == 1:
         low, high = min(std[0], mean[0]), min(std[0], 1 - mean[0])
         axes.errorbar(rounds, 100 * mean, 100 * np.array([[low], [high]]), color=color, alpha=0.5, capsize=4)
     elif len(rounds):
         low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
-        label = "Local-T ± std over clients"
+        label = "± std over clients"
         axes.fill_between(rounds, 100 * low, 100 * high, color=color, alpha=0.13, linewidth=0, label=label)
 
 
@@ -106,7 +108,7 @@ def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     axes.set_xlabel("round", color=INK)
     axes.set_ylabel(ylabel, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     rounds = [int(row["round"]) for row in rows]
     if rounds:
         pad = max(0.5, 0.02 * (rounds[-1] - rounds[0]))
@@ -120,6 +122,8 @@ def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
         where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": columns}
         axes.legend(handles, labels, frameon=False, fontsize=9, **where)
     else:
+        axes.set_xticks([])
+        axes.set_yticks([])
         axes.text(0.5, 0.5, "no values yet", transform=axes.transAxes, ha="center", va="center", color="#777777")
 
 
@@ -156,23 +160,25 @@ def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[st
 
     counts = _checked(class_counts, classes)
     num_clients, num_classes = counts.shape
-    named = num_classes <= NAMED_CLASSES and max(map(len, classes)) <= NAME_LENGTH
+    named = num_classes <= NAMED_CLASSES and max(len(str(name)) for name in classes) <= NAME_LENGTH
     labels = list(map(str, classes)) if named else list(map(str, range(num_classes)))
     width, height = _extent(num_clients, 3.6, 11.0), _extent(num_classes, 2.4, 9.0)  # of the axes, in inches
-    left, bottom, right, top = 0.6 + 0.085 * max(map(len, labels)), 0.6, 1.35, 0.5
+    left, bottom, right = 0.6 + 0.075 * max(map(len, labels)), 0.6, 1.15
+    lines = textwrap.wrap(title, int((width + right) / 0.1))
+    top = 0.3 + 0.2 * max(1, len(lines))
     figure = Figure(figsize=(left + width + right, bottom + height + top), dpi=DPI)
     full_width, full_height = figure.get_size_inches()
     axes = figure.add_axes((left / full_width, bottom / full_height, width / full_width, height / full_height))
-    largest = 72 * min(0.45, 0.95 * min(width / num_clients, height / num_classes))  # diameter, in points
     client, label = np.nonzero(counts)
     held = counts[client, label]
     peak = max(1, int(counts.max()))
-    axes.scatter(client, label, s=_areas(held, peak, largest), color=BUBBLE, alpha=0.8, linewidths=0)
+    diameter = _largest_diameter(held, min(width / num_clients, height / num_classes))
+    _draw_bubbles(axes, client, label, _areas(held, peak, diameter))
     axes.set_xlim(-0.6, num_clients - 0.4)
     axes.set_ylim(-0.6, num_classes - 0.4)
     axes.set_xlabel("client", color=INK)
     axes.set_ylabel("class", color=INK)
-    axes.set_title(title, fontsize=12, color=INK, loc="left", parse_math=False)
+    axes.set_title("\n".join(lines), fontsize=11, color=INK, loc="left", parse_math=False)
     xticks = _ticks(num_clients, 30)
     axes.set_xticks(xticks, list(map(str, xticks)), fontsize=8)
     yticks = _ticks(num_classes, NAMED_CLASSES)
@@ -181,14 +187,29 @@ def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[st
     axes.set_axisbelow(True)
     axes.tick_params(length=2)
     axes.spines[:].set_color("#AAAAAA")
-    sizes = _legend_sizes(peak)
-    handles = [axes.scatter([], [], s=float(_areas(np.array([n]), peak, largest)[0]), color=BUBBLE, alpha=0.8,
-                            linewidths=0, label=f"{n:,}") for n in sizes]  # fmt: skip
-    spacing = {"labelspacing": 0.9, "handletextpad": 0.8, "borderaxespad": 0.0}
-    place = {"loc": "upper left", "bbox_to_anchor": (1.0 + 0.12 / width, 1.0)}
-    legend = axes.legend(handles=handles, title="training\nsamples", frameon=False, fontsize=8, **place, **spacing)
-    legend.get_title().set_fontsize(8)
+    key = figure.add_axes(((left + width) / full_width, bottom / full_height, right / full_width, height / full_height))
+    _draw_key(key, right, height, peak, diameter)
     return _save(figure, path)
+
+
+def _draw_bubbles(axes: Axes, x: np.ndarray, y: np.ndarray, areas: np.ndarray) -> None:
+    axes.scatter(x, y, s=areas, color=BUBBLE, alpha=0.8, linewidths=0, clip_on=False)
+
+
+def _draw_key(axes: Axes, width: float, height: float, peak: int, diameter: float) -> None:
+    """Say what the sizes mean, in axes of `width` by `height` inches beside the picture."""
+    axes.set_axis_off()
+    axes.set_xlim(0, width)
+    axes.set_ylim(0, height)
+    axes.text(0.15, height, "training\nsamples", fontsize=8, color=INK, va="top")
+    x, y = 0.15 + max(0.1, diameter / 144), height - 0.42
+    for size in _legend_sizes(peak):
+        area = _areas(np.array([size]), peak, diameter)
+        step = max(0.1, float(np.sqrt(area[0])) / 144 + 0.04)  # half of this entry's height
+        y -= step
+        _draw_bubbles(axes, np.array([x]), np.array([y]), area)
+        axes.text(2 * x - 0.15 + 0.08, y, f"{size:,}", fontsize=8, color=INK, va="center_baseline")
+        y -= step
 
 
 def _extent(count: int, least: float, most: float) -> float:
@@ -196,9 +217,20 @@ def _extent(count: int, least: float, most: float) -> float:
     return min(most, max(least, 0.34 * count))
 
 
+def _largest_diameter(held: np.ndarray, pitch: float) -> float:
+    """Diameter in points of the largest bubble: nine in ten bubbles fit into a cell, few large ones may overlap.
+
+    Args:
+        held: the counts above 0.
+        pitch: the smaller side of a cell, in inches.
+    """
+    excess = math.sqrt(held.max() / np.quantile(held, 0.9)) if len(held) else 1.0
+    return float(72 * min(0.45, 0.95 * pitch * min(2.0, excess)))
+
+
 def _areas(counts: np.ndarray, peak: int, diameter: float) -> np.ndarray:
     """Areas in square points, in proportion to the counts; a single sample still shows as a dot."""
-    return np.maximum(diameter**2 * counts / peak, 0.8**2)
+    return np.maximum(diameter**2 * counts / peak, 1.2**2)
 
 
 def _ticks(count: int, all_below: int) -> list[int]:

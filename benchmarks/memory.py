@@ -1,0 +1,119 @@
+"""Resident memory: from 20 to 1,000 clients of the same total data, and over 2,000 fits.
+
+    python benchmarks/memory.py
+
+Each federation runs in a process of its own: FedAvg, the 2 conv + 2 fc CNN, 20,000 random 28x28 images, one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.module import FederatedData
+from fl_lightning.data.partitions import IID
+from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.models.cnn import CNN
+
+SAMPLES = 20_000
+
+
+class Noise(Dataset):
+    """Random images: memory does not depend on what they show."""
+
+    def arrays(self) -> Arrays:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(0, 256, (SAMPLES, 1, 28, 28), generator=generator, dtype=torch.uint8)
+        y = torch.arange(SAMPLES) % 10
+        return Arrays(x, y, SAMPLES, tuple("0123456789"), (0.5,), (0.5,))
+
+
+def resident_mib() -> float:
+    """Resident set of this process, in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def federation(clients: int, batch_size: int) -> FederatedLoop:
+    data = FederatedData(Noise(), IID(), num_clients=clients, batch_size=batch_size)
+    data.setup(0)
+    loop = FederatedLoop(rounds=10**6, evaluate=EvaluationPolicy(trained=False, received=False, server=False))
+    loop.setup(
+        lambda _: new_client(data),
+        data,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        seed=0,
+        trainer={"accelerator": "cpu"},
+    )
+    return loop
+
+
+def new_client(data: FederatedData) -> FedAvg:
+    return FedAvg(CNN(data.spec.input_shape, data.spec.num_classes))
+
+
+def measure_clients(clients: int) -> float:
+    loop = federation(clients, batch_size=64)
+    loop.advance()
+    return resident_mib()
+
+
+def measure_fits(fits: int) -> list[float]:
+    """Resident memory after every tenth of the fits, clients of 20 samples, one step each."""
+    loop = federation(1000, batch_size=20)
+    readings = []
+    for index in range(fits):
+        client = index % loop.num_clients
+        loop.runner.fit(loop.runner.load(client), loop.data.clients[client], 1 + index // loop.num_clients)
+        if (index + 1) % (fits // 10) == 0:
+            gc.collect()
+            readings.append(round(resident_mib(), 1))
+    return readings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int)
+    parser.add_argument("--fits", type=int)
+    options = parser.parse_args()
+    if options.clients:
+        print(json.dumps(measure_clients(options.clients)))
+        return
+    if options.fits:
+        print(json.dumps(measure_fits(options.fits)))
+        return
+
+    def run(*arguments: str) -> object:
+        done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    few, many = run("--clients", "20"), run("--clients", "1000")
+    readings = run("--fits", "2000")
+    assert isinstance(few, float)
+    assert isinstance(many, float)
+    assert isinstance(readings, list)
+    result = {
+        "MiB, 20 clients": round(few, 1),
+        "MiB, 1000 clients": round(many, 1),
+        "1000 over 20": round(many / few, 3),
+        "MiB over 2000 fits, each tenth": readings,
+        "last over second reading": round(readings[-1] / readings[1], 4),
+    }
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A small experiment on Digits, and ways to run the command line on it as a user would."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from forked import Running
+
+BASE = """\
+seed: 0
+name: run
+output: runs
+method:
+  class_path: FedRep
+model:
+  class_path: MLP
+  init_args:
+    hidden: [16, 8]
+optimizer:
+  class_path: SGD
+  init_args:
+    lr: 0.1
+data:
+  dataset: Digits
+  partition:
+    class_path: Dirichlet
+    init_args:
+      beta: 0.5
+      min_samples: 20
+  num_clients: 6
+  batch_size: 32
+federation:
+  rounds: 3
+trainer:
+  accelerator: cpu
+"""
+
+
+class Workplace:
+    """A working directory with `exp.yaml` in it."""
+
+    def __init__(self, path: Path, environment: dict) -> None:
+        self.path = path
+        self.environment = environment
+        path.mkdir(parents=True, exist_ok=True)
+        self.write("exp.yaml", BASE)
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run that `exp.yaml` makes."""
+        return self.path / "runs" / "run"
+
+    def write(self, name, content) -> Path:
+        """A file in the working directory: text, bytes or something to be written as YAML."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+        return path
+
+    def change(self, **sections) -> None:
+        """Put other values into `exp.yaml`, section by section; a mapping is merged into what is there."""
+        config = yaml.safe_load((self.path / "exp.yaml").read_text())
+        self.write("exp.yaml", merged(config, sections))
+
+    def start(self, *argv, env=None, die_at=None) -> Running:
+        """Start a command."""
+        environment = {**self.environment, **(env or {})}
+        return Running(argv, self.path, environment, self.path.parent / f"{self.path.name}.out", die_at)
+
+    def call(self, *argv, env=None, die_at=None):
+        """Run a command to its end; returns (exit code, stdout, stderr)."""
+        return self.start(*argv, env=env, die_at=die_at).result()
+
+    def fit(self, *argv, env=None, config="exp.yaml"):
+        """Run `fit --config exp.yaml` with these options on top; it must succeed. Returns stdout."""
+        code, out, err = self.call("fit", "--config", config, *argv, env=env)
+        assert code == 0, err
+        return out
+
+    def files(self) -> dict[str, bytes | None]:
+        """Every file and folder there is, with its content."""
+        found = sorted(self.path.rglob("*"))
+        return {str(path.relative_to(self.path)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def merged(base, changes):
+    if not isinstance(base, dict) or not isinstance(changes, dict) or "class_path" in changes:
+        return changes
+    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Of every process: one cache for all, no data sets of the user's, no GPU, no terminal."""
+    settings = {name: None for name in os.environ if name.startswith("FL_LIGHTNING_")}
+    return settings | {
+        "FL_LIGHTNING_CACHE": str(tmp_path_factory.mktemp("cli-cache")),
+        "FL_LIGHTNING_DATA": str(tmp_path_factory.mktemp("cli-data")),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "FORCE_COLOR": None,
+    }
+
+
+@pytest.fixture
+def workplace(tmp_path, environment) -> Workplace:
+    return Workplace(tmp_path / "work", environment)
+
+
+@pytest.fixture(scope="session")
+def make_workplace(tmp_path_factory, environment):
+    return lambda name: Workplace(tmp_path_factory.mktemp(name) / "work", environment)
+
+
+@pytest.fixture(scope="session")
+def finished(make_workplace):
+    """A finished run of `exp.yaml`, for tests that only look at it; `finished.out` is what it printed."""
+    place = make_workplace("finished")
+    place.out = place.fit()
+    return place
+
+
+def without_seconds(path: Path) -> list[list[str]]:
+    """The cells of a metrics.csv but for its column `seconds`."""
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    left_out = rows[0].index("seconds") if "seconds" in rows[0] else None
+    return [[cell for index, cell in enumerate(row) if index != left_out] for row in rows]
+
+
+def leaves(state, prefix=""):
+    """Nested containers as (path, leaf); tensors as dtype, shape and bytes."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, f"{prefix}/{key}")
+    elif isinstance(state, torch.Tensor):
+        yield prefix, (str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes())
+    else:
+        yield prefix, repr(state)
+
+
+def loaded(path: Path) -> dict:
+    """A file of tensors, ready to be compared bit for bit."""
+    found = dict(leaves(torch.load(path, weights_only=True)))
+    found.pop("/seconds", None)
+    return found
+
+
+def read_run(folder: Path, numbers=("metrics.csv", "clients.csv")) -> dict:
+    """All numbers and weights of a run: its tables but for seconds, the newest checkpoint, clients' states and models."""
+    newest = max((folder / "checkpoints").glob("round-*.ckpt"))
+    checkpoint = loaded(newest)
+    named = torch.load(newest, weights_only=True)["clients"]
+    return {
+        **{name: without_seconds(folder / name) for name in numbers},
+        "checkpoint": (newest.name, checkpoint),
+        "clients": {client: loaded(folder / "checkpoints" / "clients" / file) for client, file in named.items()},
+        "models": {path.name: loaded(path) for path in sorted((folder / "models").glob("*.pt"))},
+    }
+
+
+@pytest.fixture(scope="session")
+def assert_same_run():
+    """Two runs' folders hold the same numbers and, bit for bit, the same weights."""
+
+    def check(a: Path, b: Path) -> None:
+        left, right = read_run(a), read_run(b)
+        assert left["metrics.csv"] == right["metrics.csv"]
+        assert left["clients.csv"] == right["clients.csv"]
+        assert left["checkpoint"][0] == right["checkpoint"][0]
+        assert left["checkpoint"][1] == right["checkpoint"][1]
+        assert left["clients"] == right["clients"]
+        assert left["models"] == right["models"]
+
+    return check

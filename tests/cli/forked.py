@@ -1,0 +1,107 @@
+"""The command line in a real process of its own, forked from a server that has imported everything already."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "fl_lightning.cli",
+        "fl_lightning.experiment",
+        "fl_lightning.report.console",
+        "fl_lightning.report.figures",
+        "jsonargparse",
+        "sklearn.datasets",
+    ]
+)
+LIMIT = 120  # seconds; nothing here takes a tenth of it
+
+
+class Running:
+    """A command that has been started.
+
+    Args:
+        argv: the command line.
+        cwd: its working directory.
+        env: environment variables on top of the usual ones; None unsets one.
+        die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed.
+    """
+
+    def __init__(self, argv, cwd, env, folder: Path, die_at=None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        for file in (self.out, self.err):
+            file.unlink(missing_ok=True)
+        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at)
+        self.process = CONTEXT.Process(target=child, args=arguments)
+        self.process.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def interrupt(self) -> None:
+        os.kill(self.process.pid, signal.SIGINT)
+
+    def wait_until(self, happened) -> None:
+        """Return as soon as `happened()` is true."""
+        until = time.monotonic() + LIMIT
+        while not happened():
+            assert self.process.is_alive(), f"ended too early: {self.err.read_text()}"
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+    def result(self):
+        """Wait for the end; returns (exit code, stdout, stderr). A killed process has the exit code -9."""
+        self.process.join(LIMIT)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError("still running")
+        code = self.process.exitcode
+        self.process.close()
+        out, err = (file.read_text() if file.exists() else "" for file in (self.out, self.err))
+        return code, out, err
+
+
+def child(argv, cwd, env, out, err, die_at) -> None:
+    for number, path in ((1, out), (2, err)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(cwd)
+    for name, value in env.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.dont_write_bytecode = True
+    sys.path[:] = [path for path in sys.path if path not in ("", str(Path(__file__).parent))]
+    if die_at is not None:
+        die_at_file_operation(die_at)
+
+    import torch
+
+    from fl_lightning.cli import main
+
+    torch.set_num_threads(1)
+    main(argv)
+
+
+def die_at_file_operation(number) -> None:
+    """Let the process kill itself before the `number`-th sync or rename."""
+    count = 0
+
+    def deadly(operation):
+        def call(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*arguments, **options)
+
+        return call
+
+    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)

@@ -1,0 +1,194 @@
+"""Exact resume: a run that was killed at any moment ends as one that was not, bit for bit."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from conftest import read_run, without_seconds
+
+ROUNDS = 4
+VARIANTS = {
+    "FedRep": {"method": {"class_path": "FedRep"}, "federation": {"rounds": ROUNDS, "participation": 0.5}},
+    "FedProto": {"method": {"class_path": "FedProto"}, "federation": {"rounds": ROUNDS}},
+    "FedRep-disk": {
+        "method": {"class_path": "FedRep"},
+        "federation": {"rounds": ROUNDS, "participation": 0.5, "pool": "disk"},
+    },
+    "FedProto-disk": {"method": {"class_path": "FedProto"}, "federation": {"rounds": ROUNDS, "pool": "disk"}},
+}
+FOREIGN = "notes.txt"
+
+
+@pytest.fixture(scope="module")
+def straight(make_workplace):
+    """variant -> a workplace whose run was never stopped, and how many seconds it took; made when first asked for."""
+    made = {}
+
+    def get(variant):
+        if variant not in made:
+            place = make_workplace(variant.lower())
+            place.change(**VARIANTS[variant])
+            start = time.monotonic()
+            place.fit("--quiet")
+            place.took = time.monotonic() - start
+            made[variant] = place
+        return made[variant]
+
+    return get
+
+
+def check_folder(folder, keep=2):
+    """The `keep` newest checkpoints, the client states that they name, and nothing temporary."""
+    checkpoints = sorted((folder / "checkpoints").glob("*.ckpt"))
+    assert [path.name for path in checkpoints] == [f"round-{r:04d}.ckpt" for r in range(ROUNDS - keep + 1, ROUNDS + 1)]
+    named = set(itertools.chain(*(torch.load(path, weights_only=True)["clients"].values() for path in checkpoints)))
+    assert {path.name for path in (folder / "checkpoints" / "clients").iterdir()} == named
+    assert [path for path in folder.rglob("*") if path.name.endswith(".tmp")] == []
+
+
+def resume_after_kills(place, moments):
+    """Start, kill after so many seconds, start again …; at last let it finish. Returns whether a kill hit."""
+    hit = 0
+    for moment in moments:
+        running = place.start("fit", "--config", "exp.yaml", "--resume", "auto", "--quiet")
+        time.sleep(moment)
+        running.kill()
+        code, _, err = running.result()
+        assert code in (0, -9), err
+        hit += code == -9
+    place.fit("--resume", "auto", "--quiet")
+    return hit
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_run_killed_at_a_random_moment_resumes_exactly(straight, workplace, assert_same_run, seed):
+    """One kill or, for every third seed, three; moments over the whole duration of a run."""
+    variant = list(VARIANTS)[seed % len(VARIANTS)]
+    reference = straight(variant)
+    workplace.change(**VARIANTS[variant])
+    rng = random.Random(seed)
+    resume_after_kills(workplace, [rng.uniform(0.05, reference.took) for _ in range(3 if seed % 3 == 0 else 1)])
+    assert_same_run(reference.run, workplace.run)
+    check_folder(workplace.run)
+
+
+# Syncs and renames of a run in order: config.yaml 3, partition.json 3, metrics.csv 2, clients.csv 2, then a round:
+# 2 appends, the clients' states, the checkpoint.
+@pytest.mark.parametrize("seed", range(8))
+def test_run_killed_while_it_writes_resumes_exactly(straight, workplace, assert_same_run, seed):
+    """The process kills itself before one of its syncs and renames: before, in and after every kind of file."""
+    variant = list(VARIANTS)[seed % len(VARIANTS)]
+    reference = straight(variant)
+    workplace.change(**VARIANTS[variant])
+    number = random.Random(seed).randint(11, 60)
+    for _ in range(2):
+        code, _, err = workplace.call(
+            "fit", "--config", "exp.yaml", "--resume", "auto", "--quiet", die_at=number
+        )
+        assert code in (0, -9), err
+    workplace.fit("--resume", "auto", "--quiet")
+    assert_same_run(reference.run, workplace.run)
+    check_folder(workplace.run)
+
+
+@pytest.mark.parametrize("number", range(1, 11, 3))
+def test_run_killed_before_its_first_round_resumes(straight, workplace, assert_same_run, number):
+    """While config.yaml (1-3), partition.json (4-6), metrics.csv (7, 8) and clients.csv (9, 10) are first written."""
+    workplace.change(**VARIANTS["FedRep"])
+    code, _, _ = workplace.call("fit", "--config", "exp.yaml", "--quiet", die_at=number)
+    assert code == -9
+    workplace.fit("--resume", "auto", "--quiet")
+    assert_same_run(straight("FedRep").run, workplace.run)
+    check_folder(workplace.run)
+
+
+def test_run_killed_after_its_last_checkpoint_is_completed(straight, workplace, assert_same_run):
+    """Killed between the last checkpoint and summary.json: what is left to do is done, checkpoints are tidied."""
+    workplace.change(**VARIANTS["FedRep"])
+    running = workplace.start("fit", "--config", "exp.yaml", "--quiet")
+    last = workplace.run / "checkpoints" / f"round-{ROUNDS:04d}.ckpt"
+    running.wait_until(last.exists)
+    running.kill()
+    assert running.result()[0] == -9
+    workplace.fit("--resume", "auto", "--quiet")
+    assert_same_run(straight("FedRep").run, workplace.run)
+    assert (workplace.run / "curves.png").exists()
+    assert (workplace.run / "summary.json").exists()
+    check_folder(workplace.run)
+
+
+def test_finished_run_resumes_to_itself(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet")
+    workplace.fit("--quiet", "--resume", "auto")
+    assert_same_run(straight("FedRep").run, workplace.run)
+
+
+def test_interrupted_run_saves_the_round_and_says_how_to_go_on(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedProto"])
+    running = workplace.start("fit", "--config", "exp.yaml")
+    running.wait_until((workplace.run / "checkpoints" / "round-0001.ckpt").exists)
+    running.interrupt()
+    code, out, err = running.result()
+    assert code == 130
+    assert err == ""
+    done = len(without_seconds(workplace.run / "metrics.csv")) - 1
+    assert 1 <= done < ROUNDS
+    assert f"stopped after round {done}" in out
+    assert (workplace.run / "checkpoints" / f"round-{done:04d}.ckpt").exists()
+    command = next(line.strip() for line in out.splitlines() if "--resume auto" in line)
+    code, _, err = workplace.call(*command.split()[1:])
+    assert code == 0, err
+    assert_same_run(straight("FedProto").run, workplace.run)
+    check_folder(workplace.run)
+
+
+def test_run_that_is_made_longer_goes_on_exactly(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    workplace.fit("--quiet", "--resume", "auto", "--federation.rounds", str(ROUNDS))
+    assert_same_run(straight("FedRep").run, workplace.run)
+
+
+def test_run_goes_on_from_an_older_checkpoint(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet")
+    workplace.fit("--quiet", "--resume", f"runs/run/checkpoints/round-{ROUNDS - 1:04d}.ckpt")
+    assert_same_run(straight("FedRep").run, workplace.run)
+    check_folder(workplace.run)
+
+
+def test_pool_may_change_on_resume(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedProto"])
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    workplace.fit("--quiet", "--resume", "auto", "--federation.rounds", str(ROUNDS), "--federation.pool", "disk")
+    assert_same_run(straight("FedProto").run, workplace.run)
+
+
+def test_memory_and_disk_give_the_same_run(straight):
+    memory, disk = (read_run(straight(variant).run) for variant in ("FedRep", "FedRep-disk"))
+    assert memory == disk
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_checkpoints_that_are_kept_are_the_newest(workplace, keep):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet", "--federation.rounds", "2", "--federation.checkpoint.keep", str(keep))
+    more = ["--resume", "auto", "--federation.rounds", str(ROUNDS), "--federation.checkpoint.keep", str(keep)]
+    workplace.fit("--quiet", *more)
+    check_folder(workplace.run, keep)
+
+
+def test_checkpoint_every_second_round(straight, workplace):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet", "--federation.checkpoint.every", "3")
+    names = sorted(path.name for path in (workplace.run / "checkpoints").glob("*.ckpt"))
+    assert names == ["round-0003.ckpt", f"round-{ROUNDS:04d}.ckpt"]
+
+
+def test_run_without_checkpoints_leaves_none(workplace):
+    workplace.fit("--quiet", "--federation.rounds", "1", "--federation.checkpoint.every", "0")
+    assert not (workplace.run / "checkpoints").exists()
+    assert (workplace.run / "metrics.csv").exists()

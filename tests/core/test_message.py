@@ -1,0 +1,53 @@
+import io
+
+import pytest
+import torch
+
+from fl_lightning.core.message import ClassMeans, Message
+
+
+@pytest.fixture
+def message():
+    """10 float32, one int64, two rows of 3 float32 with two int64 counts, and 4 float64."""
+    means = ClassMeans(torch.ones(4, 3), torch.tensor([2, 0, 0, 9]))
+    return Message(
+        {"w": torch.randn(2, 5), "steps": torch.tensor(7)},
+        {"prototypes": means, "mask": torch.ones(4, dtype=torch.float64), "bare": means.without_counts()},
+        num_samples=11,
+    )
+
+
+def test_message_counts_weights_and_artifacts(message):
+    assert message.num_params == 10 + 1 + (6 + 2) + 4 + 6
+
+
+def test_message_counts_bytes_by_dtype(message):
+    assert message.num_bytes == 10 * 4 + 8 + (6 * 4 + 2 * 8) + 4 * 8 + 6 * 4
+
+
+def test_half_precision_weights_cost_two_bytes_each():
+    assert Message({"w": torch.zeros(5, dtype=torch.bfloat16)}).num_bytes == 10
+
+
+def test_empty_message_costs_nothing():
+    assert (Message().num_params, Message(num_samples=5).num_bytes) == (0, 0)
+
+
+def test_message_survives_a_file_that_is_loaded_with_weights_only(message, assert_identical):
+    file = io.BytesIO()
+    torch.save(message.state_dict(), file)
+    file.seek(0)
+    loaded = Message.from_state_dict(torch.load(file, weights_only=True))
+    assert_identical(loaded.state_dict(), message.state_dict())
+    assert loaded.num_samples == 11
+    assert isinstance(loaded.artifacts["prototypes"], ClassMeans)
+    assert (loaded.num_params, loaded.num_bytes) == (message.num_params, message.num_bytes)
+
+
+def test_clone_shares_no_memory_and_keeps_all(message, assert_identical):
+    before = message.clone()
+    copy = message.clone()
+    assert_identical(copy.state_dict(), message.state_dict())
+    for tensor in (*copy.weights.values(), copy.artifacts["mask"], copy.artifacts["prototypes"].mean):
+        tensor.zero_()
+    assert_identical(message.state_dict(), before.state_dict())

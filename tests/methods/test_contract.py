@@ -1,0 +1,210 @@
+"""What every method must obey. Methods find themselves: a new file in `methods/` is tested without a word here."""
+
+import importlib
+import inspect
+import math
+import pkgutil
+
+import pytest
+import torch
+
+import fl_lightning.methods
+from fl_lightning.core.client import ClientModule
+from fl_lightning.federation.callbacks import FederationCallback
+
+
+def find_methods():
+    found = {}
+    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
+        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if issubclass(kind, ClientModule) and kind.__module__ == info.name and not inspect.isabstract(kind):
+                found[name] = kind
+    return found
+
+
+METHODS = find_methods()
+
+
+@pytest.fixture(scope="module", params=sorted(METHODS))
+def method(request, conv_net):
+    """A factory of clients of one method, on a model with batch norm and dropout."""
+    return lambda: METHODS[request.param](conv_net())
+
+
+class WatchesResting(FederationCallback):
+    """Remembers the private states of clients before and after each round that they sit out."""
+
+    def __init__(self):
+        self.before, self.after = {}, {}
+
+    def on_round_start(self, loop, round, participants):
+        self.resting = sorted(set(range(loop.num_clients)) - set(participants))
+        self.before |= {(round, client): self.state(loop, client) for client in self.resting}
+
+    def on_round_end(self, loop, row):
+        self.after |= {(row["round"], client): self.state(loop, client) for client in self.resting}
+
+    @staticmethod
+    def state(loop, client):
+        return {name: tensor.clone() for name, tensor in (loop.runner.pool.get(client) or {}).items()}
+
+
+@pytest.fixture(scope="module")
+def full(method, run_federation):
+    """Three rounds of all clients: the run to which the others of this file are compared."""
+    return run_federation(method, rounds=3)
+
+
+@pytest.fixture(scope="module")
+def half(method, run_federation):
+    """Three rounds of two of the four clients."""
+    watch = WatchesResting()
+    loop = run_federation(method, rounds=3, participation=0.5, callbacks=[watch])
+    loop.watch = watch
+    return loop
+
+
+def states(loop):
+    return {client: dict(loop.runner.pool.get(client) or {}) for client in range(loop.num_clients)}
+
+
+def all_finite(loop):
+    return all(tensor.isfinite().all() for state in states(loop).values() for tensor in state.values())
+
+
+def test_methods_are_found():
+    assert {"FedAvg", "FedRep"} <= METHODS.keys()
+
+
+def test_method_runs(full):
+    assert full.done
+    assert [row["round"] for row in full.diary.rows] == [1, 2, 3]
+    for row in full.diary.rows:
+        assert math.isfinite(row["loss"])
+        assert 0 <= row["Local-T"] <= 1
+        assert 0 <= row["Global-T_received"] <= 1
+        assert row["participants"] == 4
+    assert all_finite(full)
+
+
+def test_rows_hold_no_column_that_was_not_announced(full):
+    announced = set(full.row_columns)
+    assert [name for row in full.diary.rows for name in row if name not in announced] == []
+
+
+def test_messages_hold_the_shared_weights_and_no_private_entry(full):
+    module = full.runner.modules[0]
+    owners = dict(module.named_modules())
+    shared = {name for name in module.state_dict() if module.is_shared(name, owners[name.rpartition(".")[0]])}
+    for message in full.diary.sent.values():
+        assert set(message.weights) == shared
+        assert message.num_samples > 0
+
+
+def test_what_a_client_keeps_and_what_it_receives_are_its_whole_state(full):
+    module = full.runner.modules[0]
+    for client in range(4):
+        kept = set(full.runner.pool.get(client) or {})
+        assert set(module.private_names) <= kept
+        assert set(module.state_dict()) <= kept | set(module.shared_names)
+
+
+def test_messages_share_no_memory_with_the_client(full):
+    client = full.runner.load(3)
+    client.receive(full.exchange.inbox(3), full.data.clients[3])
+    own = {tensor.data_ptr() for tensor in (*client.state_dict().values(), *client.buffers())}
+    message = client.send(full.data.clients[3])
+    tensors = list(message.weights.values())
+    for artifact in message.artifacts.values():
+        tensors += [artifact] if isinstance(artifact, torch.Tensor) else [artifact.mean, artifact.count]
+    assert [tensor for tensor in tensors if tensor.numel() and tensor.data_ptr() in own] == []
+    assert not any(tensor.requires_grad for tensor in tensors)
+
+
+@pytest.mark.parametrize("run", ["full", "half"])
+def test_result_does_not_depend_on_the_order_in_which_clients_are_fitted(
+    method, run, full, half, set_up_federation, outcome, assert_identical
+):
+    plain = {"full": full, "half": half}[run]
+    other = set_up_federation(method, rounds=3, participation=plain.participation)
+    orders = {"full": lambda clients: sorted(clients, key=lambda c: (3 * c + 2) % 4), "half": lambda c: c[::-1]}
+    other.fit_order = orders[run]
+    other.final = other.run()
+    assert_identical(outcome(other), outcome(plain))
+    assert_identical(other.final, plain.final)
+
+
+def test_result_depends_on_the_seed(method, full, run_federation):
+    other = run_federation(method, rounds=1, seed=1)
+    assert other.diary.rows[0]["loss"] != full.diary.rows[0]["loss"]
+
+
+def test_result_does_not_depend_on_how_many_steps_are_gathered_at_once(
+    method, full, run_federation, outcome, assert_identical
+):
+    assert_identical(outcome(run_federation(method, rounds=3, steps_per_bundle=2)), outcome(full))
+
+
+def test_what_is_evaluated_does_not_change_what_is_trained(method, half, run_federation, assert_identical):
+    seldom = run_federation(method, rounds=3, participation=0.5, evaluate_every=3)
+    assert_identical(seldom.exchange.state_dict(), half.exchange.state_dict())
+    assert_identical(states(seldom), states(half))
+    apart = {"seconds": None, "receive_drop": None}  # the drop needs the round before
+    assert_identical({**seldom.diary.rows[-1], **apart}, {**half.diary.rows[-1], **apart})
+
+
+def test_client_that_sits_a_round_out_keeps_its_state(half, assert_identical):
+    assert len(half.watch.before) == 3 * 2
+    assert_identical(half.watch.after, half.watch.before)
+
+
+def test_clients_of_one_class_and_of_one_sample_survive(method, make_data, run_federation):
+    data = make_data(counts=((9, 0, 0, 0), (0, 1, 0, 0), (6, 6, 6, 6)))
+    assert [client.num_train for client in data.clients][:2] == [7, 1]
+    loop = run_federation(method, rounds=2, data=data)
+    assert all_finite(loop)
+    assert math.isfinite(loop.diary.rows[-1]["loss"])
+
+
+def test_federation_of_one_client_survives(method, make_data, run_federation):
+    loop = run_federation(method, rounds=2, data=make_data(counts=((6, 6, 6, 6),)))
+    assert all_finite(loop)
+    assert 0 <= loop.diary.rows[-1]["Local-T"] <= 1
+
+
+@pytest.mark.parametrize("run", ["full", "half"])
+def test_traffic_is_the_size_of_the_messages(run, full, half):
+    loop = {"full": full, "half": half}[run]
+    for row in loop.diary.rows:
+        for direction, messages in (("uplink", loop.diary.sent), ("downlink", loop.diary.received)):
+            own = [message for (round, _), message in messages.items() if round == row["round"]]
+            assert len(own) == row["participants"]
+            assert row[f"{direction}_params"] == sum(message.num_params for message in own)
+            assert row[f"{direction}_bytes"] == sum(message.num_bytes for message in own)
+    assert loop.traffic["uplink_params"] == sum(row["uplink_params"] for row in loop.diary.rows)
+
+
+def test_run_resumes_exactly_from_a_checkpoint(
+    method, run_federation, set_up_federation, outcome, assert_identical, tmp_path
+):
+    options = {"rounds": 4, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9}
+    straight = run_federation(method, **options)
+    first = set_up_federation(method, folder=tmp_path, **options)
+    for _ in range(3):  # killed in the third round, after the second was saved
+        first.advance()
+    second = set_up_federation(method, folder=tmp_path, **options)
+    second.load_state_dict(second.checkpoints.load(tmp_path / "checkpoints" / "round-0002.ckpt"))
+    assert second.round == 2
+    second.final = second.run()
+    second.diary.rows = first.diary.rows[:2] + second.diary.rows
+    assert_identical(outcome(second), outcome(straight))
+    assert_identical(second.final, straight.final)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_weights_that_all_send_back_unchanged_stay_as_they_are(name, mlp, sgd, set_up_federation, assert_identical):
+    """Learning rate 0: the aggregate is what went out, bit for bit. No batch norm, whose statistics would move."""
+    loop = set_up_federation(lambda: METHODS[name](mlp()), rounds=2, optimizer=sgd(0.0))
+    before = {client: loop.exchange.inbox(client).clone().weights for client in range(4)}
+    loop.run()
+    assert_identical({client: loop.exchange.inbox(client).weights for client in range(4)}, before)

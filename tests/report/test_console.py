@@ -1,0 +1,351 @@
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from fl_lightning.report import console as console_module
+from fl_lightning.report.console import RoundProgress, accuracy_columns, print_summary, summary_table
+
+ROW = {
+    "round": 12,
+    "Local-T": 0.931,
+    "Local-T_received": 0.91,
+    "Global-T": 0.246,
+    "Server-T": 0.569,
+    "loss": 0.1234,
+    "seconds": 0.52,
+}
+
+
+def make_summary(**changes):
+    summary = {
+        "method": "FedProto",
+        "name": "quick[start]",
+        "folder": "runs/" + "long-folder-name-" * 8 + "end",
+        "rounds": 30,
+        "clients": 20,
+        "seconds": 16.3,
+        "last": {
+            "Local-T": 0.948,
+            "Local-T_std": 0.051,
+            "Local-T_min": 0.8,
+            "Local-T_worst10": 0.82,
+            "Local-T_received/prototype": 0.91,
+            "Local-T_received/prototype_std": 0.123,
+            "Local-T_received": 1.0,
+            "Local-T_received_std": 0.1,
+            "Global-T": None,
+            "Server-T": 0.569,
+        },
+        "best": {"Local-T": {"value": 0.952, "round": 1000}, "Server-T": {"value": 0.57, "round": 29}},
+        "mean_last_10": {"Local-T": 0.947, "Local-T_std": 0.052, "Server-T": 0.561},
+        "final_received": {"Local-T_received": 0.92, "Local-T_received_std": 0.11},
+        "communication": {
+            "uplink_params": 12_345_600,
+            "downlink_params": 6_000_000,
+            "uplink_bytes": 49_382_400,
+            "downlink_bytes": 24_000_000,
+        },
+        "participants_per_round": 10.0,
+        "clients_without_test": [],
+    }
+    return summary | changes
+
+
+def printed(summary, **options):
+    file = io.StringIO()
+    print_summary(summary, Console(file=file, **options))
+    return file.getvalue()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def plain(**options):
+    file = io.StringIO()
+    return RoundProgress(Console(file=file), **options), file
+
+
+def terminal(width=100):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, force_interactive=True, width=width, _environ={})
+    return RoundProgress(console), file
+
+
+def run_round(progress, loop, row, clients=2):
+    progress.on_round_start(loop, row["round"], list(range(clients)))
+    for _ in range(clients):
+        progress.on_client_fit_end(loop, SimpleNamespace())
+    loop.round = row["round"]
+    progress.on_round_end(loop, row)
+
+
+def without_codes(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+# --- plain lines ----------------------------------------------------------------------------------------------------
+
+
+def test_plain_line_says_all_that_the_row_has(clock):
+    progress, file = plain()
+    loop = SimpleNamespace(round=11, rounds=30)
+    progress.on_run_start(loop)
+    clock.seconds += 0.5
+    run_round(progress, loop, ROW)
+    assert file.getvalue() == (
+        "round  12/30  Local-T 93.1 %  received 91.0 %  Global-T 24.6 %  Server-T 56.9 %  loss 0.1234  0.52 s"
+        "  left 0:00:09\n"
+    )
+
+
+def test_plain_line_leaves_out_what_was_not_evaluated(clock):
+    progress, file = plain()
+    loop = SimpleNamespace(round=0, rounds=100)
+    progress.on_run_start(loop)
+    clock.seconds += 1
+    run_round(progress, loop, {"round": 1, "Local-T": None, "Global-T": float("nan"), "loss": 2.5, "seconds": 1.0})
+    assert file.getvalue() == "round    1/100  loss 2.5000  1.00 s  left 0:01:39\n"
+
+
+def test_plain_line_names_received_in_full_where_it_stands_alone():
+    progress, file = plain()
+    loop = SimpleNamespace(round=0, rounds=1)
+    progress.on_run_start(loop)
+    run_round(progress, loop, {"round": 1, "Local-T_received": 0.5})
+    assert file.getvalue() == "round  1/1  Local-T_received 50.0 %  left 0:00:00\n"
+
+
+def test_plain_line_shows_a_loss_that_diverged():
+    progress, file = plain()
+    loop = SimpleNamespace(round=0, rounds=1)
+    progress.on_run_start(loop)
+    run_round(progress, loop, {"round": 1, "loss": float("nan")})
+    assert "loss nan" in file.getvalue()
+
+
+def test_plain_lines_keep_the_interval_but_for_the_first_and_last_round(clock):
+    progress, file = plain(interval=10)
+    loop = SimpleNamespace(round=0, rounds=30)
+    progress.on_run_start(loop)
+    for round in range(1, 31):
+        clock.seconds += 1
+        run_round(progress, loop, {"round": round})
+    assert [int(number) for number in re.findall(r"round +(\d+)/", file.getvalue())] == [1, 11, 21, 30]
+
+
+def test_plain_line_is_not_broken_on_a_narrow_output():
+    file = io.StringIO()
+    progress = RoundProgress(Console(file=file, width=20))
+    loop = SimpleNamespace(round=11, rounds=30)
+    progress.on_run_start(loop)
+    run_round(progress, loop, ROW)
+    assert file.getvalue().count("\n") == 1
+
+
+# --- time left ------------------------------------------------------------------------------------------------------
+
+
+def test_time_left_of_a_resumed_run_counts_only_the_rounds_of_this_run(clock):
+    progress, _ = plain()
+    loop = SimpleNamespace(round=90, rounds=100)
+    progress.on_run_start(loop)
+    assert progress.left is None
+    clock.seconds += 4
+    run_round(progress, loop, {"round": 91})
+    clock.seconds += 6
+    run_round(progress, loop, {"round": 92})
+    assert progress.left == pytest.approx(8 * 5)
+
+
+def test_time_left_runs_down_between_events_and_never_below_zero(clock):
+    progress, _ = plain()
+    loop = SimpleNamespace(round=0, rounds=3)
+    progress.on_run_start(loop)
+    clock.seconds += 10
+    run_round(progress, loop, {"round": 1})
+    clock.seconds += 5
+    assert progress.left == pytest.approx(15)
+    clock.seconds += 50
+    assert progress.left == 0
+
+
+def test_time_left_is_known_within_the_first_round(clock):
+    progress, _ = plain()
+    loop = SimpleNamespace(round=0, rounds=2)
+    progress.on_run_start(loop)
+    progress.on_round_start(loop, 1, [0, 1, 2, 3])
+    clock.seconds += 2
+    progress.on_client_fit_end(loop, SimpleNamespace())
+    assert progress.left == pytest.approx(14)
+
+
+# --- a terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_terminal_shows_both_bars_and_the_figures():
+    progress, file = terminal()
+    loop = SimpleNamespace(round=11, rounds=30)
+    with progress:
+        progress.on_run_start(loop)
+        run_round(progress, loop, ROW)
+    text = without_codes(file.getvalue())
+    assert re.search(r"rounds .*12/30 .*left \d:\d\d:\d\d", text)
+    assert re.search(r"clients .*2/2", text)
+    assert "Local-T 93.1 %  received 91.0 %  Global-T 24.6 %  Server-T 56.9 %  loss 0.1234" in text
+
+
+def test_terminal_keeps_the_last_known_figures_and_says_of_which_round():
+    progress, file = terminal()
+    loop = SimpleNamespace(round=11, rounds=30)
+    with progress:
+        progress.on_run_start(loop)
+        run_round(progress, loop, ROW)
+        run_round(progress, loop, {"round": 13, "Local-T": None, "loss": 0.1})
+    last = without_codes(file.getvalue()).rstrip().splitlines()[-1]
+    assert "Local-T 93.1 %" in last
+    assert "loss 0.1000" in last
+    assert "(round 12)" in last
+
+
+def test_terminal_says_that_the_run_is_stopping():
+    progress, _ = terminal()
+    loop = SimpleNamespace(round=0, rounds=3, stopping=True)
+    with progress:
+        progress.on_run_start(loop)
+        assert "stopping after this round" in progress.figures().plain
+
+
+def test_terminal_says_that_there_are_no_figures_yet():
+    progress, _ = terminal()
+    progress.on_run_start(SimpleNamespace(round=0, rounds=3))
+    progress.close()
+    assert "first round" in progress.figures().plain
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_terminal_gets_its_cursor_back_after_an_error(error):
+    progress, file = terminal()
+
+    def fail():
+        with progress:
+            progress.on_run_start(SimpleNamespace(round=0, rounds=3))
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l") >= 0
+
+
+def test_terminal_draws_nothing_more_once_closed():
+    progress, file = terminal()
+    loop = SimpleNamespace(round=0, rounds=3)
+    progress.on_run_start(loop)
+    progress.close()
+    progress.close()
+    length = len(file.getvalue())
+    run_round(progress, loop, {"round": 1})
+    assert len(file.getvalue()) == length
+
+
+def test_dumb_terminal_gets_plain_lines():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, _environ={"TERM": "dumb"})
+    progress = RoundProgress(console)
+    loop = SimpleNamespace(round=0, rounds=1)
+    progress.on_run_start(loop)
+    run_round(progress, loop, {"round": 1})
+    assert file.getvalue() == "round  1/1  left 0:00:00\n"
+
+
+# --- the end of a run -----------------------------------------------------------------------------------------------
+
+
+def cells(summary):
+    columns = [[str(cell) for cell in column.cells] for column in summary_table(summary).columns]
+    return {row[0]: [cell.strip() for cell in row[1:]] for row in zip(*columns, strict=True)}
+
+
+def test_summary_table_has_a_row_for_each_accuracy():
+    assert cells(make_summary()) == {
+        "Local-T": ["94.8 ±  5.1", "94.7 ±  5.2", "95.2 (1000)", "80.0", "-"],
+        "Local-T_received": ["100.0 ± 10.0", "-", "-", "-", "92.0 ± 11.0"],
+        "Local-T_received/prototype": ["91.0 ± 12.3", "-", "-", "-", "-"],
+        "Global-T": ["-", "-", "-", "-", "-"],
+        "Server-T": ["56.9", "56.1", "57.0 (29)", "-", "-"],
+    }
+
+
+def test_summary_table_has_no_final_column_where_nothing_was_received():
+    assert len(summary_table(make_summary(final_received={})).columns) == 5
+
+
+def test_summary_table_says_over_how_many_rounds_a_short_run_is_averaged():
+    assert "last 3" in str(summary_table(make_summary(rounds=3)).columns[2].header)
+
+
+def test_accuracy_columns_keep_an_inference_whose_name_ends_like_a_spread():
+    assert accuracy_columns(["Local-T", "Local-T/robust_std", "Local-T_std"]) == ["Local-T", "Local-T/robust_std"]
+
+
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "width": 100}])
+def test_summary_fits_into_100_columns_but_for_the_folder(options):
+    lines = without_codes(printed(make_summary(clients_without_test=list(range(40))), **options)).splitlines()
+    assert max(len(line) for line in lines if not line.startswith("folder")) <= 100
+
+
+def test_summary_is_complete_where_the_output_says_that_it_is_narrower():
+    text = printed(make_summary(), width=40)
+    assert "Local-T_received/prototype" in text
+    assert "…" not in text
+
+
+def test_summary_shows_the_folder_in_one_piece_and_names_as_they_are():
+    text = printed(make_summary())
+    assert make_summary()["folder"] in text
+    assert "quick[start]: FedProto, 30 rounds, 20 clients" in text
+    assert "16.3 s" in text
+
+
+def test_summary_says_that_best_is_chosen_on_the_test_split():
+    assert re.search(r'^"best" is chosen on the test split.*$', printed(make_summary()), re.MULTILINE)
+
+
+def test_summary_gives_communication_in_all_and_per_client_and_round():
+    """12,345,600 values over 30 rounds of 10 clients are 41,152 each; four bytes a value."""
+    text = printed(make_summary())
+    assert re.search(r"up +12\.3 M values, 49\.4 MB +41\.2 K values, +165 KB", text)
+    assert re.search(r"down +6\.00 M values, 24\.0 MB +20\.0 K values, 80\.0 KB", text)
+
+
+def test_summary_of_a_method_that_shares_nothing():
+    nothing = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
+    assert re.search(r"up +0 values, +0 B", printed(make_summary(communication=nothing)))
+
+
+def test_summary_names_clients_without_test_samples():
+    assert "test samples: client 3." in printed(make_summary(clients_without_test=[3]))
+    assert "clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more." in printed(
+        make_summary(clients_without_test=list(range(12)))
+    )
+    assert "test samples" not in printed(make_summary())
+
+
+def test_summary_of_one_round_without_any_accuracy():
+    empty = make_summary(rounds=1, clients=1, last={}, best={}, mean_last_10={}, final_received={})
+    assert "1 round, 1 client" in printed(empty)
+
+
+def test_plain_summary_has_no_control_codes_and_leaves_the_console_as_it_was():
+    file = io.StringIO()
+    console = Console(file=file, width=60)
+    print_summary(make_summary(), console)
+    assert "\x1b" not in file.getvalue()
+    assert console.width == 60
