@@ -84,7 +84,13 @@ def _fit(argv: list[str]) -> int:
     console = Console(quiet=options.quiet)
     experiment = Experiment(config)
     with RoundProgress(console) as progress:
-        summary = experiment.fit(options.resume, options.overwrite, callbacks=lambda: [progress])
+        try:
+            summary = experiment.fit(options.resume, options.overwrite, callbacks=lambda: [progress])
+        except (KeyboardInterrupt, SystemExit):  # Lightning turns a Ctrl-C inside a fit into an exit
+            if not experiment.loop.stopping:
+                raise
+            print("stopped at once; the rounds before this one are saved", file=sys.stderr)
+            return 130
     if not summary["finished"]:
         done, folder = summary["rounds"], experiment.folder
         again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
@@ -227,7 +233,8 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="a YAML file; may be given several times, later ones win")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
-    parser.add_argument("--name", type=str | None, help="the run's name; default: method, data set and seed")  # type: ignore[arg-type]
+    name_help = "the run's name; default: method, data set and seed"
+    parser.add_argument("--name", type=str | None, help=name_help)  # type: ignore[arg-type]
     parser.add_argument("--output", type=str, default="runs", help="folder of runs; the run's own is <output>/<name>")
     skip = set(FILLED_IN) | {"body", "head", "embedding_size", "terms"}
     parser.add_subclass_arguments(ClientModule, "method", skip={"model", "terms"}, required=True, instantiate=False)
@@ -238,8 +245,12 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     parser.set_defaults({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}})
     parser.add_class_arguments(FederatedData, "data", instantiate=False)
     parser.add_class_arguments(FederatedLoop, "federation", instantiate=False)
-    own = {*TRAINER_DEFAULTS, "min_epochs", "default_root_dir", "barebones"} - {"num_sanity_val_steps"}
+    own = {*TRAINER_DEFAULTS, "logger", "min_epochs", "default_root_dir", "barebones"} - {
+        "num_sanity_val_steps",
+        "devices",
+    }
     parser.add_class_arguments(L.Trainer, "trainer", skip=own, instantiate=False)
+    parser.set_defaults({"trainer.devices": 1})  # Lightning's "auto" would give one client all devices
     parser.add_argument(
         "--logger",
         type=Any,

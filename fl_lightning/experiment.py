@@ -9,6 +9,7 @@ import platform
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,7 +225,7 @@ class Experiment:
         now: dict[str, float] = {}
         if finished:
             now |= self._trained_again()
-        server = loop._server_accuracy()
+        server = loop.server_accuracy()
         if server is not None:
             now["Server-T"] = server
         written: dict[str, Any] = dict(rows.get(loop.round, {}))
@@ -358,6 +359,7 @@ def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
         if loop.stopping:
             raise KeyboardInterrupt
         loop.stop()
+        print(f"stopping once round {loop.round + 1} is saved; again to stop at once", file=sys.stderr, flush=True)
 
     previous = {}
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -148,10 +148,11 @@ def spread(values: np.ndarray, num_test: np.ndarray) -> dict[str, float]:
         return {}
     known, weights = values[there], num_test[there]
     worst = np.sort(known)[: max(1, math.ceil(len(known) / 10))]
+    weighted = {"_weighted": float((known * weights).sum() / weights.sum())} if weights.sum() else {}
     return {
         "": float(known.mean()),
         "_std": float(known.std()),
         "_min": float(known.min()),
         "_worst10": float(worst.mean()),
-        "_weighted": float((known * weights).sum() / weights.sum()) if weights.sum() else math.nan,
+        **weighted,
     }

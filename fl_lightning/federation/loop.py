@@ -354,7 +354,7 @@ class FederatedLoop:
                 self._fill_resting(name, values)
             row |= {name + suffix: value for suffix, value in spread(values, self.num_test).items()}
         row["receive_drop"] = self._receive_drop(row.get("Local-T_received"))
-        row["Server-T"] = self._server_accuracy() if self.evaluate.server else None
+        row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
         if "Local-T" in self.scores:
             self.last_trained = self.scores["Local-T"].copy()
         return row
@@ -374,7 +374,8 @@ class FederatedLoop:
             return None
         return float(before.mean()) - received
 
-    def _server_accuracy(self) -> float | None:
+    def server_accuracy(self) -> float | None:
+        """Server-T of the present global model; None where there is none."""
         module = self.runner.modules[0]
         if not module.has_global_model or self.exchange.global_message() is None:
             return None

@@ -53,7 +53,7 @@ class Recorder(FederationCallback):
         for client in range(loop.num_clients):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {"num_train": int(loop.num_train[client]), "num_test": int(loop.num_test[client])}
-            row |= {name: float(values[client]) for name, values in loop.scores.items() if evaluated}
+            row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
             rows.append({**row, "loss": float(loop.losses[client]) if client in taking_part else None})
         return rows
 
@@ -84,3 +84,8 @@ class Recorder(FederationCallback):
         }
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
+
+
+def _known(value: float) -> float | None:
+    """A client's accuracy; None where it has none."""
+    return None if math.isnan(value) else float(value)

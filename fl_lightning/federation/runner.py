@@ -36,6 +36,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "max_epochs": 1,
+    "devices": 1,
 }
 
 
@@ -144,7 +145,7 @@ class Runner:
         self.evaluator = Evaluator(data, eval_batch_size, self._autocast, seed, globally)
         self.pool = ClientPool(None)
         self.keeps_shared = False
-        data.store.to(self.device)
+        data.store.serve(self.device)
         data.store.channels_last = channels_last and any(_has_convolution(module) for module in self.modules)
 
     def _new_module(self, architecture: int, settings: FitSettings | None, client: int = -1) -> ClientModule:

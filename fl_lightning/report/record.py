@@ -53,8 +53,8 @@ class MetricsFile:
 
 
 def _cell(value: Any) -> str:
-    """What does not apply is empty, never 0."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    """What does not apply is empty, never 0; a loss that is no number is `nan`."""
+    if value is None:
         return ""
     return repr(value) if isinstance(value, float) else str(value)
 

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from forked import Running
+from run_files import read_run
 
 BASE = """\
 seed: 0
@@ -30,7 +30,7 @@ data:
       beta: 0.5
       min_samples: 20
   num_clients: 6
-  batch_size: 32
+  batch_size: 64
 federation:
   rounds: 3
 trainer:
@@ -44,6 +44,7 @@ class Workplace:
     def __init__(self, path: Path, environment: dict) -> None:
         self.path = path
         self.environment = environment
+        self.draws = True
         path.mkdir(parents=True, exist_ok=True)
         self.write("exp.yaml", BASE)
 
@@ -70,7 +71,7 @@ class Workplace:
     def start(self, *argv, env=None, die_at=None) -> Running:
         """Start a command."""
         environment = {**self.environment, **(env or {})}
-        return Running(argv, self.path, environment, self.path.parent / f"{self.path.name}.out", die_at)
+        return Running(argv, self.path, environment, self.path.parent / f"{self.path.name}.out", die_at, self.draws)
 
     def call(self, *argv, env=None, die_at=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""
@@ -124,44 +125,6 @@ def finished(make_workplace):
     place = make_workplace("finished")
     place.out = place.fit()
     return place
-
-
-def without_seconds(path: Path) -> list[list[str]]:
-    """The cells of a metrics.csv but for its column `seconds`."""
-    rows = [line.split(",") for line in path.read_text().splitlines()]
-    left_out = rows[0].index("seconds") if "seconds" in rows[0] else None
-    return [[cell for index, cell in enumerate(row) if index != left_out] for row in rows]
-
-
-def leaves(state, prefix=""):
-    """Nested containers as (path, leaf); tensors as dtype, shape and bytes."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from leaves(value, f"{prefix}/{key}")
-    elif isinstance(state, torch.Tensor):
-        yield prefix, (str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes())
-    else:
-        yield prefix, repr(state)
-
-
-def loaded(path: Path) -> dict:
-    """A file of tensors, ready to be compared bit for bit."""
-    found = dict(leaves(torch.load(path, weights_only=True)))
-    found.pop("/seconds", None)
-    return found
-
-
-def read_run(folder: Path, numbers=("metrics.csv", "clients.csv")) -> dict:
-    """All numbers and weights of a run: its tables but for seconds, the newest checkpoint, clients' states and models."""
-    newest = max((folder / "checkpoints").glob("round-*.ckpt"))
-    checkpoint = loaded(newest)
-    named = torch.load(newest, weights_only=True)["clients"]
-    return {
-        **{name: without_seconds(folder / name) for name in numbers},
-        "checkpoint": (newest.name, checkpoint),
-        "clients": {client: loaded(folder / "checkpoints" / "clients" / file) for client, file in named.items()},
-        "models": {path.name: loaded(path) for path in sorted((folder / "models").glob("*.pt"))},
-    }
 
 
 @pytest.fixture(scope="session")

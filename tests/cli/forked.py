@@ -29,14 +29,15 @@ class Running:
         cwd: its working directory.
         env: environment variables on top of the usual ones; None unsets one.
         die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed.
+        draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
     """
 
-    def __init__(self, argv, cwd, env, folder: Path, die_at=None) -> None:
+    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for file in (self.out, self.err):
             file.unlink(missing_ok=True)
-        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at)
+        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws)
         self.process = CONTEXT.Process(target=child, args=arguments)
         self.process.start()
 
@@ -66,7 +67,7 @@ class Running:
         return code, out, err
 
 
-def child(argv, cwd, env, out, err, die_at) -> None:
+def child(argv, cwd, env, out, err, die_at, draws) -> None:
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -84,10 +85,12 @@ def child(argv, cwd, env, out, err, die_at) -> None:
 
     import torch
 
-    from fl_lightning.cli import main
+    from fl_lightning import cli
 
     torch.set_num_threads(1)
-    main(argv)
+    if not draws:
+        cli.draw_run = lambda *arguments: None
+    cli.main(argv)
 
 
 def die_at_file_operation(number) -> None:

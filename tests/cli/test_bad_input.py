@@ -43,7 +43,7 @@ class NoDataset:
 def refused(place, *argv, env=None, config="exp.yaml"):
     """The one line that `fit` refuses with; checks the exit code and that nothing is left behind."""
     before = place.files()
-    code, out, err = place.call("fit", "--config", config, *argv, env=env)
+    code, _, err = place.call("fit", "--config", config, *argv, env=env)
     assert "Traceback" not in err
     assert code == 2, (code, err)
     assert err.endswith("\n")
@@ -231,7 +231,9 @@ def test_whole_idx_files_are_read(workplace, mnist):
 def test_data_set_that_is_not_there_is_refused_saying_where_it_looked(workplace):
     put(workplace, "data.dataset", {"class_path": "MNIST", "init_args": {"root": "sets", "download": False}})
     line = refused(workplace)
-    assert [said for said in ("data.dataset", "sets/MNIST/raw/train-images", "`download`", "root") if said not in line] == []
+    assert [
+        said for said in ("data.dataset", "sets/MNIST/raw/train-images", "`download`", "root") if said not in line
+    ] == []
 
 
 def test_data_set_that_cannot_be_downloaded_is_refused(workplace):
@@ -309,7 +311,7 @@ def test_folder_of_another_run_is_refused(occupied):
     [
         (["--seed", "1"], ["seed", "0", "1"]),
         (["--data.partition.init_args.beta", "0.6"], ["data.partition.init_args.beta", "0.5", "0.6"]),
-        (["--optimizer.init_args.lr=0.2"], ["optimizer.init_args.lr", "0.1", "0.2"]),
+        (["--optimizer.init_args.lr=0.3"], ["optimizer.init_args.lr", "0.2", "0.3"]),
         (["--method", "FedAvg"], ["method"]),
         (["--trainer.precision", "bf16-mixed"], ["trainer.precision", "bf16-mixed"]),
     ],

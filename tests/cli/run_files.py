@@ -1,0 +1,43 @@
+"""Reading a run's folder so that two runs can be compared bit for bit."""
+
+from pathlib import Path
+
+import torch
+
+
+def without_seconds(path: Path) -> list[list[str]]:
+    """The cells of a metrics.csv but for its column `seconds`."""
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    left_out = rows[0].index("seconds") if "seconds" in rows[0] else None
+    return [[cell for index, cell in enumerate(row) if index != left_out] for row in rows]
+
+
+def leaves(state, prefix=""):
+    """Nested containers as (path, leaf); tensors as dtype, shape and bytes."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, f"{prefix}/{key}")
+    elif isinstance(state, torch.Tensor):
+        yield prefix, (str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes())
+    else:
+        yield prefix, repr(state)
+
+
+def loaded(path: Path) -> dict:
+    """A file of tensors, ready to be compared bit for bit."""
+    found = dict(leaves(torch.load(path, weights_only=True)))
+    found.pop("/seconds", None)
+    return found
+
+
+def read_run(folder: Path, numbers=("metrics.csv", "clients.csv")) -> dict:
+    """All numbers and weights of a run: tables but for seconds, the newest checkpoint, clients' states, models."""
+    newest = max((folder / "checkpoints").glob("round-*.ckpt"))
+    checkpoint = loaded(newest)
+    named = torch.load(newest, weights_only=True)["clients"]
+    return {
+        **{name: without_seconds(folder / name) for name in numbers},
+        "checkpoint": (newest.name, checkpoint),
+        "clients": {client: loaded(folder / "checkpoints" / "clients" / file) for client, file in named.items()},
+        "models": {path.name: loaded(path) for path in sorted((folder / "models").glob("*.pt"))},
+    }

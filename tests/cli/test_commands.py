@@ -1,0 +1,145 @@
+"""`evaluate`, `partition` and `list`."""
+
+import json
+
+import pytest
+import torch
+
+from fl_lightning import catalog
+
+METHODS = [entry.name for entry in catalog.entries("methods")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluate_finds_the_figures_of_the_run_again(workplace, method):
+    """With clients that sat out and rounds that were not evaluated."""
+    workplace.draws = False
+    workplace.change(method={"class_path": method}, federation={"rounds": 4, "participation": 0.5, "evaluate_every": 2})
+    workplace.fit("--quiet")
+    before = workplace.files()
+    code, out, err = workplace.call("evaluate", "runs/run")
+    assert code == 0, err + out
+    assert workplace.files() == before
+    assert_all_equal(out)
+    for name in ("Local-T", "Global-T", "Local-T_received", "Global-T_received"):
+        line = next(line for line in out.splitlines() if f" {name} " in line)
+        assert line.count("%") == 2, out
+
+
+def assert_all_equal(out, at_least=10):
+    line = next(line for line in out.splitlines() if "figures are equal" in line)
+    equal, _, compared = line.split()[:3]
+    assert equal == compared
+    assert int(equal) >= at_least
+
+
+def test_evaluate_compares_every_accuracy_of_a_full_run(finished):
+    code, out, _ = finished.call("evaluate", "runs/run")
+    assert code == 0
+    assert_all_equal(out, at_least=4 * 5)
+
+
+def test_evaluate_of_an_older_checkpoint_compares_what_the_next_round_received(finished):
+    code, out, err = finished.call("evaluate", "runs/run", "--checkpoint", "runs/run/checkpoints/round-0002.ckpt")
+    assert code == 0, err + out
+    assert "round 2" in out
+    assert_all_equal(out, at_least=2 * 5)
+
+
+def test_evaluate_reports_a_figure_that_differs(finished, workplace):
+    for name, content in finished.files().items():
+        if content is not None:
+            workplace.write(name, content)
+    file = workplace.run / "models" / "00002.pt"
+    model = torch.load(file, weights_only=True)
+    model["model.head.bias"] = torch.arange(10) * 10.0
+    torch.save(model, file)
+    code, out, err = workplace.call("evaluate", "runs/run")
+    assert code == 1
+    assert "Local-T" in err
+    assert "Traceback" not in err
+    assert "of 20 figures are equal" in out
+
+
+def test_evaluate_works_after_the_folder_was_moved(finished, workplace):
+    for name, content in finished.files().items():
+        if content is not None:
+            workplace.write(name.replace("runs/run", "archive/other"), content)
+    code, out, err = workplace.call("evaluate", "archive/other")
+    assert code == 0, err + out
+    assert_all_equal(out, at_least=20)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: (run / "config.yaml").unlink(), "no run"),
+        (lambda run: (run / "config.yaml").write_text("method: ["), "config.yaml"),
+        (lambda run: (run / "checkpoints" / "round-0003.ckpt").write_bytes(b"PK"), "cut short"),
+        (lambda run: [path.unlink() for path in (run / "checkpoints").glob("*.ckpt")], "no checkpoint"),
+        (lambda run: (run / "models" / "00002.pt").write_bytes(b""), "cut short"),
+    ],
+    ids=["no-config", "broken-config", "broken-checkpoint", "no-checkpoint", "broken-model"],
+)
+def test_evaluate_refuses_a_damaged_run(finished, workplace, damage, said):
+    for name, content in finished.files().items():
+        if content is not None:
+            workplace.write(name, content)
+    damage(workplace.run)
+    code, _, err = workplace.call("evaluate", "runs/run")
+    assert code == 2, err
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_partition_shows_a_table_and_draws_a_picture(workplace):
+    code, out, err = workplace.call("partition", "--config", "exp.yaml", "--figure", "who.png")
+    assert code == 0, err
+    assert (workplace.path / "who.png").read_bytes().startswith(b"\x89PNG")
+    assert set(workplace.files()) == {"exp.yaml", "who.png"}
+    assert "who.png" in out
+
+
+def test_partition_is_the_one_that_fit_uses(finished, workplace):
+    code, out, _ = workplace.call("partition", "--config", "exp.yaml")
+    assert code == 0
+    record = json.loads((finished.run / "partition.json").read_text())
+    assert record["hash"][:16] in out
+    for counts in record["class_counts"]:
+        assert any(all(str(n) in line for n in counts if n) for line in out.splitlines()), counts
+
+
+def test_partition_refuses_bad_input(workplace):
+    before = workplace.files()
+    code, _, err = workplace.call("partition", "--config", "exp.yaml", "--data.partition.beta", "-1")
+    assert code == 2
+    assert err.startswith("fl-lightning: error: data.partition.beta")
+    assert workplace.files() == before
+
+
+@pytest.mark.parametrize("kind", list(catalog.KINDS))
+def test_list_names_everything_with_one_line_and_the_paper(workplace, kind):
+    code, out, err = workplace.call("list", kind)
+    assert code == 0, err
+    text = " ".join(out.split())
+    entries = catalog.entries(kind)
+    assert entries
+    for entry in entries:
+        line = next(line for line in out.splitlines() if line.split()[:1] == [entry.name])
+        assert entry.summary, f"{entry.name} has no docstring"
+        assert entry.summary.split()[0] in line
+        for word in entry.paper.split():
+            assert word in text
+
+
+def test_list_of_methods_cites_every_paper():
+    without = [entry.name for entry in catalog.entries("methods") if not entry.paper and entry.name != "Local"]
+    assert without == []
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["list", "--help"], ["evaluate", "--help"], ["partition", "--help"]])
+def test_help_is_given(workplace, argv):
+    code, out, err = workplace.call(*argv)
+    assert code == 0
+    assert err == ""
+    assert "fl-lightning" in out

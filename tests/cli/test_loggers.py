@@ -1,0 +1,104 @@
+"""Lightning's loggers receive what metrics.csv holds."""
+
+import csv
+import importlib.util
+import json
+import math
+
+import pytest
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def expected(place):
+    """round -> the values of metrics.csv."""
+    return {int(row.pop("round")): row for row in rows_of(place.run / "metrics.csv")}
+
+
+def test_csv_logger_receives_the_values(workplace):
+    workplace.change(logger={"class_path": "CSVLogger"})
+    workplace.draws = False
+    workplace.fit("--quiet")
+    file = next(workplace.run.rglob("lightning_logs/*/metrics.csv"))
+    logged = {}
+    for row in rows_of(file):
+        logged.setdefault(int(row.pop("step")), {}).update(row)
+    for round, values in expected(workplace).items():
+        assert {name: logged[round][name] for name in values} == pytest.approx(values)
+    summary = json.loads((workplace.run / "summary.json").read_text())
+    for name, value in summary["final_received"].items():
+        assert logged[3][f"final/{name}"] == pytest.approx(value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_logger_receives_the_values(workplace):
+    """Beside a CSVLogger in a folder of its own."""
+    own = {"class_path": "CSVLogger", "init_args": {"save_dir": "elsewhere", "name": "mine"}}
+    workplace.change(logger=[{"class_path": "TensorBoardLogger"}, own])
+    workplace.draws = False
+    workplace.fit("--quiet")
+    assert list((workplace.path / "elsewhere" / "mine").rglob("metrics.csv"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(next(workplace.run.rglob("events.out.tfevents*")).parent))
+    events.Reload()
+    for round, values in expected(workplace).items():
+        for name, value in values.items():
+            logged = {event.step: event.value for event in events.Scalars(name)}
+            assert logged[round] == pytest.approx(value, rel=1e-6)
+
+
+def test_logger_named_on_the_command_line(workplace):
+    workplace.draws = False
+    workplace.fit("--quiet", "--logger", "CSVLogger", "--federation.rounds", "1")
+    assert list(workplace.run.rglob("lightning_logs/*/metrics.csv"))
+
+
+def test_resumed_run_goes_on_logging(workplace):
+    workplace.change(logger={"class_path": "CSVLogger"})
+    workplace.draws = False
+    workplace.fit("--quiet", "--federation.rounds", "1")
+    workplace.fit("--quiet", "--resume", "auto", "--federation.rounds", "2")
+    logged = [row for file in workplace.run.rglob("lightning_logs/*/metrics.csv") for row in rows_of(file)]
+    assert {row["step"] for row in logged} == {1, 2}
+
+
+def test_run_with_a_logger_can_be_overwritten(workplace):
+    workplace.change(logger={"class_path": "CSVLogger"}, federation={"rounds": 1})
+    workplace.draws = False
+    workplace.fit("--quiet")
+    workplace.fit("--quiet", "--overwrite")
+    assert list(workplace.run.rglob("lightning_logs/*/metrics.csv"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_logger_receives_the_values_offline(workplace):
+    init = {"project": "tests", "offline": True}
+    workplace.change(logger={"class_path": "WandbLogger", "init_args": init}, federation={"rounds": 2})
+    workplace.draws = False
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": None}
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet", env=variables)
+    if code != 0 and "wandb" in err.lower() and "service" in err.lower():
+        pytest.skip(f"wandb cannot start here: {err.splitlines()[-1]}")
+    assert code == 0, err
+    file = next(workplace.run.rglob("run-*.wandb"))
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store, logged = DataStore(), {}
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            logged.setdefault(int(values["trainer/global_step"]), {}).update(values)
+    for round, values in expected(workplace).items():
+        for name, value in values.items():
+            assert math.isclose(logged[round][name], value)

@@ -1,0 +1,205 @@
+import os
+
+import pytest
+import torch
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation import files
+from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.files import load_tensors, save_tensors, write_text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def checkpoints(folder):
+    return Checkpoints(folder)
+
+
+@pytest.fixture
+def pool(checkpoints):
+    return ClientPool(checkpoints.clients)
+
+
+def save_rounds(checkpoints, pool, rounds, keep=2):
+    for round in rounds:
+        pool.put(0, {"head": torch.full((3,), float(round))}, round)
+        pool.put(round % 3 + 1, {"head": torch.full((3,), float(round))}, round)
+        checkpoints.save(round, {"exchange": {"w": torch.full((2,), float(round))}}, pool, keep)
+
+
+def client_files(checkpoints):
+    return {path.name for path in checkpoints.clients.iterdir()}
+
+
+def named(path):
+    return set(torch.load(path, weights_only=True)["clients"].values())
+
+
+def test_checkpoint_round_trips(checkpoints, pool):
+    save_rounds(checkpoints, pool, [1])
+    state = checkpoints.load(checkpoints.find("auto"))
+    assert state["round"] == 1
+    assert state["exchange"]["w"].tolist() == [1.0, 1.0]
+    assert state["clients"] == {0: "00000-r0001.pt", 2: "00002-r0001.pt"}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_newest_checkpoints_are_kept_with_the_states_that_they_name(checkpoints, pool, keep):
+    save_rounds(checkpoints, pool, range(1, 7), keep)
+    kept = checkpoints.all()
+    assert [path.name for path in kept] == [f"round-{round:04d}.ckpt" for round in range(7 - keep, 7)]
+    assert client_files(checkpoints) == set().union(*map(named, kept))
+
+
+def test_every_kept_checkpoint_can_be_restored(checkpoints, pool):
+    save_rounds(checkpoints, pool, range(1, 6), keep=3)
+    for round, path in zip((3, 4, 5), checkpoints.all(), strict=True):
+        fresh = ClientPool(checkpoints.clients)
+        fresh.restore(checkpoints.load(path)["clients"])
+        assert fresh.get(0)["head"].tolist() == [float(round)] * 3
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_states_that_no_checkpoint_names_are_deleted_after_a_resume(folder, keep):
+    first = Checkpoints(folder)
+    save_rounds(first, ClientPool(first.clients), range(1, 5), keep)
+    resumed = Checkpoints(folder)
+    pool = ClientPool(resumed.clients)
+    pool.restore(resumed.load(resumed.find("auto"))["clients"])
+    save_rounds(resumed, pool, [5, 6], keep)
+    assert client_files(resumed) == set().union(*map(named, resumed.all()))
+
+
+def test_checkpoints_beyond_a_hundred_rounds_are_in_order(checkpoints, pool):
+    save_rounds(checkpoints, pool, [9999, 10000])
+    assert checkpoints.find("auto").name == "round-10000.ckpt"
+
+
+def test_foreign_files_are_no_checkpoints(checkpoints, pool, folder):
+    save_rounds(checkpoints, pool, [1])
+    (folder / "round-best.ckpt").write_text("mine")
+    (folder / "round-0007.ckpt.bak").write_text("mine")
+    assert [path.name for path in checkpoints.all()] == ["round-0001.ckpt"]
+    save_rounds(checkpoints, pool, [2, 3], keep=1)
+    assert (folder / "round-best.ckpt").exists()
+
+
+def test_auto_finds_nothing_where_there_is_nothing(checkpoints):
+    assert checkpoints.find("auto") is None
+
+
+def test_checkpoint_is_found_by_file_and_by_a_runs_folder(checkpoints, pool, folder):
+    save_rounds(checkpoints, pool, [1, 2])
+    newest = folder / "round-0002.ckpt"
+    assert checkpoints.find(str(newest)) == newest
+    assert checkpoints.find(str(folder)) == newest
+    assert checkpoints.find(str(folder.parent)) == newest
+
+
+@pytest.mark.parametrize("where", ["nowhere.ckpt", "."])
+def test_checkpoint_that_is_not_there_is_refused(checkpoints, tmp_path, where):
+    with pytest.raises(ConfigError, match="--resume"):
+        checkpoints.find(str(tmp_path / where))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-20]),
+        lambda path: path.write_bytes(path.read_bytes()[:100]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("notes"),
+        lambda path: torch.save({"weights": torch.ones(2)}, path),
+        lambda path: torch.save([1, 2], path),
+        lambda path: torch.save({"format": 99, "clients": {}}, path),
+    ],
+    ids=["end", "cut", "empty", "text", "weights", "list", "format"],
+)
+def test_damaged_or_foreign_checkpoint_is_refused(checkpoints, pool, damage):
+    save_rounds(checkpoints, pool, [1])
+    path = checkpoints.find("auto")
+    damage(path)
+    with pytest.raises(ConfigError, match=r"--resume.*round-0001\.ckpt"):
+        checkpoints.load(path)
+
+
+def test_checkpoint_that_would_run_code_is_refused(checkpoints, pool, tmp_path):
+    """`weights_only=True`: a pickle that calls something is no checkpoint."""
+
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "harm"),))
+
+    save_rounds(checkpoints, pool, [1])
+    path = checkpoints.find("auto")
+    torch.save({"format": 1, "clients": {}, "evil": Evil()}, path)
+    with pytest.raises(ConfigError):
+        checkpoints.load(path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
+    path = tmp_path / "state.ckpt"
+    save_tensors(path, {"a": torch.ones(3)})
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(files.os, failing, fail)
+    with pytest.raises(OSError, match="no space"):
+        save_tensors(path, {"a": torch.zeros(3)})
+    monkeypatch.undo()
+    assert load_tensors(path, "--resume")["a"].tolist() == [1, 1, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["state.ckpt"]
+
+
+def test_failing_serialisation_leaves_the_old_file(tmp_path):
+    path = tmp_path / "state.ckpt"
+    save_tensors(path, {"a": torch.ones(3)})
+    with pytest.raises(Exception, match="pickle"):
+        save_tensors(path, {"a": lambda: None})
+    assert load_tensors(path, "--resume")["a"].tolist() == [1, 1, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["state.ckpt"]
+
+
+def test_file_is_synced_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(files.os, name, lambda *a, name=name, call=original: (calls.append(name), call(*a))[1])
+    write_text(tmp_path / "config.yaml", "seed: 0\n")
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_failing_checkpoint_leaves_the_ones_before(checkpoints, pool, monkeypatch):
+    save_rounds(checkpoints, pool, [1, 2], keep=1)
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        save_rounds(checkpoints, pool, [3], keep=1)
+    monkeypatch.undo()
+    again = Checkpoints(checkpoints.folder)
+    fresh = ClientPool(again.clients)
+    fresh.restore(again.load(again.find("auto"))["clients"])
+    assert fresh.get(0)["head"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5]), (0, [])])
+def test_rounds_that_are_saved(every, due):
+    policy = CheckpointPolicy(every=every)
+    assert [round for round in range(1, 6) if policy.due(round, last=round == 5)] == due
+
+
+@pytest.mark.parametrize(("option", "value"), [("every", -1), ("keep", 0), ("models", "yes")])
+def test_checkpoint_policy_rejects(option, value):
+    with pytest.raises(ConfigError, match=rf"federation\.checkpoint\.{option}.*{value}"):
+        CheckpointPolicy(**{option: value})

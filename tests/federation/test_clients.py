@@ -1,0 +1,148 @@
+import pytest
+import torch
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.clients import ClientPool
+
+
+def state(value, size=3):
+    return {"head.weight": torch.full((size,), float(value)), "steps": torch.tensor(int(value))}
+
+
+@pytest.fixture(params=["memory", "disk"])
+def pool(request, tmp_path):
+    return ClientPool(tmp_path / "clients", on_disk=request.param == "disk")
+
+
+@pytest.fixture
+def files(tmp_path):
+    return lambda: sorted(path.name for path in (tmp_path / "clients").glob("*"))
+
+
+def test_client_that_never_took_part_has_no_state(pool):
+    assert pool.get(3) is None
+
+
+def test_pool_gives_back_what_was_put_bit_for_bit(pool, assert_identical):
+    pool.put(3, state(1.5), 1)
+    pool.put(4, state(2.5), 1)
+    pool.put(3, state(7.5), 2)
+    assert_identical(pool.get(3), state(7.5))
+    assert_identical(pool.get(4), state(2.5))
+    assert pool.get(3)["steps"].dtype == torch.int64
+
+
+def test_pool_keeps_a_copy(pool):
+    own = state(1)
+    pool.put(0, own, 1)
+    own["head.weight"].zero_()
+    assert (pool.get(0)["head.weight"] == 1).all()
+    pool.put(0, own, 2)
+    own["head.weight"].fill_(9)
+    assert (pool.get(0)["head.weight"] == 0).all()
+
+
+def test_pool_takes_a_state_with_other_entries(pool, assert_identical):
+    pool.put(0, state(1), 1)
+    pool.put(0, {"other": torch.ones(2)}, 2)
+    assert_identical(pool.get(0), {"other": torch.ones(2)})
+
+
+def test_empty_state_leaves_nothing_behind(pool, files):
+    pool.put(0, {}, 1)
+    assert pool.get(0) is None
+    assert pool.flush(1) == {}
+    assert files() == []
+
+
+def test_flush_writes_only_what_changed(pool, files, tmp_path):
+    pool.put(0, state(1), 1)
+    pool.put(1, state(2), 1)
+    assert pool.flush(1) == {0: "00000-r0001.pt", 1: "00001-r0001.pt"}
+    before = {name: (tmp_path / "clients" / name).stat().st_mtime_ns for name in files()}
+    pool.put(1, state(3), 2)
+    assert pool.flush(2) == {0: "00000-r0001.pt", 1: "00001-r0002.pt"}
+    assert (tmp_path / "clients" / "00000-r0001.pt").stat().st_mtime_ns == before["00000-r0001.pt"]
+
+
+def test_version_that_a_checkpoint_names_survives_the_next_round(pool, files, assert_identical):
+    pool.put(0, state(1), 1)
+    named = pool.flush(1)
+    pool.put(0, state(2), 2)
+    pool.put(0, state(3), 3)
+    pool.flush(3)
+    assert named[0] in files()
+    fresh = ClientPool(pool.folder, pool.on_disk)
+    fresh.restore(named)
+    assert_identical(fresh.get(0), state(1))
+
+
+def test_restore_takes_the_named_versions_and_forgets_what_came_after(pool, assert_identical):
+    pool.put(0, state(1), 1)
+    named = pool.flush(1)
+    pool.put(0, state(2), 2)
+    pool.put(1, state(2), 2)
+    pool.restore(named)
+    assert_identical(pool.get(0), state(1))
+    assert pool.get(1) is None
+
+
+def test_discard_deletes_versions_that_nobody_names(pool, files):
+    for round in (1, 2, 3):
+        pool.put(0, state(round), round)
+        pool.put(round, state(round), round)
+        last = pool.flush(round)
+    pool.discard_except({"00000-r0002.pt"})
+    assert files() == sorted({"00000-r0002.pt", *last.values()})
+
+
+def test_discard_leaves_foreign_files_alone(pool, files, tmp_path):
+    pool.put(0, state(1), 1)
+    pool.flush(1)
+    (tmp_path / "clients" / "notes.txt").write_text("mine")
+    pool.discard_except(set())
+    assert "notes.txt" in files()
+    assert pool.get(0) is not None
+
+
+def test_pool_on_disk_holds_nothing_in_memory(tmp_path, assert_identical):
+    pool = ClientPool(tmp_path / "clients", on_disk=True)
+    pool.put(0, state(1), 1)
+    assert not pool._states
+    assert len(list((tmp_path / "clients").iterdir())) == 1
+    pool.put(0, state(2), 2)  # nobody named the first version
+    assert [path.name for path in (tmp_path / "clients").iterdir()] == ["00000-r0002.pt"]
+    assert_identical(pool.get(0), state(2))
+
+
+def test_pool_in_memory_writes_nothing_before_it_is_flushed(tmp_path):
+    pool = ClientPool(tmp_path / "clients")
+    pool.put(0, state(1), 1)
+    assert not (tmp_path / "clients").exists()
+
+
+def test_pool_without_a_folder_works_in_memory(assert_identical):
+    pool = ClientPool(None)
+    pool.put(0, state(1), 1)
+    pool.discard_except(set())
+    assert_identical(pool.get(0), state(1))
+
+
+def test_pool_on_disk_needs_a_folder():
+    with pytest.raises(ValueError, match="folder"):
+        ClientPool(None, on_disk=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "foreign"])
+def test_damaged_version_is_refused(pool, tmp_path, damage):
+    pool.put(0, state(1, size=1000), 1)
+    named = pool.flush(1)
+    file = tmp_path / "clients" / named[0]
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        torch.save([1, 2], file)
+    with pytest.raises(ConfigError, match=r"00000-r0001\.pt"):
+        pool.restore(named)

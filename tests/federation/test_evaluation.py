@@ -1,0 +1,252 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.evaluation import score_columns, spread
+from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
+
+NAN = float("nan")
+
+
+class Tuned(ClientModule):
+    """Shifts its head before every evaluation, by the client's own data and by chance."""
+
+    shared = ("model.body",)
+
+    def adapt(self, data):
+        with torch.no_grad():
+            self.model.head.bias.add_(10 * data.held_classes.float() + torch.rand(4) * 0.01)
+            np.random.rand(3)
+            random.random()
+
+
+@pytest.fixture
+def evaluated(mlp, set_up_federation):
+    """A loop that is set up, its evaluator and its module."""
+
+    def make(method=None, **options):
+        loop = set_up_federation(method or (lambda: FedAvg(mlp())), **options)
+        return loop, loop.runner.evaluator, loop.runner.modules[0]
+
+    return make
+
+
+def accuracy(module, data, indices):
+    """By hand: one sample after the other."""
+    module.eval()
+    hits = []
+    with torch.no_grad():
+        for index in indices:
+            x, y = data.store.gather(index[None])
+            hits.append(float(module.predict(x).argmax(1) == y))
+    return sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 512])
+def test_local_and_global_accuracy_equal_a_pass_by_hand(evaluated, batch_size):
+    loop, evaluator, module = evaluated(evaluate=EvaluationPolicy(batch_size=batch_size))
+    union = torch.cat([client.test for client in loop.data.clients])
+    for client in range(4):
+        scores = evaluator.client(module, client, "trained", 1)
+        assert scores["Local-T"] == pytest.approx(accuracy(module, loop.data, loop.data.clients[client].test))
+        assert scores["Global-T"] == pytest.approx(accuracy(module, loop.data, union))
+
+
+def test_local_accuracy_is_the_same_without_the_union(evaluated, mlp):
+    _, with_union, module = evaluated()
+    _, alone, other = evaluated(evaluate=EvaluationPolicy(globally=False))
+    for client in range(4):
+        scores = alone.client(other, client, "trained", 1)
+        assert set(scores) == {"Local-T"}
+        assert scores["Local-T"] == with_union.client(module, client, "trained", 1)["Local-T"]
+
+
+def test_columns_are_named_after_the_moment(evaluated):
+    _, evaluator, module = evaluated()
+    assert set(evaluator.client(module, 0, "received", 1)) == {"Local-T_received", "Global-T_received"}
+
+
+def test_all_ways_to_predict_are_scored(evaluated, mlp):
+    _, evaluator, module = evaluated(lambda: FedProto(mlp()))
+    scores = evaluator.client(module, 0, "trained", 1)
+    bases = ("Local-T", "Global-T")
+    assert set(scores) == {base + way for base in bases for way in ("", "/prototype", "/classifier")}
+    assert scores["Local-T"] == scores["Local-T/prototype"]
+    assert score_columns(module, ["trained"], local=True, globally=True) == list(scores)
+
+
+def test_client_without_test_samples_has_a_global_accuracy_only(make_data, evaluated):
+    data = make_data(counts=((1, 0, 0, 0), (8, 8, 8, 8), (4, 4, 0, 0), (0, 0, 4, 4)))
+    _, evaluator, module = evaluated(data=data)
+    scores = evaluator.client(module, 0, "trained", 1)
+    assert np.isnan(scores["Local-T"])
+    assert 0 <= scores["Global-T"] <= 1
+
+
+def test_evaluation_leaves_module_and_random_streams_alone(conv_net, evaluated, assert_identical):
+    """Dropout and batch norm stand still; the mode comes back as it was."""
+    _, evaluator, module = evaluated(lambda: FedAvg(conv_net()))
+    module.train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    stream = torch.get_rng_state()
+    first = evaluator.client(module, 1, "trained", 1)
+    assert module.training
+    assert_identical(dict(module.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert evaluator.client(module, 1, "trained", 1) == first
+
+
+def test_adaptation_runs_on_a_throw_away_copy(mlp, evaluated, assert_identical):
+    loop, evaluator, module = evaluated(lambda: Tuned(mlp()))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    scores = evaluator.client(module, 3, "trained", 1)
+    assert_identical(dict(module.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert repr(np.random.get_state()) == repr(streams[1])
+    assert random.getstate() == streams[2]
+    module.adapt(loop.data.clients[3])
+    assert scores["Local-T"] == accuracy(module, loop.data, loop.data.clients[3].test)
+
+
+def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical):
+    class Fails(Tuned):
+        def predict(self, x):
+            raise RuntimeError("cannot predict")
+
+    _, evaluator, module = evaluated(lambda: Fails(mlp()))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    stream = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="cannot predict"):
+        evaluator.client(module, 0, "trained", 1)
+    assert_identical(dict(module.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_adaptation_does_not_change_what_is_trained(mlp, run_federation, outcome, assert_identical):
+    class Plain(ClientModule):
+        shared = ("model.body",)
+
+    adapted, plain = (outcome(run_federation(lambda kind=kind: kind(mlp()))) for kind in (Tuned, Plain))
+    assert_identical(adapted["clients"], plain["clients"])
+    assert_identical(adapted["exchange"], plain["exchange"])
+
+
+# --- spread -------------------------------------------------------------------------------------------------------
+
+
+def test_spread_matches_hand_computed_values():
+    """Mean 0.6, deviations 0.4, 0.2, 0.2, 0.4 -> variance 0.1; weights 1, 2, 3, 4 -> (0.2 + 0.8 + 2.4 + 4) / 10."""
+    found = spread(np.array([0.2, 0.4, 0.8, 1.0]), np.array([1, 2, 3, 4]))
+    assert found == pytest.approx({"": 0.6, "_std": np.sqrt(0.1), "_min": 0.2, "_worst10": 0.2, "_weighted": 0.74})
+
+
+def test_spread_leaves_out_clients_without_a_value():
+    found = spread(np.array([NAN, 0.5, 1.0, NAN]), np.array([0, 10, 30, 0]))
+    assert found == pytest.approx({"": 0.75, "_std": 0.25, "_min": 0.5, "_worst10": 0.5, "_weighted": 0.875})
+
+
+def test_spread_of_nobody_is_empty():
+    assert spread(np.array([NAN, NAN]), np.array([0, 0])) == {}
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(1, 0.0), (10, 0.0), (11, 0.005), (20, 0.005), (21, 0.01)])
+def test_worst_tenth_is_at_least_one_client_and_rounded_up(clients, worst):
+    """Values 0, 0.01, 0.02, …: the mean over one, two or three of them."""
+    values = np.arange(clients) / 100
+    assert spread(values[::-1].copy(), np.ones(clients))["_worst10"] == pytest.approx(worst)
+
+
+def test_spread_of_one_client_has_no_deviation():
+    assert spread(np.array([0.3]), np.array([5]))["_std"] == 0
+
+
+def test_evaluation_batch_size_is_checked():
+    with pytest.raises(ConfigError, match=r"federation\.evaluate\.batch_size.*-1"):
+        EvaluationPolicy(batch_size=-1)
+
+
+# --- what the loop evaluates --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "columns"),
+    [
+        ({}, {"Local-T", "Global-T", "Local-T_received", "Global-T_received"}),
+        ({"received": False}, {"Local-T", "Global-T"}),
+        ({"trained": False}, {"Local-T_received", "Global-T_received"}),
+        ({"globally": False}, {"Local-T", "Local-T_received"}),
+        ({"trained": False, "received": False}, set()),
+    ],
+)
+def test_policy_says_what_is_evaluated(mlp, run_federation, policy, columns):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2, evaluate=EvaluationPolicy(**policy))
+    assert set(loop.scores) == columns
+    filled = {name for name, value in loop.diary.rows[-1].items() if value is not None and name in ALL}
+    assert filled == columns | {"Server-T"}
+    assert loop.final.keys() <= set(loop.row_columns)
+
+
+ALL = {"Local-T", "Global-T", "Local-T_received", "Global-T_received", "Server-T"}
+
+
+def test_server_accuracy_can_be_switched_off(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=1, evaluate=EvaluationPolicy(server=False))
+    assert loop.diary.rows[0]["Server-T"] is None
+
+
+def test_server_accuracy_is_that_of_the_aggregated_model(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2)
+    module = FedAvg(mlp())
+    module.load_weights(loop.exchange.global_message().weights)
+    assert loop.diary.rows[-1]["Server-T"] == pytest.approx(accuracy(module, loop.data, loop.data.server_test))
+
+
+def test_received_shortcut_of_global_models_equals_the_ordinary_path(mlp, run_federation, assert_identical):
+    """A method that overrides `receive` is evaluated client by client."""
+
+    class Ordinary(ClientModule):
+        shared = ("model",)
+
+        def receive(self, message, data):
+            super().receive(message, data)
+
+    short, ordinary = (run_federation(lambda kind=kind: kind(mlp())) for kind in (FedAvg, Ordinary))
+    assert short.runner.modules[0].received_is_global
+    assert not ordinary.runner.modules[0].received_is_global
+    for a, b in zip(short.diary.rows, ordinary.diary.rows, strict=True):
+        assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
+    assert short.final == ordinary.final
+    for name, values in short.scores.items():
+        np.testing.assert_array_equal(values, ordinary.scores[name])
+
+
+def test_trained_accuracy_is_that_of_the_clients_own_models(mlp, run_federation):
+    """FedRep: own heads under the body that each client has just trained, not the averaged one."""
+    loop = run_federation(lambda: FedRep(mlp()), rounds=2)
+    for client in range(4):
+        module = FedRep(mlp())
+        module.load_weights(loop.runner.pool.get(client))
+        module.load_weights(loop.diary.sent[2, client].weights)
+        own = accuracy(module, loop.data, loop.data.clients[client].test)
+        assert loop.scores["Local-T"][client] == pytest.approx(own)
+
+
+def test_final_received_is_one_more_receive_without_a_fit(mlp, run_federation):
+    loop = run_federation(lambda: FedRep(mlp()), rounds=2)
+    values = []
+    for client in range(4):
+        module = FedRep(mlp())
+        module.load_weights(loop.runner.pool.get(client))
+        module.load_weights(loop.exchange.global_message().weights)
+        values.append(accuracy(module, loop.data, loop.data.clients[client].test))
+    assert loop.final["Local-T_received"] == pytest.approx(np.mean(values))
+    longer = run_federation(lambda: FedRep(mlp()), rounds=3)
+    assert loop.final["Local-T_received"] == longer.diary.rows[2]["Local-T_received"]

@@ -1,0 +1,344 @@
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
+from fl_lightning.federation.runner import ClientError
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
+
+MANY = tuple((4, 4, 3, 3) for _ in range(10))
+
+
+def numbers(row):
+    return {name: value for name, value in row.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("rounds", 0), ("participation", 0.0), ("participation", 1.01), ("participation", float("nan")),
+        ("local_epochs", 0), ("lr_decay", 0.0), ("lr_decay", 1.5), ("evaluate_every", 0), ("steps_per_bundle", 0),
+    ],
+)  # fmt: skip
+def test_loop_rejects(option, value):
+    with pytest.raises(ConfigError, match=rf"federation\.{option}.*{value}"):
+        FederatedLoop(**{option: value})
+
+
+def test_pool_on_disk_needs_a_folder(mlp, set_up_federation):
+    with pytest.raises(ConfigError, match=r"federation\.pool"):
+        set_up_federation(lambda: FedRep(mlp()), pool="disk")
+
+
+# --- participants -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fraction", "clients", "count"),
+    [(0.3, 10, 3), (0.1, 10, 1), (0.05, 10, 1), (0.29, 10, 2), (0.7, 10, 7), (0.99, 10, 9), (1.0, 10, 10), (0.5, 3, 1)],
+)
+def test_as_many_take_part_as_the_fraction_says(mlp, make_data, set_up_federation, fraction, clients, count):
+    """max(1, int(p·N)); 0.29 · 10 and 0.7 · 10 are a little off in floating point."""
+    loop = set_up_federation(lambda: Local(mlp()), data=make_data(counts=MANY[:clients]), participation=fraction)
+    for round in range(1, 20):
+        drawn = loop.draw_participants(round)
+        assert len(drawn) == len(set(drawn)) == count
+        assert drawn == sorted(drawn)
+        assert set(drawn) <= set(range(clients))
+
+
+def test_participants_depend_on_seed_and_round_alone(mlp, make_data, set_up_federation):
+    def draws(method, seed, **options):
+        data = make_data(counts=MANY)
+        loop = set_up_federation(method, data=data, seed=seed, participation=0.3, **options)
+        return [loop.draw_participants(round) for round in range(1, 11)]
+
+    base = draws(lambda: Local(mlp()), 0)
+    assert base == draws(lambda: FedProto(mlp()), 0, rounds=99, local_epochs=2)
+    assert base != draws(lambda: Local(mlp()), 1)
+    assert len(set(map(tuple, base))) > 5
+
+
+def test_every_client_is_drawn_equally_often(mlp, make_data, set_up_federation):
+    """300 rounds of 3 of 10: 90 each, with a standard deviation of 8."""
+    loop = set_up_federation(lambda: Local(mlp()), data=make_data(counts=MANY), participation=0.3)
+    drawn = np.bincount([client for round in range(300) for client in loop.draw_participants(round)], minlength=10)
+    assert drawn.min() > 60
+    assert drawn.max() < 120
+
+
+def test_only_participants_are_trained_and_only_they_communicate(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=4, participation=0.5)
+    size = sum(p.numel() for p in mlp().parameters())
+    for row in loop.diary.rows:
+        drawn = loop.draw_participants(row["round"])
+        assert [client for round, client in loop.diary.sent if round == row["round"]] == drawn
+        assert (row["participants"], row["uplink_params"], row["downlink_params"]) == (2, 2 * size, 2 * size)
+        assert row["uplink_bytes"] == 4 * row["uplink_params"]
+    assert loop.traffic["uplink_params"] == 4 * 2 * size
+
+
+# --- when clients are evaluated -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (7, [5])])
+def test_rounds_that_are_evaluated(mlp, run_federation, every, rounds):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=5, evaluate_every=every)
+    for name in ("Local-T", "Local-T_received", "Global-T", "Server-T"):
+        assert [row["round"] for row in loop.diary.rows if row.get(name) is not None] == rounds
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep, FedProto, Local])
+def test_rounds_that_are_evaluated_say_what_they_say_when_all_are(mlp, make_data, run_federation, method):
+    """Clients that sit out until the next evaluated round are evaluated when they are last fitted."""
+
+    def rows(every):
+        data = make_data(counts=MANY[:6])
+        loop = run_federation(
+            lambda: method(mlp()), rounds=7, data=data, participation=0.34, evaluate_every=every, optimizer=None
+        )
+        return {row["round"]: row for row in loop.diary.rows}, loop.final
+
+    (all_rows, all_final), (some_rows, some_final) = rows(1), rows(3)
+    for round in (3, 6, 7):
+        for name in ("Local-T", "Local-T_std", "Local-T_min", "Local-T_weighted", "Global-T"):
+            assert some_rows[round][name] == all_rows[round][name]
+        assert some_rows[round]["Server-T"] == all_rows[round]["Server-T"]
+    assert some_rows[7]["Local-T_received"] == all_rows[7]["Local-T_received"]
+    assert some_final == all_final
+
+
+def test_client_that_sat_out_counts_with_its_last_own_state(mlp, run_federation):
+    loop = run_federation(lambda: FedRep(mlp()), rounds=4, participation=0.5)
+    last = {}
+    for row in loop.diary.rows:
+        for client in loop.draw_participants(row["round"]):
+            last[client] = loop.diary.reports[row["round"], client].scores["Local-T"]
+        if len(last) == 4:
+            assert row["Local-T"] == pytest.approx(np.mean(list(last.values())))
+    assert len(last) == 4
+
+
+def test_newcomers_count_with_the_initial_model(mlp, run_federation, set_up_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=1, participation=0.25)
+    (fitted,) = loop.draw_participants(1)
+    untouched = set_up_federation(lambda: FedAvg(mlp()))
+    for client in set(range(4)) - {fitted}:
+        initial = untouched.runner.evaluator.client(untouched.runner.load(client), client, "trained", 1)
+        assert loop.scores["Local-T"][client] == initial["Local-T"]
+        assert loop.scores["Global-T"][client] == initial["Global-T"]
+    assert loop.diary.rows[0]["Local-T"] == pytest.approx(loop.scores["Local-T"].mean())
+
+
+# --- receive drop -------------------------------------------------------------------------------------------------
+
+
+def test_receive_drop_is_what_the_receive_costs(mlp, run_federation):
+    """Local-T of round t - 1 less Local-T_received of round t; round 1 has none."""
+    rows = run_federation(lambda: FedAvg(mlp()), rounds=4).diary.rows
+    assert rows[0]["receive_drop"] is None
+    for before, row in zip(rows[:-1], rows[1:], strict=True):
+        assert row["receive_drop"] == pytest.approx(before["Local-T"] - row["Local-T_received"])
+
+
+def test_receive_drop_needs_the_round_before(mlp, run_federation):
+    rows = run_federation(lambda: FedAvg(mlp()), rounds=5, evaluate_every=2).diary.rows
+    assert [row.get("receive_drop") is not None for row in rows] == [False, False, False, False, True]
+    drop = rows[3]["Local-T"] - rows[4]["Local-T_received"]
+    assert rows[4]["receive_drop"] == pytest.approx(drop)
+
+
+def test_receive_drop_needs_both_moments(mlp, run_federation):
+    for policy in (EvaluationPolicy(received=False), EvaluationPolicy(trained=False)):
+        rows = run_federation(lambda: FedAvg(mlp()), rounds=2, evaluate=policy).diary.rows  # noqa: B023
+        assert [row["receive_drop"] for row in rows] == [None, None]
+
+
+# --- the start ----------------------------------------------------------------------------------------------------
+
+
+def test_common_start_gives_all_clients_the_same_private_weights(mlp, set_up_federation, assert_identical):
+    loop = set_up_federation(lambda: FedRep(mlp()))
+    states = [{n: t.clone() for n, t in loop.runner.load(client).state_dict().items()} for client in range(4)]
+    for state in states[1:]:
+        assert_identical(state, states[0])
+
+
+def test_own_start_gives_every_client_its_own_private_weights(mlp, set_up_federation, assert_identical):
+    first, second = (set_up_federation(lambda: FedRep(mlp()), init="own") for _ in range(2))
+    heads = [first.runner.load(client).model.head.weight.detach().clone() for client in range(4)]
+    for i in range(4):
+        assert torch.equal(second.runner.load(i).model.head.weight, heads[i])
+        assert all(not torch.equal(heads[i], heads[j]) for j in range(i))
+
+
+def test_own_start_does_not_change_what_is_shared(mlp, run_federation, assert_identical):
+    loops = [run_federation(lambda: FedRep(mlp()), rounds=1, init=init) for init in ("common", "own")]
+    for client in range(4):
+        assert_identical(*(loop.diary.received[1, client].weights for loop in loops))
+
+
+def test_own_start_of_local_clients_is_a_start_of_all_weights(mlp, run_federation):
+    loop = run_federation(lambda: Local(mlp()), rounds=1, init="own", optimizer=lambda p: torch.optim.SGD(p, lr=1e-9))
+    first = "model.body.stages.0.1.weight"
+    weights = [loop.runner.pool.get(client)[first] for client in range(4)]
+    assert not torch.allclose(weights[0], weights[1], atol=1e-3)
+
+
+# --- the learning rate --------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_decays_from_round_to_round(mlp, run_federation):
+    rates = []
+
+    def optimizer(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_pre_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
+        return made
+
+    run_federation(lambda: Local(mlp()), rounds=3, lr_decay=0.5, optimizer=optimizer)
+    assert sorted(set(rates), reverse=True) == pytest.approx([0.1, 0.05, 0.025])
+    assert rates == sorted(rates, reverse=True)
+
+
+# --- callbacks ----------------------------------------------------------------------------------------------------
+
+
+class Listener(FederationCallback):
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def on_run_start(self, loop):
+        self.calls.append((self.name, "run start", loop.round))
+
+    def on_round_start(self, loop, round, participants):
+        self.calls.append((self.name, "round start", round, tuple(participants)))
+
+    def on_client_fit_end(self, loop, report):
+        self.calls.append((self.name, "fit end", loop.round + 1, report.client))
+
+    def on_round_end(self, loop, row):
+        self.calls.append((self.name, "round end", row["round"], loop.round))
+
+    def on_run_end(self, loop, summary):
+        self.calls.append((self.name, "run end", loop.round, "Local-T_received" in summary))
+
+
+def test_callbacks_are_called_in_order(mlp, run_federation):
+    calls = []
+    listeners = [Listener("a", calls), Listener("b", calls)]
+    run_federation(lambda: FedAvg(mlp()), rounds=2, participation=0.5, callbacks=listeners)
+    assert [call[0] for call in calls] == ["a", "b"] * (len(calls) // 2)
+    own = [call[1:] for call in calls if call[0] == "a"]
+    assert own == [call[1:] for call in calls if call[0] == "b"]
+    expected = [("run start", 0)]
+    loop = FederatedLoop(participation=0.5)
+    loop.seed, loop.num_clients = 0, 4
+    for round in (1, 2):
+        drawn = loop.draw_participants(round)
+        expected += [("round start", round, tuple(drawn)), *(("fit end", round, client) for client in drawn)]
+        expected.append(("round end", round, round))
+    assert own == [*expected, ("run end", 2, True)]
+
+
+def test_callback_can_stop_the_run_after_a_round(mlp, run_federation):
+    class Stops(FederationCallback):
+        def on_client_fit_end(self, loop, report):
+            if loop.round + 1 == 2:
+                loop.stop()
+
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=5, callbacks=[Stops()])
+    assert loop.round == 2
+    assert loop.done
+    assert loop.final is None
+    assert [row["participants"] for row in loop.diary.rows] == [4, 4]
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def failing(step):
+    class Fails(ClientModule):
+        def receive(self, message, data):
+            self.client = data.client
+            if step == "receive" and data.client == 2:
+                raise ValueError("went wrong")
+            super().receive(message, data)
+
+        def forward_pass(self, x, y):
+            if step == "fit" and self.client == 2:
+                raise ValueError("went wrong")
+            return super().forward_pass(x, y)
+
+        def predict(self, x):
+            if step == "evaluation" and self.client == 2:
+                raise ValueError("went wrong")
+            return super().predict(x)
+
+        def send(self, data):
+            if step == "send" and data.client == 2:
+                raise ValueError("went wrong")
+            return super().send(data)
+
+    return Fails
+
+
+@pytest.mark.parametrize("step", ["receive", "fit", "evaluation", "send"])
+def test_failure_of_a_client_names_round_client_and_step(mlp, set_up_federation, step):
+    loop = set_up_federation(lambda: failing(step)(mlp()))
+    with pytest.raises(ClientError, match=rf"round 1, client 2, {step}.*went wrong") as caught:
+        loop.run()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_ctrl_c_in_a_fit_is_no_failure_of_a_client(mlp, set_up_federation):
+    class Interrupted(ClientModule):
+        def send(self, data):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        set_up_federation(lambda: Interrupted(mlp())).run()
+
+
+# --- the result depends on nothing that it should not -------------------------------------------------------------
+
+
+def test_result_does_not_depend_on_the_pool(mlp, run_federation, tmp_path, outcome, assert_identical):
+    options = {"rounds": 3, "participation": 0.5}
+    memory = outcome(run_federation(lambda: FedRep(mlp()), **options))
+    disk = outcome(run_federation(lambda: FedRep(mlp()), pool="disk", folder=tmp_path, **options))
+    assert_identical(memory, disk)
+
+
+def test_rows_hold_every_announced_column_in_evaluated_rounds(mlp, run_federation):
+    loop = run_federation(lambda: FedProto(mlp()), rounds=2)
+    assert set(loop.diary.rows[-1]) == set(loop.row_columns)
+
+
+def test_checkpoint_of_another_configuration_is_refused_naming_the_key(mlp, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(mlp()))
+    state = {**loop.state_dict(), "round": 1, "clients": {}}
+    loop.identity = {"seed": 0, "optimizer.init_args.lr": 0.1}
+    state["identity"] = {"seed": 0, "optimizer.init_args.lr": 0.5}
+    with pytest.raises(ConfigError, match=r"--resume.*optimizer\.init_args\.lr is 0\.5 there, 0\.1 here"):
+        loop.load_state_dict(state)
+
+
+def test_checkpoint_of_another_partition_is_refused(mlp, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(mlp()))
+    with pytest.raises(ConfigError, match=r"--resume.*partition"):
+        loop.load_state_dict({**loop.state_dict(), "partition": "another", "round": 1, "clients": {}})
+
+
+def test_heterogeneous_clients_keep_their_architectures(mlp, run_federation):
+    loop = run_federation(
+        lambda architecture: FedProto(mlp(hidden=((8, 5), (6, 5))[architecture])), architecture=[0, 1, 0, 1], rounds=2
+    )
+    widths = [len(loop.runner.pool.get(client)["model.body.stages.0.1.bias"]) for client in range(4)]
+    assert widths == [8, 6, 8, 6]

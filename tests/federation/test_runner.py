@@ -1,0 +1,192 @@
+import gc
+
+import lightning as L
+import psutil
+import pytest
+import torch
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation import runner as runner_module
+from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.runner import make_trainer
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
+
+
+def weights_after(loop):
+    return loop.exchange.global_message().weights
+
+
+def test_one_trainer_serves_all_fits(mlp, run_federation, monkeypatch):
+    made = []
+    original = L.Trainer
+
+    def counted(*arguments, **flags):
+        made.append(flags)
+        return original(*arguments, **flags)
+
+    monkeypatch.setattr(runner_module.L, "Trainer", counted)
+    loop = run_federation(lambda: FedRep(mlp()), rounds=3)
+    assert len(made) == 1
+    assert len(loop.diary.sent) == 3 * 4
+
+
+def test_one_module_serves_all_clients_of_an_architecture(mlp, run_federation):
+    made = []
+
+    def make():
+        made.append(FedRep(mlp()))
+        return made[-1]
+
+    run_federation(make, rounds=3)
+    assert len(made) == 1
+
+
+def test_memory_stays_flat_over_many_fits(mlp, make_data, set_up_federation):
+    """Resident memory after 150 fits and after 400 more: within 1 %."""
+    loop = set_up_federation(
+        lambda: Local(mlp()), data=make_data(batch_size=16), evaluate=EvaluationPolicy(globally=False)
+    )
+    runner, process = loop.runner, psutil.Process()
+
+    def fit(times):
+        for number in range(times):
+            client = number % 4
+            module = runner.load(client)
+            runner.fit(module, loop.data.clients[client], 1)
+        gc.collect()
+        return process.memory_info().rss
+
+    before = fit(150)
+    after = fit(400)
+    assert after <= 1.01 * before
+
+
+def test_fit_after_many_equals_a_fit_after_none(mlp, set_up_federation, assert_identical):
+    """The trainer used again leaves nothing behind."""
+    used, fresh = (set_up_federation(lambda: Local(mlp())) for _ in range(2))
+    for client in (0, 1, 2):
+        used.runner.fit(used.runner.load(client), used.data.clients[client], 1)
+    for loop in (used, fresh):
+        loop.runner.fit(loop.runner.load(3), loop.data.clients[3], 5)
+    assert_identical(dict(used.runner.modules[0].state_dict()), dict(fresh.runner.modules[0].state_dict()))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradient_clipping_bounds_every_step(mlp, run_federation, algorithm):
+    """SGD with lr 1: a step moves the weights by the clipped gradient."""
+    seen = []
+
+    def optimizer(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+
+        def look(own, *_):
+            gradients = torch.cat([p.grad.flatten() for group in own.param_groups for p in group["params"]])
+            seen.append(float(gradients.norm() if algorithm == "norm" else gradients.abs().max()))
+
+        made.register_step_pre_hook(look)
+        return made
+
+    flags = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    run_federation(lambda: Local(mlp()), rounds=1, optimizer=optimizer, trainer=flags)
+    assert seen
+    assert max(seen) <= 0.01 * (1 + 1e-4)
+
+
+def count_steps(run_federation, mlp, **flags):
+    steps = [0]
+
+    def optimizer(parameters):
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_post_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
+        return made
+
+    loop = run_federation(lambda: Local(mlp()), rounds=1, optimizer=optimizer, trainer=flags)
+    return steps[0], {client: loop.diary.reports[1, client].num_steps for client in range(4)}, loop
+
+
+def test_gradients_are_accumulated(run_federation, mlp):
+    """15, 13, 14 and 10 or so training samples in batches of 4: a step every second batch and one for the rest."""
+    steps, batches, loop = count_steps(run_federation, mlp, accumulate_grad_batches=2)
+    wanted = {client: -(-loop.data.clients[client].num_train // 4) for client in range(4)}
+    assert batches == wanted
+    assert steps == sum(-(-count // 2) for count in wanted.values())
+
+
+@pytest.mark.parametrize(("limit", "wanted"), [(1, 1), (2, 2), (1.0, None)])
+def test_limit_train_batches_counts_local_mini_batches(run_federation, mlp, limit, wanted):
+    steps, batches, loop = count_steps(run_federation, mlp, limit_train_batches=limit)
+    for client, count in batches.items():
+        assert count == (-(-loop.data.clients[client].num_train // 4) if wanted is None else wanted)
+    assert steps == sum(batches.values())
+
+
+def test_mixed_precision_trains_in_bfloat16_and_keeps_float32_weights(conv_net, run_federation):
+    seen = set()
+
+    class Watches(ClientModule):
+        def forward_pass(self, x, y):
+            out = super().forward_pass(x, y)
+            seen.add(out.logits.dtype)
+            return out
+
+    loop = run_federation(lambda: Watches(conv_net()), rounds=1, trainer={"precision": "bf16-mixed"})
+    assert seen == {torch.bfloat16}
+    floats = [w for w in weights_after(loop).values() if w.is_floating_point()]
+    assert {w.dtype for w in floats} == {torch.float32}
+    assert all(torch.isfinite(w).all() for w in floats)
+
+
+def test_lightning_callbacks_of_the_trainer_are_called(mlp, run_federation):
+    calls = []
+
+    class Counts(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            calls.append("start")
+
+        def on_train_end(self, trainer, pl_module):
+            calls.append(sorted(trainer.callback_metrics))
+
+    run_federation(lambda: FedAvg(mlp()), rounds=2, trainer={"callbacks": [Counts()]})
+    assert calls == ["start", ["loss", "loss/cross_entropy"]] * 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+def test_gpu_that_is_not_there_is_refused(accelerator):
+    with pytest.raises(ConfigError, match=r"trainer\.accelerator.*no GPU"):
+        make_trainer({"accelerator": accelerator})
+
+
+@pytest.mark.parametrize("flags", [{"precision": "12"}, {"nonsense": 1}, {"limit_train_batches": -1}])
+def test_flag_that_lightning_refuses_is_refused(flags):
+    with pytest.raises(ConfigError, match="trainer"):
+        make_trainer({"accelerator": "cpu", **flags})
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"lr": 0.1, "momentum": -1}])
+def test_optimizer_that_torch_refuses_is_refused_before_training(mlp, sgd, set_up_federation, options):
+    with pytest.raises(ConfigError, match="optimizer"):
+        set_up_federation(lambda: FedAvg(mlp()), optimizer=sgd(**options))
+
+
+def test_models_are_kept_when_a_client_is_last_fitted(mlp, run_federation, tmp_path, assert_identical):
+    loop = run_federation(lambda: FedRep(mlp()), rounds=4, participation=0.5, folder=tmp_path)
+    last = {client: round for round, client in loop.diary.sent}
+    for client in range(4):
+        file = tmp_path / "models" / f"{client:05d}.pt"
+        assert file.exists() == (client in last)
+        if client in last:
+            state = torch.load(file, weights_only=True)
+            sent = loop.diary.sent[last[client], client].weights
+            assert_identical({name: state[name] for name in sent}, sent)
+
+
+def test_no_models_are_kept_where_the_policy_says_so(mlp, run_federation, tmp_path):
+    from fl_lightning.federation.checkpoint import CheckpointPolicy
+
+    run_federation(lambda: FedRep(mlp()), rounds=1, folder=tmp_path, checkpoint=CheckpointPolicy(models=False))
+    assert not (tmp_path / "models").exists()
+    assert (tmp_path / "checkpoints").exists()

@@ -1,0 +1,133 @@
+import os
+
+import pytest
+
+from fl_lightning.report import record
+from fl_lightning.report.record import MetricsFile, read_rows, summarise
+
+NAN = float("nan")
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = MetricsFile(tmp_path / "metrics.csv", ["round", "Local-T", "loss"])
+    made.start(0)
+    return made
+
+
+def test_file_starts_with_its_columns(file):
+    assert file.path.read_text() == "round,Local-T,loss\n"
+    assert read_rows(file.path) == []
+
+
+def test_rows_round_trip_to_the_last_bit(file):
+    rows = [
+        {"round": 1, "Local-T": 0.1 + 0.2, "loss": 1e-300},
+        {"round": 2, "Local-T": 1 / 3, "loss": 12345678901234.5},
+    ]
+    file.append(rows)
+    assert read_rows(file.path) == rows
+
+
+def test_what_does_not_apply_is_empty_and_never_zero(file):
+    file.append([{"round": 1, "Local-T": None, "loss": NAN}, {"round": 2}, {"round": 3, "Local-T": 0.0, "loss": 0}])
+    assert file.path.read_text().splitlines()[1:] == ["1,,", "2,,", "3,0.0,0"]
+    assert read_rows(file.path)[0] == {"round": 1, "Local-T": None, "loss": None}
+    assert read_rows(file.path)[2] == {"round": 3, "Local-T": 0.0, "loss": 0}
+
+
+def test_values_without_a_column_are_left_out(file):
+    file.append([{"round": 1, "other": 5}])
+    assert read_rows(file.path) == [{"round": 1, "Local-T": None, "loss": None}]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_start_cuts_the_file_back_to_the_rounds_of_the_checkpoint(file, after):
+    rows = [{"round": round, "Local-T": round / 7, "loss": None} for round in (1, 2, 3)]
+    file.append(rows)
+    text = file.path.read_text().splitlines()
+    file.start(after)
+    assert file.path.read_text().splitlines() == text[: 1 + after]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_row_that_was_cut_short_is_dropped(file, cut):
+    """A kill leaves any number of its last bytes out."""
+    file.append([{"round": 1, "Local-T": 0.25, "loss": 0.5}])
+    whole = file.path.read_text()
+    file.append([{"round": 2, "Local-T": 0.5, "loss": 0.75}])
+    file.path.write_bytes(file.path.read_bytes()[:-cut])
+    file.start(1)
+    assert file.path.read_text() == whole
+
+
+def test_several_rows_a_round_are_kept_together(tmp_path):
+    file = MetricsFile(tmp_path / "clients.csv", ["round", "client"])
+    file.start(0)
+    for round in (1, 2):
+        file.append({"round": round, "client": client} for client in range(3))
+    file.start(1)
+    assert [(row["round"], row["client"]) for row in read_rows(file.path)] == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_rows_are_synced(file, monkeypatch):
+    synced = []
+    monkeypatch.setattr(record.os, "fsync", lambda descriptor, call=os.fsync: (synced.append(1), call(descriptor)))
+    file.append([{"round": 1}])
+    assert synced
+
+
+def test_start_is_atomic(file, monkeypatch):
+    file.append([{"round": 1, "Local-T": 0.5, "loss": 0.5}])
+    before = file.path.read_text()
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(record.os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        file.start(0)
+    assert file.path.read_text() == before
+
+
+def test_missing_file_has_no_rows(tmp_path):
+    assert read_rows(tmp_path / "nowhere.csv") == []
+
+
+def rows_of(*values):
+    return [
+        {"round": round, "Local-T": value, "Local-T_std": 0.1, "loss": 9.0}
+        for round, value in enumerate(values, start=1)
+    ]
+
+
+def test_summary_matches_hand_computed_values():
+    summary = summarise(rows_of(0.2, 0.8, 0.5))
+    assert summary["last"] == {"Local-T": 0.5, "Local-T_std": 0.1}
+    assert summary["best"] == {"Local-T": {"value": 0.8, "round": 2}}
+    assert summary["mean_last_10"] == pytest.approx({"Local-T": 0.5, "Local-T_std": 0.1})
+
+
+def test_mean_is_over_the_last_ten_evaluated_rounds():
+    """Rounds 1 to 24, every second one evaluated: the mean of rounds 6, 8, …, 24 is 15."""
+    rows = rows_of(*(round / 100 if round % 2 == 0 else None for round in range(1, 25)))
+    summary = summarise(rows)
+    assert summary["mean_last_10"]["Local-T"] == pytest.approx(0.15)
+    assert summary["last"]["Local-T"] == 0.24
+
+
+def test_last_is_the_last_evaluated_round():
+    assert summarise(rows_of(0.2, 0.4, None))["last"]["Local-T"] == 0.4
+
+
+def test_best_is_the_first_of_equals():
+    assert summarise(rows_of(0.2, 0.8, 0.8))["best"]["Local-T"] == {"value": 0.8, "round": 2}
+
+
+def test_column_that_never_applied_is_left_out():
+    summary = summarise([{"round": 1, "Local-T": 0.5, "Server-T": None}])
+    assert all("Server-T" not in part for part in summary.values())
+
+
+def test_summary_of_no_rounds_is_empty():
+    assert summarise([]) == {"last": {}, "best": {}, "mean_last_10": {}}
