@@ -122,7 +122,7 @@ class Experiment:
         where = f"{self.folder}"
         existing = self.folder / "config.yaml"
         if not existing.is_file():
-            occupied = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
+            occupied = self.folder.exists() and (not self.folder.is_dir() or _holds_files(self.folder))
             require(not occupied, "output", f"{where} exists and is no run's folder; choose another --output or --name")
             require(resume in (None, "auto"), "--resume", f"there is no run in {where}")
             return None
@@ -162,9 +162,15 @@ class Experiment:
             state = (self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")).load(checkpoint)
             self.loop.load_state_dict(state)
         loggers = self._loggers()
-        if overwrite:
-            self.clear_folder()
         self.folder.mkdir(parents=True, exist_ok=True)
+        with only_process(self.folder):
+            for left_over in self.folder.rglob(".*.tmp"):  # by a kill in the middle of a write
+                left_over.unlink()
+            if overwrite:
+                self.clear_folder()
+            return self._run(loggers, callbacks)
+
+    def _run(self, loggers: list[Logger], callbacks: Callable[..., Any] | None) -> Config:
         write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         write_text(self.folder / "partition.json", json.dumps(self.data.partition_record()) + "\n")
         for logger in loggers:
@@ -349,6 +355,31 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether somebody's files are there; a lock or a temporary file of a killed run is nobody's."""
+    return any(not path.name.startswith(".") for path in folder.iterdir())
+
+
+@contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, so that no second process writes into it; the system lets go when this one ends.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError("output", f"another process is running in {folder}") from error
+        yield
 
 
 @contextmanager

@@ -146,6 +146,7 @@ class Runner:
         self.pool = ClientPool(None)
         self.keeps_shared = False
         data.store.serve(self.device)
+        data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = channels_last and any(_has_convolution(module) for module in self.modules)
 
     def _new_module(self, architecture: int, settings: FitSettings | None, client: int = -1) -> ClientModule:
@@ -156,7 +157,7 @@ class Runner:
             _check_optimizer(module)
         if self.channels_last and _has_convolution(module):
             module.to(memory_format=torch.channels_last)
-        return module.to(self.device)
+        return self.trainer.precision_plugin.convert_module(module).to(self.device)  # type: ignore[return-value]
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self.trainer.precision_plugin.forward_context()
