@@ -19,6 +19,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Correct, Scores, score_columns, spread
 from fl_lightning.federation.exchange import Exchange, Star
 from fl_lightning.federation.runner import ClientReport, Job, Runner
+from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
 from fl_lightning.seeding import numpy_generator
 
 if TYPE_CHECKING:
@@ -167,12 +168,9 @@ class FederatedLoop:
         self.num_test = np.array([client.num_test for client in data.clients])
         module = self.runner.modules[0]
         self.columns = score_columns(module, self.evaluate.moments, data.local_test, self.evaluate.globally)
-        self.scores = {name: np.full(self.num_clients, np.nan) for name in self.columns}
-        self.losses = np.full(self.num_clients, np.nan)
-        self.took_part = np.zeros(self.num_clients, dtype=bool)
+        self.board = ScoreBoard(self.columns, self.num_test)
         self.traffic = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
         self.seconds = 0.0
-        self.last_trained = np.full(self.num_clients, np.nan)  # Local-T of the last evaluated round
         self._draws: dict[int, frozenset[int]] = {}
         self.participants: list[int] = []
         self._global_correct: Correct | None = None
@@ -237,9 +235,11 @@ class FederatedLoop:
         evaluated = self.is_evaluated(self.round)
         if evaluated:
             self._evaluate_newcomers()
-        row: dict[str, Any] = {"round": self.round, **self._accuracies(evaluated), **traffic}
-        row["participants"] = len(losses)
-        row |= _mean_losses([losses[client] for client in sorted(losses)])
+        row: dict[str, Any] = {"round": self.round, **traffic, "participants": len(losses)}
+        if evaluated:
+            row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
+            row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
+        row |= mean_losses([losses[client] for client in sorted(losses)])
         elapsed = time.perf_counter() - start
         row["seconds"] = elapsed
         self.seconds += elapsed
@@ -267,10 +267,7 @@ class FederatedLoop:
         )
 
     def _record(self, report: ClientReport, job: Job, traffic: dict[str, int]) -> None:
-        for name, value in report.scores.items():
-            self.scores[name][report.client] = value
-        self.losses[report.client] = report.losses.get("loss", np.nan)
-        self.took_part[report.client] = True
+        self.board.record(report.client, report.scores, report.losses)
         for direction, message in (("downlink", job.message), ("uplink", report.message)):
             traffic[f"{direction}_params"] += message.num_params
             traffic[f"{direction}_bytes"] += message.num_bytes
@@ -279,7 +276,7 @@ class FederatedLoop:
         """What every client's model scores after one more receive, without a fit: `final_received`."""
         if not self.evaluate.received:
             return {}
-        scores = {name: np.full(self.num_clients, np.nan) for name in self.columns if _is_received(name)}
+        scores = {name: np.full(self.num_clients, np.nan) for name in self.columns if is_received(name)}
         for client in range(self.num_clients):
             for name, value in self._received_scores(client).items():
                 scores[name][client] = value
@@ -338,41 +335,15 @@ class FederatedLoop:
 
     def _evaluate_newcomers(self) -> None:
         """Clients that never took part count with their initial model."""
-        for client in np.flatnonzero(~self.took_part).tolist():
-            if self.evaluate.trained and all(np.isnan(values[client]) for values in self.scores.values()):
-                for name, value in self.runner.evaluate_resting(client, self.round).items():
-                    self.scores[name][client] = value
+        for client in self.board.strangers() if self.evaluate.trained else ():
+            self.board.record(client, self.runner.evaluate_resting(client, self.round))
+
+    @property
+    def scores(self) -> dict[str, np.ndarray]:
+        """Column -> [N] each client's last score, NaN where there is none."""
+        return self.board.scores
 
     # --- numbers ----------------------------------------------------------------------------------------------------
-
-    def _accuracies(self, evaluated: bool) -> dict[str, float | None]:
-        row: dict[str, float | None] = {}
-        if not evaluated:
-            return row
-        for name, values in self.scores.items():
-            if _is_received(name):
-                self._fill_resting(name, values)
-            row |= {name + suffix: value for suffix, value in spread(values, self.num_test).items()}
-        row["receive_drop"] = self._receive_drop(row.get("Local-T_received"))
-        row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
-        if "Local-T" in self.scores:
-            self.last_trained = self.scores["Local-T"].copy()
-        return row
-
-    def _fill_resting(self, name: str, values: np.ndarray) -> None:
-        """A client that sat out counts with its own last state at both moments."""
-        trained = self.scores.get(name.replace("_received", ""))
-        resting = np.ones(self.num_clients, dtype=bool)
-        resting[self.participants] = False
-        if trained is not None:
-            values[resting] = trained[resting]
-
-    def _receive_drop(self, received: float | None) -> float | None:
-        """Local-T of the round before less Local-T_received; only where the round before was evaluated."""
-        before = self.last_trained[~np.isnan(self.last_trained)]
-        if received is None or not len(before) or not self.is_evaluated(self.round - 1):
-            return None
-        return float(before.mean()) - received
 
     def server_accuracy(self) -> float | None:
         """Server-T of the present global model; None where there is none."""
@@ -402,10 +373,7 @@ class FederatedLoop:
             "identity": self.identity,
             "partition": self.data.partition_hash,
             "exchange": self.exchange.state_dict(),
-            "scores": {name: torch.from_numpy(values.copy()) for name, values in self.scores.items()},
-            "losses": torch.from_numpy(self.losses.copy()),
-            "took_part": torch.from_numpy(self.took_part.copy()),
-            "last_trained": torch.from_numpy(self.last_trained.copy()),
+            "board": self.board.state_dict(),
             "traffic": dict(self.traffic),
             "seconds": self.seconds,
         }
@@ -421,11 +389,9 @@ class FederatedLoop:
         self.round = state["round"]
         self.exchange.load_state_dict(_to(state["exchange"], self.runner.device))
         self.runner.pool.restore(state["clients"])
-        require(state["scores"].keys() == self.scores.keys(), "--resume", "the checkpoint evaluates other columns")
-        self.scores = {name: values.numpy().copy() for name, values in state["scores"].items()}
-        self.losses = state["losses"].numpy().copy()
-        self.took_part = state["took_part"].numpy().copy()
-        self.last_trained = state["last_trained"].numpy().copy()
+        same = state["board"]["scores"].keys() == self.scores.keys()
+        require(same, "--resume", "the checkpoint evaluates other columns")
+        self.board.load_state_dict(state["board"])
         self.traffic = dict(state["traffic"])
         self.seconds = state["seconds"]
         self._global_correct = None
@@ -446,21 +412,6 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
-
-
-def _is_received(column: str) -> bool:
-    return "_received" in column
-
-
-def _mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Unweighted means over the participants, by column."""
-    names = dict.fromkeys(name for own in losses for name in own)
-    return {loss_column(name): float(np.mean([own[name] for own in losses if name in own])) for name in names}
-
-
-def loss_column(name: str) -> str:
-    """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
-    return name if name == "loss" else f"loss/{name}"
 
 
 def _to(state: Any, device: torch.device) -> Any:

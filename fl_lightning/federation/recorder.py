@@ -54,7 +54,7 @@ class Recorder(FederationCallback):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {"num_train": int(loop.num_train[client]), "num_test": int(loop.num_test[client])}
             row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
-            rows.append({**row, "loss": float(loop.losses[client]) if client in taking_part else None})
+            rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})
         return rows
 
     def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:  # noqa: D102

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked import Running
-from run_files import read_run
+
+from cli.forked import Running, start_server
+from cli.run_files import read_run
+
+collect_ignore = ["warm.py"]  # for the fork server only
 
 BASE = """\
 seed: 0
@@ -21,7 +24,7 @@ model:
 optimizer:
   class_path: SGD
   init_args:
-    lr: 0.1
+    lr: 0.2
 data:
   dataset: Digits
   partition:
@@ -45,6 +48,7 @@ class Workplace:
         self.path = path
         self.environment = environment
         self.draws = True
+        self.name = path.name
         path.mkdir(parents=True, exist_ok=True)
         self.write("exp.yaml", BASE)
 
@@ -71,7 +75,7 @@ class Workplace:
     def start(self, *argv, env=None, die_at=None) -> Running:
         """Start a command."""
         environment = {**self.environment, **(env or {})}
-        return Running(argv, self.path, environment, self.path.parent / f"{self.path.name}.out", die_at, self.draws)
+        return Running(argv, self.path, environment, self.path.parent / f"{self.name}.out", die_at, self.draws)
 
     def call(self, *argv, env=None, die_at=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""
@@ -98,6 +102,7 @@ def merged(base, changes):
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
     """Of every process: one cache for all, no data sets of the user's, no GPU, no terminal."""
+    start_server()
     settings = {name: None for name in os.environ if name.startswith("FL_LIGHTNING_")}
     return settings | {
         "FL_LIGHTNING_CACHE": str(tmp_path_factory.mktemp("cli-cache")),

@@ -1,24 +1,27 @@
 """The command line in a real process of its own, forked from a server that has imported everything already."""
 
+import atexit
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
+
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "fl_lightning.cli",
-        "fl_lightning.experiment",
-        "fl_lightning.report.console",
-        "fl_lightning.report.figures",
-        "jsonargparse",
-        "sklearn.datasets",
-    ]
-)
+CONTEXT.set_forkserver_preload(["cli.warm"])
+TESTS = str(Path(__file__).parents[1])
 LIMIT = 120  # seconds; nothing here takes a tenth of it
+
+
+def start_server() -> None:
+    """Start the server, under the present environment; it finds `cli.warm`, which the commands must not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 class Running:
@@ -28,7 +31,8 @@ class Running:
         argv: the command line.
         cwd: its working directory.
         env: environment variables on top of the usual ones; None unsets one.
-        die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed.
+        die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed, or, given
+            a file's name, as soon as a file has been renamed to it.
         draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
     """
 
@@ -73,13 +77,13 @@ def child(argv, cwd, env, out, err, die_at, draws) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(cwd)
-    for name, value in env.items():
+    for name, value in {"PYTHONPATH": None, **env}.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.dont_write_bytecode = True
-    sys.path[:] = [path for path in sys.path if path not in ("", str(Path(__file__).parent))]
+    sys.path[:] = [path for path in sys.path if path not in ("", TESTS)]
     if die_at is not None:
         die_at_file_operation(die_at)
 
@@ -90,20 +94,27 @@ def child(argv, cwd, env, out, err, die_at, draws) -> None:
     torch.set_num_threads(1)
     if not draws:
         cli.draw_run = lambda *arguments: None
-    cli.main(argv)
+    atexit._clear()  # the server's
+    try:
+        cli.main(argv)
+    finally:
+        atexit._run_exitfuncs()  # as in any other process
 
 
-def die_at_file_operation(number) -> None:
-    """Let the process kill itself before the `number`-th sync or rename."""
+def die_at_file_operation(moment) -> None:
+    """Let the process kill itself before the `moment`-th sync or rename, or after the rename to that name."""
     count = 0
 
     def deadly(operation):
         def call(*arguments, **options):
             nonlocal count
             count += 1
-            if count == number:
+            if count == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*arguments, **options)
+            result = operation(*arguments, **options)
+            if Path(str(arguments[-1])).name == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
 
         return call
 

@@ -30,10 +30,19 @@ def test_rows_round_trip_to_the_last_bit(file):
 
 
 def test_what_does_not_apply_is_empty_and_never_zero(file):
-    file.append([{"round": 1, "Local-T": None, "loss": NAN}, {"round": 2}, {"round": 3, "Local-T": 0.0, "loss": 0}])
-    assert file.path.read_text().splitlines()[1:] == ["1,,", "2,,", "3,0.0,0"]
-    assert read_rows(file.path)[0] == {"round": 1, "Local-T": None, "loss": None}
+    file.append([{"round": 1, "Local-T": None, "loss": 0.5}, {"round": 2}, {"round": 3, "Local-T": 0.0, "loss": 0}])
+    assert file.path.read_text().splitlines()[1:] == ["1,,0.5", "2,,", "3,0.0,0"]
+    assert read_rows(file.path)[1] == {"round": 2, "Local-T": None, "loss": None}
     assert read_rows(file.path)[2] == {"round": 3, "Local-T": 0.0, "loss": 0}
+
+
+def test_loss_that_is_no_number_is_written_as_such(file):
+    """A run that diverged is no run without a loss; a resumed run writes the same text again."""
+    file.append([{"round": 1, "Local-T": None, "loss": NAN}, {"round": 2, "Local-T": None, "loss": float("inf")}])
+    text = file.path.read_text()
+    assert text.splitlines()[1:] == ["1,,nan", "2,,inf"]
+    file.start(2)
+    assert file.path.read_text() == text
 
 
 def test_values_without_a_column_are_left_out(file):

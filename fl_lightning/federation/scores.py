@@ -1,0 +1,99 @@
+"""What is known of every client's accuracy, and the figures of a round that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.federation.evaluation import Scores, spread
+
+
+class ScoreBoard:
+    """Each client's last scores at both moments; a client that sits out keeps them.
+
+    Args:
+        columns: the columns that evaluations fill.
+        num_test: [N] test samples of each client.
+    """
+
+    def __init__(self, columns: Sequence[str], num_test: np.ndarray) -> None:
+        self.num_test = num_test
+        self.scores = {name: np.full(len(num_test), np.nan) for name in columns}
+        self.losses = np.full(len(num_test), np.nan)
+        self.took_part = np.zeros(len(num_test), dtype=bool)
+        self.last_trained = np.full(len(num_test), np.nan)
+        """[N] Local-T of the last evaluated round."""
+
+    def record(self, client: int, scores: Scores, losses: Mapping[str, float] | None = None) -> None:
+        """Take in what a client scored; with `losses` it took part in the round."""
+        for name, value in scores.items():
+            self.scores[name][client] = value
+        if losses is not None:
+            self.losses[client] = losses.get("loss", np.nan)
+            self.took_part[client] = True
+
+    def strangers(self) -> list[int]:
+        """Clients that never took part and were not evaluated either."""
+        unknown = [c for c in np.flatnonzero(~self.took_part) if all(np.isnan(v[c]) for v in self.scores.values())]
+        return [int(client) for client in unknown]
+
+    def figures(self, participants: Sequence[int], previous_evaluated: bool) -> dict[str, float | None]:
+        """Mean and spread of every column, and the receive drop, in an evaluated round.
+
+        Args:
+            participants: clients that took part; the others count with their own last state at both moments.
+            previous_evaluated: whether the round before was evaluated, too; only then is there a receive drop.
+        """
+        figures: dict[str, float | None] = {}
+        for name, values in self.scores.items():
+            if is_received(name):
+                self._fill_resting(name, values, participants)
+            figures |= {name + suffix: value for suffix, value in spread(values, self.num_test).items()}
+        received = figures.get("Local-T_received")
+        before = self.last_trained[~np.isnan(self.last_trained)]
+        known = received is not None and len(before) > 0 and previous_evaluated
+        figures["receive_drop"] = float(before.mean()) - received if known and received is not None else None
+        if "Local-T" in self.scores:
+            self.last_trained = self.scores["Local-T"].copy()
+        return figures
+
+    def _fill_resting(self, name: str, values: np.ndarray, participants: Sequence[int]) -> None:
+        trained = self.scores.get(name.replace("_received", ""))
+        resting = np.ones(len(values), dtype=bool)
+        resting[list(participants)] = False
+        if trained is not None:
+            values[resting] = trained[resting]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as tensors."""
+        arrays = {"losses": self.losses, "took_part": self.took_part, "last_trained": self.last_trained}
+        return {
+            "scores": {name: torch.from_numpy(values.copy()) for name, values in self.scores.items()},
+            **{name: torch.from_numpy(values.copy()) for name, values in arrays.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.scores = {name: values.numpy().copy() for name, values in state["scores"].items()}
+        self.losses = state["losses"].numpy().copy()
+        self.took_part = state["took_part"].numpy().copy()
+        self.last_trained = state["last_trained"].numpy().copy()
+
+
+def is_received(column: str) -> bool:
+    """Whether a column is of the moment right after the receive."""
+    return "_received" in column
+
+
+def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Unweighted means over the participants, by column."""
+    names = dict.fromkeys(name for own in losses for name in own)
+    return {loss_column(name): float(np.mean([own[name] for own in losses if name in own])) for name in names}
+
+
+def loss_column(name: str) -> str:
+    """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
+    return name if name == "loss" else f"loss/{name}"

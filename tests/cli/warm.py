@@ -1,0 +1,13 @@
+"""What the fork server does once, so that no command has to do it again: all imports, and one parser and Trainer."""
+
+import matplotlib.pyplot  # noqa: F401
+import sklearn.datasets  # noqa: F401
+
+import fl_lightning.experiment
+import fl_lightning.report.console
+import fl_lightning.report.figures  # noqa: F401
+from fl_lightning.cli import config_parser
+from fl_lightning.federation.runner import make_trainer
+
+config_parser("fit", "")
+make_trainer({"accelerator": "cpu"})
