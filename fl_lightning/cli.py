@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, suggest
-from fl_lightning.precheck import FILLED_IN, SECTIONS, precheck
+from fl_lightning.precheck import FILLED_IN, SECTIONS, check_classes, given_keys, precheck
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -73,7 +73,7 @@ def _fit(argv: list[str]) -> int:
     )  # type: ignore[arg-type]
     parser.add_argument("--overwrite", action="store_true", help="replace the run that the output folder holds")
     parser.add_argument("--quiet", action="store_true", help="print neither progress nor tables")
-    options = parser.parse_args(argv)
+    options = parse_config(parser, argv)
     config = plain_config(options)
 
     from rich.console import Console
@@ -151,7 +151,7 @@ def _partition(argv: list[str]) -> int:
     precheck(argv)
     parser = config_parser("partition", "Show who holds what.")
     parser.add_argument("--figure", type=str, default="partition.png", help="where the picture is written")
-    options = parser.parse_args(argv)
+    options = parse_config(parser, argv)
     config = plain_config(options)
 
     from rich.console import Console
@@ -202,9 +202,11 @@ def _parser_class() -> type[ArgumentParser]:
     class OneLineParser(ArgumentParser):
         """Says what is wrong in one line."""
 
+        given: Sequence[str] = ()
+
         def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # type: ignore[override]
             keys = [action.dest for action in self._actions]
-            _refuse(one_line(str(message), keys))
+            _refuse(one_line(str(message), keys, self.given))
 
     return OneLineParser
 
@@ -260,6 +262,23 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     return parser
 
 
+def parse_config(parser: Any, argv: list[str]) -> Any:
+    """Parse a command line of a configuration's sections."""
+    import torch
+
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.data.dataset import Dataset
+    from fl_lightning.data.partitions import Partition
+    from fl_lightning.federation.exchange import Exchange
+    from fl_lightning.models.split import SplitModel
+
+    bases: dict[str, type] = {"method": ClientModule, "model": SplitModel, "optimizer": torch.optim.Optimizer}
+    bases |= {"data.dataset": Dataset, "data.partition": Partition, "federation.exchange": Exchange}
+    check_classes(argv, bases)
+    type(parser).given = given_keys(argv)  # of the class: jsonargparse makes parsers of it for nested arguments
+    return parser.parse_args(argv)
+
+
 def plain_config(options: Any) -> Config:
     """The resolved configuration in plain containers, enough to run it again."""
     config = {key: _plain(value) for key, value in vars(options).items() if key in SECTIONS}
@@ -283,6 +302,7 @@ def _checked_logger(node: Any) -> dict[str, Any]:
     from lightning.pytorch.loggers import Logger
 
     node = {"class_path": node} if isinstance(node, str) else dict(node)
+    check_classes([f"--logger={node.get('class_path')}"], {"logger": Logger})
     arguments = dict(node.get("init_args") or {})
     save_dir = {"save_dir": arguments.pop("save_dir")} if "save_dir" in arguments else {}
     parser = _parser_class()(prog="fl-lightning")
@@ -291,16 +311,15 @@ def _checked_logger(node: Any) -> dict[str, Any]:
     return {**checked, "init_args": {**checked.get("init_args", {}), **save_dir}}
 
 
-def one_line(message: str, keys: Sequence[str] = ()) -> str:
+def one_line(message: str, keys: Sequence[str] = (), given: Sequence[str] = ()) -> str:
     """Turn jsonargparse's message into one line: key, what is allowed, value; with the nearest name for a wrong key."""
     text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", message)
     text = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", text)
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', text)) else ""
+    key = next((name for name in reversed(given) if name.endswith(f".{key}")), key) if "." not in key else key
     value = match[1] if (match := re.search(r"(?:Given value|Got value): (.*)", text)) else None
     wanted = dict.fromkeys(re.findall(r"Expected (?:an? )?(.+?)(?:\. Got value.*)?$", text, flags=re.MULTILINE))
     wanted = dict.fromkeys("null" if w == "NoneType" else w for w in wanted if "path" not in w or len(wanted) == 1)
-    if key in ("optimizer", "logger") and value is not None and re.fullmatch(r"\w+", value):
-        return f"{key}: there is no class of that name; {suggest(value, _class_names(key))}, got {value!r}"
     if key and wanted and value is not None:
         return f"{key}: must be {' or '.join(wanted)}, got {value}"
     if match := re.search(r"unrecognized arguments: --([\w.]+)", text):
@@ -308,14 +327,6 @@ def one_line(message: str, keys: Sequence[str] = ()) -> str:
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
         return _unknown(f"{match[1]}.{match[2]}", keys)
     return " ".join(text.split())
-
-
-def _class_names(key: str) -> list[str]:
-    import torch
-    from lightning.pytorch.loggers import Logger
-
-    base: type = torch.optim.Optimizer if key == "optimizer" else Logger
-    return sorted(cls.__name__ for cls in list[type](base.__subclasses__()) if not cls.__name__.startswith("_"))
 
 
 def _unknown(key: str, keys: Sequence[str]) -> str:

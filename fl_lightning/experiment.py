@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -156,19 +157,26 @@ class Experiment:
             overwrite: replace the run that the folder holds.
             callbacks: called without arguments once all is set up; returns a list of callbacks for the loop.
         """
-        checkpoint = self.claim_folder(resume, overwrite)
+        self.claim_folder(resume, overwrite)
         self.setup()
-        if checkpoint is not None:
-            state = (self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")).load(checkpoint)
-            self.loop.load_state_dict(state)
         loggers = self._loggers()
         self.folder.mkdir(parents=True, exist_ok=True)
         with only_process(self.folder):
-            for left_over in self.folder.rglob(".*.tmp"):  # by a kill in the middle of a write
-                left_over.unlink()
+            checkpoint = self.claim_folder(resume, overwrite)  # again: another process may have been here
+            if checkpoint is not None:
+                self._continue_from(checkpoint)
+            for left_over in self.folder.rglob(".*.tmp"):
+                if re.fullmatch(r"\..+\.\d+\.tmp", left_over.name):  # of a kill in the middle of a write
+                    left_over.unlink()
             if overwrite:
                 self.clear_folder()
             return self._run(loggers, callbacks)
+
+    def _continue_from(self, checkpoint: Path) -> None:
+        checkpoints = self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")
+        self.loop.load_state_dict(checkpoints.load(checkpoint))
+        if self.loop.checkpoints is not None:
+            checkpoints.prune(self.loop.runner.pool, self.loop.checkpoint.keep)
 
     def _run(self, loggers: list[Logger], callbacks: Callable[..., Any] | None) -> Config:
         write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,64 @@ def precheck(argv: Sequence[str]) -> None:
             allowed = [name for name in catalog.parameters(path) if name not in FILLED_IN]
             for member, key in given.items():
                 _check_member(key, member, allowed, f" of {path.rpartition('.')[2]}")
+
+
+def check_classes(argv: Sequence[str], bases: Mapping[str, type]) -> None:
+    """The same for classes that must be imported to be known: PyTorch's optimizers and the user's own.
+
+    Args:
+        argv: the command line after the subcommand.
+        bases: key of a class -> the class that it must derive from.
+
+    Raises:
+        ConfigError: for a name that is no class of that kind, or an argument that it does not take.
+    """
+    classes: dict[str, type] = {}
+    arguments: dict[str, dict[str, str]] = {}
+    for key, value in _settings(argv):
+        group, _, member = key.rpartition(".")
+        owner = key if key in bases else group if member == "class_path" else ""
+        if owner in bases and isinstance(value, str):
+            found = _find_class(owner, value, bases[owner])
+            if classes.get(owner) is not found:
+                arguments.pop(owner, None)
+            classes[owner] = found
+        elif group.removesuffix(".init_args") in bases and member not in ("init_args", "help"):
+            arguments.setdefault(group.removesuffix(".init_args"), {})[member] = key
+    for owner, given in arguments.items():
+        if owner in classes:
+            names = inspect.signature(classes[owner]).parameters
+            allowed = [name for name in names if name not in FILLED_IN]
+            for member, key in given.items():
+                _check_member(key, member, allowed, f" of {classes[owner].__name__}")
+
+
+def _find_class(key: str, name: str, base: type) -> type:
+    known = {cls.__name__: cls for cls in _subclasses(base) if not cls.__name__.startswith("_")}
+    module, _, last = name.rpartition(".")
+    if not module:
+        if name not in known:
+            raise ConfigError(key, f"there is no class of that name; {suggest(name, known)}", name)
+        return known[name]
+    try:
+        found = getattr(importlib.import_module(module), last)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(key, f"cannot import the class: {error}", name) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(key, f"must be a subclass of {base.__name__}", name)
+    return found
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    cls: type
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)
+
+
+def given_keys(argv: Sequence[str]) -> list[str]:
+    """The dotted keys of the command line and its files, without ``init_args``."""
+    return [key.replace(".init_args.", ".") for key, _ in _settings(argv)]
 
 
 def _check_member(key: str, member: str, allowed: Sequence[str], of: str = "") -> None:

@@ -64,15 +64,18 @@ class Checkpoints:
         path = self.folder / f"round-{round:04d}.ckpt"
         save_tensors(path, {"format": FORMAT, "round": round, "clients": files, **state})
         self._named[path.name] = set(files.values())
-        self._prune(pool, keep)
+        self.prune(pool, keep)
         return path
 
-    def _prune(self, pool: ClientPool, keep: int) -> None:
+    def prune(self, pool: ClientPool, keep: int) -> None:
+        """Delete all but the `keep` newest checkpoints, and the client states that none of those names."""
         for path in self.all()[:-keep]:
             path.unlink(missing_ok=True)
         kept = self.all()
-        if all(path.name in self._named for path in kept):  # else wait: an earlier run's checkpoint names others
-            pool.discard_except({name for path in kept for name in self._named[path.name]})
+        for path in kept:
+            if path.name not in self._named:  # of the run before a resume
+                self.load(path)
+        pool.discard_except({name for path in kept for name in self._named[path.name]})
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read a checkpoint.

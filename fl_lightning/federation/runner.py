@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
@@ -317,7 +318,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
     try:
         return L.Trainer(**{**TRAINER_DEFAULTS, **flags})
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         raise ConfigError("trainer", str(error)) from error
 
 

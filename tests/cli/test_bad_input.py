@@ -91,7 +91,7 @@ NAMES = [
 VALUES = [
     ("data.partition.init_args.beta", 0, ["data.partition.beta", "above 0", "got 0"]),
     ("data.partition.init_args.beta", -0.5, ["data.partition.beta", "above 0", "-0.5"]),
-    ("data.partition.init_args.beta", "much", ["data.partition.init_args.beta", "float", "much"]),
+    ("data.partition.init_args.beta", "much", ["data.partition.beta", "float", "much"]),
     ("data.partition.init_args.min_samples", 500, ["data.partition.min_samples", "at most", "500"]),
     (
         "data.partition",
