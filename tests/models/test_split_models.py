@@ -272,6 +272,7 @@ def test_fedproto_cnn_keeps_value_dropout_out_of_the_embedding():
 
 def test_bilstm_averages_over_all_steps_padding_included():
     model = BiLSTM((4,), 2, vocabulary_size=5, embedding=3, hidden=2, token_mapping=3, mapping=[]).eval()
+    nn.init.ones_(model.body.neck[1].bias)  # whatever the draw, the ReLU is open
     tokens = torch.tensor([[1, 2, 0, 0]])
     states = model.features(tokens)[1]
     expected = torch.relu(model.body.neck[1](states)).mean(dim=1)
