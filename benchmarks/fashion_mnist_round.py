@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -89,6 +90,15 @@ def fits_only(loop: FederatedLoop, clients: int) -> float:
     return time.perf_counter() - start
 
 
+def processor() -> str:
+    """The processor's name and the vector units that decide how fast it multiplies."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    name = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    units = [unit for unit in ("avx2", "avx512f", "amx_bf16") if unit in text]
+    return " ".join([name or platform.machine(), *units])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=None)
@@ -123,7 +133,7 @@ def main() -> None:
         for name in ("hand-written fits", "hand-written fits, our layout")
     }
     result = {
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "torch": torch.__version__,
         "seconds": {name: round(value, 2) for name, value in medians.items()},
         "clients whose fits are compared": options.fit_clients,
