@@ -36,9 +36,7 @@ def entries(kind: str) -> tuple[Entry, ...]:
     found: dict[str, tuple[str, ast.ClassDef]] = {}
     for path in sorted((ROOT / folder).glob("*.py")):
         module = f"fl_lightning.{folder}.{path.stem}"
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = (module, node)
+        found |= {name: (module, node) for name, node in _classes_of_file(path).items()}
     names = {base}
     while more := {name for name, (_, node) in found.items() if name not in names and names & set(_bases(node))}:
         names |= more
@@ -81,23 +79,33 @@ def parameters(class_path: str) -> tuple[str, ...]:
     """
     module, _, name = class_path.rpartition(".")
     path = ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return _init_parameters(node, path)
-    raise LookupError(class_path)
+    classes = {**_classes(path.parent), **_classes_of_file(path)}
+    node: ast.ClassDef | None = classes[name]
+    while node is not None:
+        own = _own_parameters(node)
+        if own is not None:
+            return own
+        node = next((classes[base] for base in _bases(node) if base in classes), None)
+    return ()
 
 
-def _init_parameters(node: ast.ClassDef, path: Path) -> tuple[str, ...]:
+def _classes(folder: Path) -> dict[str, ast.ClassDef]:
+    return {name: node for path in sorted(folder.glob("*.py")) for name, node in _classes_of_file(path).items()}
+
+
+def _classes_of_file(path: Path) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+
+
+def _own_parameters(node: ast.ClassDef) -> tuple[str, ...] | None:
+    """Parameters of the class's own constructor, or fields of a dataclass; None if it inherits its constructor."""
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             arguments = (*statement.args.args, *statement.args.kwonlyargs)
             return tuple(argument.arg for argument in arguments if argument.arg != "self")
     if any(isinstance(d, ast.Call) and getattr(d.func, "id", "") == "dataclass" for d in node.decorator_list):
         return tuple(s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name))
-    for other in ast.parse(path.read_text()).body:  # a base class in the same file
-        if isinstance(other, ast.ClassDef) and other.name in _bases(node):
-            return _init_parameters(other, path)
-    return ()
+    return None
 
 
 def modules(kind: str) -> list[str]:

@@ -1,9 +1,12 @@
 """Every data set by name, the base class for a data set of your own, and how they are loaded."""
 
 from fl_lightning.data.cache import default_cache_dir, load
+from fl_lightning.data.colour import CIFAR10, CIFAR100, SVHN
 from fl_lightning.data.dataset import Dataset, default_data_dir
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.idx import EMNIST, MNIST, FashionMNIST
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.text import IMDB
-from fl_lightning.data.vision import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, Digits, FashionMNIST, ImageFolder
 
 __all__ = [
     "CIFAR10",

@@ -116,7 +116,7 @@ def test_short_names_and_full_paths_are_the_same(workplace, finished):
         "method": {"class_path": "fl_lightning.methods.fedrep.FedRep"},
         "model": {"class_path": "fl_lightning.models.mlp.MLP", "init_args": {"hidden": [16, 8]}},
         "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.2}},
-        "data": {"dataset": {"class_path": "fl_lightning.data.vision.Digits"}},
+        "data": {"dataset": {"class_path": "fl_lightning.data.digits.Digits"}},
         "federation": {"exchange": {"class_path": "fl_lightning.federation.exchange.Star"}},
     }
     workplace.change(**paths)

@@ -1,0 +1,151 @@
+"""Your own images in folders."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.normalization import Normalize, half, mean_and_std, require_normalize
+from fl_lightning.errors import ConfigError, require
+
+
+class ImageFolder(Dataset):
+    """Your own images in folders: ``root/train/<class>/…`` and ``root/test/<class>/…``, or ``root/<class>/…``.
+
+    Classes are the folders' names, sorted; ``val`` is taken for ``test`` where there is no ``test``. Without ``train``
+    there is no official test part, so only the split ``holdout`` works. Files that do not end like an image's are
+    passed over.
+
+    Args:
+        root: the folder.
+        size: size that every image is scaled to, one number for squares or [height, width]; by default images stay as
+            they are and must share one size.
+        grayscale: whether to decode to one grey channel instead of three colours.
+        normalize: ``standard`` for mean and std of the training part, ``half`` for 0.5 and 0.5.
+    """
+
+    SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+    def __init__(
+        self,
+        root: str,
+        size: int | list[int] | None = None,
+        grayscale: bool = False,
+        normalize: Normalize = "standard",
+    ) -> None:
+        require_normalize(normalize)
+        sides = [size, size] if isinstance(size, int) else size
+        require(
+            sides is None or (len(sides) == 2 and min(sides) >= 1),
+            f"{KEY}.size",
+            "must be one number or [height, width], at least 1",
+            size,
+        )
+        self.root = root
+        self.size = sides
+        self.grayscale = grayscale
+        self.normalize = normalize
+
+    def sources(self) -> list[Path]:
+        """All image files."""
+        return [path for _, _, path in self._files()]
+
+    def arrays(self) -> Arrays:
+        """Decode all image files."""
+        files = self._files()
+        parts = {part for part, _, _ in files}
+        classes = sorted({label for _, label, _ in files})
+        if len(parts) == 2:
+            names = [{label for part, label, _ in files if part == wanted} for wanted in ("train", "test")]
+            if names[0] != names[1]:
+                raise ConfigError(
+                    KEY,
+                    f"ImageFolder: training and test part of {self.root} must have images of the same classes; "
+                    "only one of them has " + ", ".join(sorted(names[0] ^ names[1])),
+                )
+        number = {label: i for i, label in enumerate(classes)}
+        x = self._decode([path for _, _, path in files])
+        y = torch.tensor([number[label] for _, label, _ in files])
+        num_train = sum(part == "train" for part, _, _ in files)
+        mean, std = half(x.shape[1]) if self.normalize == "half" else mean_and_std(x[:num_train])
+        return Arrays(x, y, num_train, tuple(classes), mean, std)
+
+    def _files(self) -> list[tuple[str, str, Path]]:
+        """(part, class, file) of all images: training part first, then sorted by class and file name."""
+        root = Path(self.root).expanduser()
+        if not root.is_dir():
+            raise ConfigError(
+                KEY,
+                "ImageFolder: there is no such folder; put images at <root>/train/<class>/ and <root>/test/<class>/",
+                str(root),
+            )
+        folders = {"train": root}
+        if (root / "train").is_dir():
+            folders = {"train": root / "train"}
+            test = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
+            if test is not None:
+                folders["test"] = test
+        found: list[tuple[str, str, Path]] = []
+        for part, folder in folders.items():
+            before = len(found)
+            for label in _names(folder, directories=True):
+                images = [name for name in _names(folder / label) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
+                found += [(part, label, folder / label / name) for name in images]
+            if len(found) == before:
+                raise ConfigError(
+                    KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)
+                )
+        return found
+
+    def _decode(self, paths: list[Path]) -> Tensor:
+        from PIL import Image
+
+        mode = "L" if self.grayscale else "RGB"
+        size = self.size
+
+        def decode(path: Path) -> np.ndarray:
+            try:
+                with Image.open(path) as image:
+                    pixels = image.convert(mode)
+                    if size is not None and pixels.size != (size[1], size[0]):
+                        pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+                    return np.asarray(pixels)
+            except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+                raise ConfigError(KEY, f"ImageFolder: {path} is broken or not an image ({error})") from error
+
+        first = decode(paths[0])
+        x = np.empty((len(paths), *first.shape), dtype=np.uint8)
+
+        def fill(chunk: range) -> None:
+            for i in chunk:
+                image = decode(paths[i])
+                if image.shape != first.shape:
+                    raise ConfigError(
+                        KEY,
+                        f"ImageFolder: images differ in size: {paths[i]} is {image.shape[0]}x{image.shape[1]} "
+                        f"(height x width), {paths[0]} is {first.shape[0]}x{first.shape[1]}; give `size`",
+                    )
+                x[i] = image
+
+        step = 512
+        chunks = [range(start, min(start + step, len(paths))) for start in range(0, len(paths), step)]
+        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        try:
+            list(pool.map(fill, chunks))  # in order: the first bad file is the one that is named
+        finally:
+            pool.shutdown(cancel_futures=True)
+        images = x.reshape(*x.shape[:3], -1).transpose(0, 3, 1, 2)
+        return torch.from_numpy(np.ascontiguousarray(images))
+
+
+def _names(folder: Path, directories: bool = False) -> list[str]:
+    """Sorted names of the files, or of the folders, in a folder; hidden ones left out."""
+    with os.scandir(folder) as entries:
+        return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir() == directories)
