@@ -12,14 +12,11 @@ written to benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
+from results import save
 from torch import nn
 
 from fl_lightning.data.datasets import FashionMNIST
@@ -90,15 +87,6 @@ def fits_only(loop: FederatedLoop, clients: int) -> float:
     return time.perf_counter() - start
 
 
-def processor() -> str:
-    """The processor's name and the vector units that decide how fast it multiplies."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    name = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
-    units = [unit for unit in ("avx2", "avx512f", "amx_bf16") if unit in text]
-    return " ".join([name or platform.machine(), *units])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=None)
@@ -132,18 +120,13 @@ def main() -> None:
         )
         for name in ("hand-written fits", "hand-written fits, our layout")
     }
-    result = {
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
-        "torch": torch.__version__,
+    numbers = {
         "seconds": {name: round(value, 2) for name, value in medians.items()},
         "clients whose fits are compared": options.fit_clients,
         "repetitions": options.repetitions,
         **ratios,
     }
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "fashion_mnist_round.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save("fashion_mnist_round", numbers)
 
 
 if __name__ == "__main__":

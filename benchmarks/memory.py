@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from results import save
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
@@ -102,17 +103,14 @@ def main() -> None:
     assert isinstance(few, float)
     assert isinstance(many, float)
     assert isinstance(readings, list)
-    result = {
+    numbers = {
         "MiB, 20 clients": round(few, 1),
         "MiB, 1000 clients": round(many, 1),
         "1000 over 20": round(many / few, 3),
         "MiB over 2000 fits, each tenth": readings,
         "last over second reading": round(readings[-1] / readings[1], 4),
     }
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "memory.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save("memory", numbers)
 
 
 if __name__ == "__main__":
