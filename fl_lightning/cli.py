@@ -132,7 +132,9 @@ def _evaluate(argv: list[str]) -> int:
     experiment = Experiment(read_config(folder / "config.yaml"))
     experiment.folder = folder
     figures = experiment.evaluate(options.checkpoint)
-    shown = [figure for figure in figures if not figure[0].endswith(("_std", "_min", "_worst10", "_weighted"))]
+    shown = [
+        figure for figure in figures if not figure[0].endswith(("_std", "_min", "_worst10", "_weighted", "_newcomers"))
+    ]
     table = Table(title=f"{experiment.name}, round {experiment.loop.round}")
     for column in ("figure", "as the run wrote it", "computed again"):
         table.add_column(column, justify="left" if column == "figure" else "right")

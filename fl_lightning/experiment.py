@@ -27,9 +27,8 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
-from fl_lightning.federation.evaluation import spread
 from fl_lightning.federation.files import load_tensors, write_text
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, check_identity
+from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
 from fl_lightning.models.split import SplitModel
@@ -77,6 +76,7 @@ class Experiment:
         self.data: FederatedData = construct(FederatedData, "data", **data)
         federation = {key: build(value, f"federation.{key}") for key, value in config["federation"].items()}
         federation["evaluate"] = EvaluationPolicy(**federation["evaluate"])
+        federation["newcomers"] = Newcomers(**federation["newcomers"])
         federation["checkpoint"] = CheckpointPolicy(**federation["checkpoint"])
         self.loop: FederatedLoop = construct(FederatedLoop, "federation", **federation)
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
@@ -264,7 +264,7 @@ class Experiment:
                 module.receive(type(loop.exchange.inbox(client))(), loop.data.clients[client])
             for name, value in loop.runner.evaluator.client(module, client, "trained", loop.round).items():
                 scores[name][client] = value
-        return {n + suffix: v for n, values in scores.items() for suffix, v in spread(values, loop.num_test).items()}
+        return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
 
 
 # --- configuration ------------------------------------------------------------------------------------------------

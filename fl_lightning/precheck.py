@@ -27,6 +27,7 @@ GROUPS = {
     "data": "fl_lightning.data.module.FederatedData",
     "federation": "fl_lightning.federation.loop.FederatedLoop",
     "federation.evaluate": "fl_lightning.federation.loop.EvaluationPolicy",
+    "federation.newcomers": "fl_lightning.federation.loop.Newcomers",
     "federation.checkpoint": "fl_lightning.federation.checkpoint.CheckpointPolicy",
 }
 """Keys whose members are the parameters of one class."""

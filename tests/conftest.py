@@ -63,7 +63,7 @@ class TinyConvNet(SplitModel):
         stage = nn.Sequential(nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2))
         size = 3 * (height // 2) * (width // 2)
         neck = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(size, embedding), nn.ReLU())
-        super().__init__(Body([stage], neck), nn.Linear(embedding, num_classes), embedding, num_classes)
+        super().__init__(Body([stage], neck), nn.Linear(embedding, num_classes), embedding, num_classes, input_shape)
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,13 @@ class ArtifactRule(ABC):
     def result(self, previous: Any) -> Artifact | None:
         """The merged value; `previous` is last round's, None if there was none."""
 
+    def memory(self) -> Mapping[str, Tensor] | None:
+        """What the next round's rule must know beyond `previous`; saved in checkpoints. Default: nothing."""
+        return None
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
+        """Take up what last round's rule left in `memory`; called before the first `add`."""
+
 
 class TensorMean(ArtifactRule):
     """Mean of tensors, weighted by samples."""

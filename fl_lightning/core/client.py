@@ -90,6 +90,8 @@ class ClientModule(L.LightningModule):
 
     shared: ClassVar[tuple[str, ...]] = ("model",)
     paper: ClassVar[str] = ""
+    exchange: ClassVar[str] = "Star"
+    """How the method's messages travel where the configuration does not say."""
 
     def __init__(
         self, model: SplitModel, terms: Sequence[Term] = (), extra_terms: Sequence[Term] | None = None
@@ -105,6 +107,8 @@ class ClientModule(L.LightningModule):
             term.setup(self)
         self.settings: FitSettings | None = None
         self.lr_factor = 1.0
+        self.round = 0
+        """The present round, 1-based; set by the runner."""
         self._losses: dict[str, list[tuple[Tensor, int]]] = {}
         self._num_steps = 0
         self._collected: Collected | None = None
@@ -117,6 +121,11 @@ class ClientModule(L.LightningModule):
         """The terms of the composite loss, cross-entropy first."""
         return [term for term in self.terms if isinstance(term, Term)]
 
+    @property
+    def exchanging_terms(self) -> list[Term]:
+        """The terms that receive and send."""
+        return [term for term in self.all_terms if term.exchanges]
+
     def is_shared(self, name: str, module: nn.Module) -> bool:
         """Whether an entry of the state dict is exchanged.
 
@@ -124,7 +133,13 @@ class ClientModule(L.LightningModule):
             name: the entry's name, e.g. ``model.body.stages.0.weight``.
             module: the module that owns it, for methods that share by layer type.
         """
-        return any(name == prefix or name.startswith(prefix + ".") for prefix in self.shared)
+        of_terms = (
+            f"terms.{index}.{part}"
+            for index, term in enumerate(self.all_terms)
+            if term.exchanges
+            for part in term.shared
+        )
+        return _matches(name, (*self.shared, *of_terms))
 
     def is_private(self, name: str, module: nn.Module) -> bool:
         """Whether an entry is kept between rounds. Default: what is not overwritten by the next receive."""
@@ -137,14 +152,14 @@ class ClientModule(L.LightningModule):
     def receive(self, message: Message, data: LocalData) -> None:
         """Take what came in; the client's own last private state is already loaded."""
         self.load_weights(message.weights)
-        for term in self.all_terms:
+        for term in self.exchanging_terms:
             term.receive(self, message)
 
     def send(self, data: LocalData) -> Message:
         """What goes out after the fit: the shared weights, and each term's artifacts from the client's own data."""
         artifacts: dict[str, Artifact] = {}
         with self._collecting():
-            for term in self.all_terms:
+            for term in self.exchanging_terms:
                 artifacts.update(term.send(self, data))
         return Message(self.shared_weights(), artifacts, data.num_train)
 
@@ -192,7 +207,13 @@ class ClientModule(L.LightningModule):
 
     def artifact_rules(self) -> dict[str, RuleFactory]:
         """How a server merges the terms' artifacts."""
-        return {name: rule for term in self.all_terms for name, rule in term.rules().items()}
+        return {name: rule for term in self.exchanging_terms for name, rule in term.rules().items()}
+
+    def interface(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all that is exchanged; clients whose models differ must agree on them."""
+        entries = self.entries
+        artifacts = {n: shape for term in self.exchanging_terms for n, shape in term.interface(self).items()}
+        return {**{name: tuple(entries[name].shape) for name in self.shared_names}, **artifacts}
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -280,8 +301,8 @@ class ClientModule(L.LightningModule):
         self._phase_optimizers = list(optimizers) if isinstance(optimizers, list) else [optimizers]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
         self._batch_norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
-        self._observers = [term for term in self.all_terms if type(term).observe is not Term.observe]
-        self._term_weights = {term.name: term.weight for term in self.all_terms}
+        self._observers = [term for term in self.exchanging_terms if type(term).observe is not Term.observe]
+        self._term_weights = {term.name: term.weight_at(self.round) for term in self.all_terms}
         self._waiting = 0
 
     def on_train_epoch_start(self) -> None:
@@ -295,9 +316,15 @@ class ClientModule(L.LightningModule):
         for parameter in self._trainable:
             parameter.requires_grad_(id(parameter) in trained)
         self.optimizer = self._phase_optimizers[index]
-        wanted = planned.phase.terms
-        self._active = [t for t in self.all_terms if t.weight > 0 and (wanted is None or t.name in wanted)]
+        self._active = [term for term in self.all_terms if self._counts(term, planned.phase)]
         self.last_epoch = self.current_epoch == sum(p.epochs for p in self._plan) - 1
+
+    def _counts(self, term: Term, phase: Phase) -> bool:
+        """Whether a term has a weight and, in this phase, something to train."""
+        own = any(p.requires_grad for p in term.parameters())
+        reached = any(_overlap(part, trained) for part in term.reaches for trained in phase.trains)
+        wanted = phase.terms is None or term.name in phase.terms
+        return self._term_weights[term.name] > 0 and wanted and (reached or own)
 
     def on_train_epoch_end(self) -> None:
         """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`."""
@@ -308,6 +335,8 @@ class ClientModule(L.LightningModule):
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None
+        for term in self.exchanging_terms:
+            term.after_fit(self)
 
     def transfer_batch_to_device(self, batch: Bundle, device: torch.device, dataloader_idx: int) -> Bundle:
         """Bundles are gathered on the training device already."""
@@ -316,9 +345,14 @@ class ClientModule(L.LightningModule):
     def training_step(self, batch: Bundle, batch_idx: int) -> None:
         """Several consecutive local steps: one mini-batch, one optimizer step each."""
         steps = list(batch.steps())
+        assert self.settings is not None
         for index, (x, y) in enumerate(steps):
-            self._last_step = index == len(steps) - 1 and self.trainer.is_last_batch
+            self._waiting += 1
+            last = index == len(steps) - 1 and self.trainer.is_last_batch
+            self._steps_now = last or self._waiting >= self.settings.accumulate
             self.local_step(x, y)
+            if self._steps_now:
+                self._waiting = 0
 
     def local_step(self, x: Tensor, y: Tensor) -> None:
         """One mini-batch: forward, composite loss, backward, step."""
@@ -335,10 +369,14 @@ class ClientModule(L.LightningModule):
 
     def composite_loss(self, out: Forward) -> Tensor:
         """Σ weight · term over the phase's terms; each value is logged by its term's name."""
-        values = {term.name: term(self, out) for term in self._active}
+        values = self.term_values(out, self._active)
         total = term_sum(values, self._term_weights)
         self.log_losses({"loss": total, **values}, len(out.y))
         return total
+
+    def term_values(self, out: Forward, terms: Iterable[Term]) -> dict[str, Tensor]:
+        """Each term's unweighted value, by its name."""
+        return {term.name: term(self, out) for term in terms}
 
     def log_losses(self, values: Mapping[str, Tensor], batch_size: int) -> None:
         """Remember a step's losses; means over samples are read once, after the fit."""
@@ -364,19 +402,25 @@ class ClientModule(L.LightningModule):
         """Local mini-batches of the last fit."""
         return self._num_steps
 
-    def optimize(self, loss: Tensor, optimizer: Any) -> None:
-        """Backward and step, with the trainer's precision, clipping and accumulation."""
+    def optimize(self, loss: Tensor, *optimizers: Any, only: bool = False) -> None:
+        """Backward and step, with the trainer's precision, clipping and accumulation.
+
+        Args:
+            loss: what is minimised.
+            optimizers: those that step.
+            only: give a gradient to the parameters of these optimizers alone, where the loss reaches others, too.
+        """
         assert self.settings is not None
         accumulate = self.settings.accumulate
-        self.manual_backward(loss / accumulate if accumulate > 1 else loss)
-        self._waiting += 1
-        if self._waiting < accumulate and not self._last_step:
+        own = {"inputs": _parameters(optimizers)} if only else {}
+        self.manual_backward(loss / accumulate if accumulate > 1 else loss, **own)
+        if not self._steps_now:
             return
-        self._waiting = 0
-        if self.settings.clip_value is not None:
-            self._clip(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            if self.settings.clip_value is not None:
+                self._clip(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
 
     def _clip(self, optimizer: Any) -> None:
         assert self.settings is not None
@@ -384,7 +428,7 @@ class ClientModule(L.LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters([optimizer])
         if self.settings.clip_algorithm == "value":
             nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
         else:
@@ -432,6 +476,15 @@ class _Planned(NamedTuple):
     phase: Phase
     epochs: int
     parameters: list[nn.Parameter]
+
+
+def _parameters(optimizers: Sequence[Any]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one dotted name is the other or lies inside it."""
+    return _matches(one, (other,)) or _matches(other, (one,))
 
 
 def _matches(name: str, prefixes: Sequence[str]) -> bool:

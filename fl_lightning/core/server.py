@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 
@@ -26,6 +28,8 @@ class Server:
     def __init__(self, initial: Message, rules: Mapping[str, RuleFactory] | None = None) -> None:
         self.message = initial
         self.rules = dict(rules or {})
+        self.memories: dict[str, Mapping[str, Tensor]] = {}
+        """What artifact rules carry from round to round."""
         self.open_round(0)
 
     def message_for(self, client: int) -> Message:
@@ -55,6 +59,9 @@ class Server:
             merged = rule.result(self.message.artifacts.get(name))
             if merged is not None:
                 artifacts[name] = merged
+            memory = rule.memory()
+            if memory is not None:
+                self.memories[name] = memory
         self.message = Message(weights, artifacts, self._num_samples)
         self.open_round(self.round)
 
@@ -67,14 +74,18 @@ class Server:
         return self.message
 
     def _new_rule(self, name: str, value: Artifact) -> ArtifactRule:
-        if name in self.rules:
-            return self.rules[name]()
-        return ClassMeanRule() if isinstance(value, ClassMeans) else TensorMean()
+        if name not in self.rules:
+            return ClassMeanRule() if isinstance(value, ClassMeans) else TensorMean()
+        rule = self.rules[name]()
+        if name in self.memories:
+            rule.remember(self.memories[name])
+        return rule
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next rounds depend on."""
-        return {"message": self.message.state_dict()}
+        return {"message": self.message.state_dict(), "memories": {n: dict(m) for n, m in self.memories.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.message = Message.from_state_dict(state["message"])
+        self.memories = dict(state["memories"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,11 @@ class Term(nn.Module):
     """
 
     paper: str = ""
+    reaches: ClassVar[tuple[str, ...]] = ("",)
+    """Submodules of the client (dotted names, ``""`` the whole) that the term's gradient can reach, beside the term's
+    own parameters: it is left out of a phase that trains none of them."""
+    shared: ClassVar[tuple[str, ...]] = ()
+    """Submodules of the term whose weights are exchanged; the others stay with the client."""
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -62,6 +67,15 @@ class Term(nn.Module):
         """The term's name in metrics: its class in snake_case."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the term receives and sends: not while its weight is 0."""
+        return self.weight > 0
+
+    def weight_at(self, round: int) -> float:
+        """The weight in a round (1-based); `weight` unless the term has a schedule."""
+        return self.weight
+
     def setup(self, client: ClientModule) -> None:
         """Make buffers and parameters whose size depends on the client's model; called once, at construction."""
 
@@ -72,11 +86,18 @@ class Term(nn.Module):
     def observe(self, client: ClientModule, out: Forward) -> None:
         """See a forward pass after its step, to average artifacts while training runs."""
 
+    def after_fit(self, client: ClientModule) -> None:
+        """Keep what the next round needs, at the end of a local fit."""
+
     def receive(self, client: ClientModule, message: Message) -> None:
         """Take the term's artifact out of what came in."""
 
     def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:
         """The term's artifacts, computed from the client's own training data after the fit."""
+        return {}
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the artifacts, which must be the same on clients whose models differ."""
         return {}
 
     def rules(self) -> Mapping[str, RuleFactory]:

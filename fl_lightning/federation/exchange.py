@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
+from fl_lightning.errors import require
 
 
 class Exchange(ABC):
@@ -84,3 +85,63 @@ class Star(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
         self.server.load_state_dict(state)
+
+
+Schedule = Literal["parallel", "sequential"]
+
+
+class Ring(Exchange):
+    """A directed ring without a server: client m hears from client m − 1 (mod N), and from nobody else.
+
+    A client that did not finish the round before is skipped: its successor hears from the nearest predecessor that did.
+    Who would hear only itself hears nothing. In the first round nobody has finished one, so nothing is heard.
+
+    Args:
+        schedule: ``parallel`` delivers what the predecessor finished in the round before (all exchange at the end of a
+            round); ``sequential`` lets clients train one after another around the ring, each hearing what its
+            predecessor has just finished in the same round, and the first one the last one's of the round before.
+    """
+
+    paper = "Guo et al., DRDFL (2025), Algorithm 1 (parallel) and Figure 1 (sequential)"
+    keeps_shared = True
+
+    def __init__(self, schedule: Schedule = "parallel") -> None:
+        allowed = get_args(Schedule)
+        require(schedule in allowed, "federation.exchange.schedule", f"must be one of {', '.join(allowed)}", schedule)
+        self.schedule = schedule
+
+    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
+        self.num_clients = num_clients
+        self._finished: dict[int, Message] = {}  # of the last closed round
+        self._posted: dict[int, Message] = {}  # of the round that is open
+        self._active: set[int] = set(range(num_clients))
+
+    def inbox(self, client: int) -> Message:  # noqa: D102
+        for step in range(1, self.num_clients):
+            predecessor = (client - step) % self.num_clients
+            if predecessor in self._posted and self.schedule == "sequential":
+                return self._posted[predecessor]
+            if predecessor in self._finished and (predecessor in self._active or self.schedule == "parallel"):
+                return self._finished[predecessor]
+        return Message()
+
+    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
+        self._posted, self._active = {}, set(participants)
+
+    def post(self, client: int, message: Message) -> None:  # noqa: D102
+        self._posted[client] = message
+
+    def close(self) -> None:  # noqa: D102
+        self._finished, self._posted = self._posted or self._finished, {}
+        self._active = set(self._finished)
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        return {str(client): message.state_dict() for client, message in self._finished.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        self._finished = {int(client): Message.from_state_dict(message) for client, message in state.items()}
+        self._active = set(self._finished)
+
+
+EXCHANGES: dict[str, type[Exchange]] = {"Star": Star, "Ring": Ring}
+"""What `ClientModule.exchange` may say."""

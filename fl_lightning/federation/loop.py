@@ -16,8 +16,8 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.federation.evaluation import Correct, Scores, score_columns, spread
-from fl_lightning.federation.exchange import Exchange, Star
+from fl_lightning.federation.evaluation import Correct, Scores, score_columns
+from fl_lightning.federation.exchange import EXCHANGES, Exchange
 from fl_lightning.federation.runner import ClientReport, Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
 from fl_lightning.seeding import numpy_generator
@@ -55,6 +55,28 @@ class EvaluationPolicy:
         return [moment for moment in ("trained", "received") if getattr(self, moment)]
 
 
+@dataclass(frozen=True)
+class Newcomers:
+    """Clients that stay out at first and join later, to see what a federation gives to those who come late.
+
+    They are the last ones. Until they join they neither train nor count in any mean; afterwards they take part like the
+    others, from what their method shares, and their mean is a column of its own (`Local-T_newcomers` and the like),
+    while the other columns stay those of the founders.
+
+    Args:
+        clients: how many; 0 for none.
+        after: the round after which they join.
+    """
+
+    clients: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.clients >= 0, "federation.newcomers.clients", "must be >= 0", self.clients)
+        least = 1 if self.clients else 0
+        require(self.after >= least, "federation.newcomers.after", f"must be >= {least}", self.after)
+
+
 class FederatedLoop:
     """Runs a federation. Knows no method by name.
 
@@ -66,7 +88,8 @@ class FederatedLoop:
         lr_decay: factor on the learning rate from round to round, in (0, 1].
         evaluate: what is evaluated.
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
-        exchange: how messages travel.
+        exchange: how messages travel; null takes the method's own way (mostly a star around a server).
+        newcomers: clients that join later.
         init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
             private initial weights.
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
@@ -85,6 +108,7 @@ class FederatedLoop:
         evaluate: EvaluationPolicy = EvaluationPolicy(),
         evaluate_every: int = 1,
         exchange: Exchange | None = None,
+        newcomers: Newcomers = Newcomers(),
         init: Literal["common", "own"] = "common",
         pool: Literal["memory", "disk"] = "memory",
         checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
@@ -104,7 +128,10 @@ class FederatedLoop:
         self.lr_decay = lr_decay
         self.evaluate = evaluate
         self.evaluate_every = evaluate_every
-        self.exchange = Star() if exchange is None else exchange
+        early = newcomers.clients == 0 or newcomers.after < rounds
+        require(early, "federation.newcomers.after", f"must be < federation.rounds ({rounds})", newcomers.after)
+        self.configured_exchange = exchange
+        self.newcomers = newcomers
         self.init = init
         self.pool = pool
         self.checkpoint = checkpoint
@@ -143,6 +170,9 @@ class FederatedLoop:
         self.data = data
         self.seed = seed
         self.num_clients = len(data.clients)
+        self.num_founders = self.num_clients - self.newcomers.clients
+        some = f"must be < data.num_clients ({self.num_clients})"
+        require(self.num_founders >= 1, "federation.newcomers.clients", some, self.newcomers.clients)
         self.identity = dict(identity or {})
         self.checkpoints = None if folder is None or self.checkpoint.every == 0 else Checkpoints(folder / "checkpoints")
         require(self.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
@@ -160,6 +190,8 @@ class FederatedLoop:
             steps_per_bundle=self.steps_per_bundle,
             channels_last=self.channels_last,
         )
+        own = EXCHANGES[self.runner.modules[0].exchange]
+        self.exchange = own() if self.configured_exchange is None else self.configured_exchange
         self.runner.keeps_shared = self.exchange.keeps_shared
         self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
         self.runner.pool = ClientPool(self._pool_folder(folder), on_disk=self.pool == "disk")
@@ -168,7 +200,7 @@ class FederatedLoop:
         self.num_test = np.array([client.num_test for client in data.clients])
         module = self.runner.modules[0]
         self.columns = score_columns(module, self.evaluate.moments, data.local_test, self.evaluate.globally)
-        self.board = ScoreBoard(self.columns, self.num_test)
+        self.board = ScoreBoard(self.columns, self.num_test, self.num_founders)
         self.traffic = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
         self.seconds = 0.0
         self._draws: dict[int, frozenset[int]] = {}
@@ -234,7 +266,7 @@ class FederatedLoop:
     def _end_round(self, losses: Mapping[int, Mapping[str, float]], traffic: dict[str, int], start: float) -> None:
         evaluated = self.is_evaluated(self.round)
         if evaluated:
-            self._evaluate_newcomers()
+            self._evaluate_strangers()
         row: dict[str, Any] = {"round": self.round, **traffic, "participants": len(losses)}
         if evaluated:
             row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
@@ -281,11 +313,7 @@ class FederatedLoop:
             for name, value in self._received_scores(client).items():
                 scores[name][client] = value
         self.final_scores = scores
-        return {
-            name + suffix: value
-            for name, values in scores.items()
-            for suffix, value in spread(values, self.num_test).items()
-        }
+        return {n: v for name, values in scores.items() for n, v in self.board.spread(name, values).items()}
 
     def _received_scores(self, client: int) -> Scores:
         message = self.exchange.inbox(client)
@@ -297,11 +325,12 @@ class FederatedLoop:
 
     def draw_participants(self, round: int) -> list[int]:
         """The clients that take part in a round, in order; depends on seed and round alone."""
-        count = max(1, int(self.participation * self.num_clients + 1e-9))
-        if count == self.num_clients:
-            return list(range(self.num_clients))
+        there = self.num_clients if round > self.newcomers.after else self.num_founders
+        count = max(1, int(self.participation * there + 1e-9))
+        if count == there:
+            return list(range(there))
         rng = numpy_generator(self.seed, "participants", round)
-        return sorted(rng.choice(self.num_clients, size=count, replace=False).tolist())
+        return sorted(rng.choice(there, size=count, replace=False).tolist())
 
     def is_evaluated(self, round: int) -> bool:
         """Whether clients are evaluated in `round`."""
@@ -310,7 +339,7 @@ class FederatedLoop:
     @property
     def row_columns(self) -> list[str]:
         """The columns of a round's row, in their order in `metrics.csv`."""
-        suffixes = ("", "_std", "_min", "_worst10", "_weighted")
+        suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if self.newcomers.clients else ()))
         accuracies = [name + suffix for name in self.columns for suffix in suffixes]
         module = self.runner.modules[0]
         losses = [loss_column(name) for name in module.loss_names]
@@ -333,9 +362,10 @@ class FederatedLoop:
             self._draws[round] = frozenset(self.draw_participants(round))
         return client in self._draws[round]
 
-    def _evaluate_newcomers(self) -> None:
-        """Clients that never took part count with their initial model."""
-        for client in self.board.strangers() if self.evaluate.trained else ():
+    def _evaluate_strangers(self) -> None:
+        """Clients that never took part count with their initial model, once they have joined."""
+        there = self.num_clients if self.round > self.newcomers.after else self.num_founders
+        for client in self.board.strangers(there) if self.evaluate.trained else ():
             self.board.record(client, self.runner.evaluate_resting(client, self.round))
 
     @property

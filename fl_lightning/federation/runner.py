@@ -140,6 +140,7 @@ class Runner:
         self.steps_per_bundle = 1 if counts_batches or not self.single_device else steps_per_bundle
         self.device = self.trainer.strategy.root_device
         self.modules = [self._new_module(a, settings) for a in range(max(self.architecture) + 1)]
+        _check_interfaces(self.modules, self.architecture)
         self._initial = [_copy(module, module.private_names) for module in self.modules]
         self._initial_shared = [_copy(module, module.shared_names) for module in self.modules]
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
@@ -176,10 +177,11 @@ class Runner:
 
     def _initial_state(self, client: int) -> dict[str, Tensor]:
         architecture = self.architecture[client]
+        private = self._initial[architecture]
         if self.own_init:
             fresh = self._new_module(architecture, None, client)
-            return _copy(fresh, (*fresh.shared_names, *fresh.private_names))
-        return {**self._initial_shared[architecture], **self._initial[architecture]}
+            private = _copy(fresh, fresh.private_names)
+        return {**private, **self._initial_shared[architecture]}
 
     def run(self, job: Job) -> ClientReport:
         """One participant's round: receive, local fit, send.
@@ -233,6 +235,7 @@ class Runner:
 
     def _receive(self, module: ClientModule, message: Message, data: ClientData, round: int) -> None:
         seed_global_streams(self.seed, "receive", round, data.client)
+        module.round = round
         with self._autocast():
             module.receive(message, data)
 
@@ -343,6 +346,21 @@ def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:
 
 def _has_convolution(module: ClientModule) -> bool:
     return any(isinstance(part, torch.nn.Conv2d) for part in module.modules())
+
+
+def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[int]) -> None:
+    """Clients may have different models, but what they exchange must have the same shapes."""
+    first = modules[0].interface()
+    for index, module in enumerate(modules[1:], start=1):
+        own = module.interface()
+        for name in [*first, *own]:
+            if first.get(name) != own.get(name):
+                shapes = [
+                    f"{shape} at client" if shape else "absent at client" for shape in (first.get(name), own.get(name))
+                ]
+                where = f"{shapes[0]} {architecture.index(0)} and {shapes[1]} {architecture.index(index)}"
+                who = f"{type(module).__name__} exchanges {name!r}"
+                raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")
 
 
 def _check_optimizer(module: ClientModule) -> None:

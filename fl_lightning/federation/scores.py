@@ -17,10 +17,12 @@ class ScoreBoard:
     Args:
         columns: the columns that evaluations fill.
         num_test: [N] test samples of each client.
+        num_founders: the first so many are there from the start, the others join later; None for all.
     """
 
-    def __init__(self, columns: Sequence[str], num_test: np.ndarray) -> None:
+    def __init__(self, columns: Sequence[str], num_test: np.ndarray, num_founders: int | None = None) -> None:
         self.num_test = num_test
+        self.num_founders = len(num_test) if num_founders is None else num_founders
         self.scores = {name: np.full(len(num_test), np.nan) for name in columns}
         self.losses = np.full(len(num_test), np.nan)
         self.took_part = np.zeros(len(num_test), dtype=bool)
@@ -35,9 +37,10 @@ class ScoreBoard:
             self.losses[client] = losses.get("loss", np.nan)
             self.took_part[client] = True
 
-    def strangers(self) -> list[int]:
-        """Clients that never took part and were not evaluated either."""
-        unknown = [c for c in np.flatnonzero(~self.took_part) if all(np.isnan(v[c]) for v in self.scores.values())]
+    def strangers(self, num_clients: int) -> list[int]:
+        """Those of the first `num_clients` that never took part and were not evaluated either."""
+        never = np.flatnonzero(~self.took_part[:num_clients])
+        unknown = [c for c in never if all(np.isnan(v[c]) for v in self.scores.values())]
         return [int(client) for client in unknown]
 
     def figures(self, participants: Sequence[int], previous_evaluated: bool) -> dict[str, float | None]:
@@ -51,14 +54,27 @@ class ScoreBoard:
         for name, values in self.scores.items():
             if is_received(name):
                 self._fill_resting(name, values, participants)
-            figures |= {name + suffix: value for suffix, value in spread(values, self.num_test).items()}
+            figures |= self.spread(name, values)
         received = figures.get("Local-T_received")
-        before = self.last_trained[~np.isnan(self.last_trained)]
+        before = self.last_trained[: self.num_founders]
+        before = before[~np.isnan(before)]
         known = received is not None and len(before) > 0 and previous_evaluated
         figures["receive_drop"] = float(before.mean()) - received if known and received is not None else None
         if "Local-T" in self.scores:
             self.last_trained = self.scores["Local-T"].copy()
         return figures
+
+    def spread(self, name: str, values: np.ndarray) -> dict[str, float]:
+        """A column's mean and spread over the founders, and its mean over those who joined later.
+
+        Args:
+            name: the column.
+            values: [N] of clients, NaN where a client has none.
+        """
+        founders, later = np.split(np.arange(len(values)), [self.num_founders])
+        figures = {name + suffix: v for suffix, v in spread(values[founders], self.num_test[founders]).items()}
+        joined = spread(values[later], self.num_test[later])
+        return {**figures, **({f"{name}_newcomers": joined[""]} if joined else {})}
 
     def _fill_resting(self, name: str, values: np.ndarray, participants: Sequence[int]) -> None:
         trained = self.scores.get(name.replace("_received", ""))

@@ -51,7 +51,9 @@ class CNN(SplitModel):
             stages=[conv_block(in_channels, first, 5), conv_block(first, second, 5)],
             neck=nn.Sequential(nn.Flatten(), nn.Linear(second * positions, hidden), nn.ReLU(), *mapping_part),
         )
-        super().__init__(body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes)
+        super().__init__(
+            body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes, input_shape
+        )
 
 
 class FedDWCNN(SplitModel):
@@ -104,7 +106,9 @@ class FedDWCNN(SplitModel):
             stages=[conv_block(in_channels, first, 5), conv_block(first, second, 5, drop)],
             neck=nn.Sequential(nn.Flatten(), *mapping_part),
         )
-        super().__init__(body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes)
+        super().__init__(
+            body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes, input_shape
+        )
 
     @staticmethod
     def _require_default(parameter: str, in_channels: int) -> None:
@@ -155,4 +159,4 @@ class FedProtoCNN(SplitModel):
         )
         # The dropout sits in the head, so that prototypes are means of the undisturbed z.
         head = nn.Sequential(nn.Dropout(dropout), linear_head(embedding, num_classes, head_bias))
-        super().__init__(body, head, embedding, num_classes)
+        super().__init__(body, head, embedding, num_classes, input_shape)

@@ -67,7 +67,9 @@ class BiLSTM(SplitModel):
                 *mapping_part,
             ),
         )
-        super().__init__(body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes)
+        super().__init__(
+            body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes, input_shape
+        )
 
 
 class BidirectionalLSTM(nn.LSTM):

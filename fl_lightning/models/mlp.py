@@ -45,4 +45,6 @@ class MLP(SplitModel):
             layers.append(nn.Sequential(*flatten, nn.Linear(in_features, size), nn.ReLU()))
             in_features = size
         *stages, neck = layers or [nn.Flatten()]
-        super().__init__(Body(stages, neck), linear_head(in_features, num_classes, head_bias), in_features, num_classes)
+        super().__init__(
+            Body(stages, neck), linear_head(in_features, num_classes, head_bias), in_features, num_classes, input_shape
+        )

@@ -73,7 +73,7 @@ class ShuffleNetV2(SplitModel):
             ],
             neck=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *mapping_part),
         )
-        super().__init__(body, head, embedding_size, num_classes)
+        super().__init__(body, head, embedding_size, num_classes, input_shape)
 
 
 class MobileNetV2(SplitModel):
@@ -132,7 +132,9 @@ class MobileNetV2(SplitModel):
             stages=_by_resolution(blocks),
             neck=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *mapping_part),
         )
-        super().__init__(body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes)
+        super().__init__(
+            body, linear_head(embedding_size, num_classes, head_bias), embedding_size, num_classes, input_shape
+        )
 
 
 def _by_resolution(blocks: list[nn.Module]) -> list[nn.Module]:

@@ -70,7 +70,7 @@ class ResNet18(SplitModel):
             ],
             neck=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *mapping_part),
         )
-        super().__init__(body, head, embedding_size, num_classes)
+        super().__init__(body, head, embedding_size, num_classes, input_shape)
 
 
 def _stem(in_channels: int, kind: str, conv_stride: int, pool_stride: int) -> nn.Sequential:

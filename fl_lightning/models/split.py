@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigError, require
 
 
 class Body(nn.Module):
@@ -44,18 +47,63 @@ class SplitModel(nn.Module):
         head: the classifier g: z [B, D] → logits [B, C].
         embedding_size: D.
         num_classes: C.
+        input_shape: shape of one sample, for methods that build parts of their own around the model.
     """
 
     paper: ClassVar[str] = ""
     body: Body
     head: nn.Module
 
-    def __init__(self, body: Body, head: nn.Module, embedding_size: int, num_classes: int) -> None:
+    def __init__(
+        self,
+        body: Body,
+        head: nn.Module,
+        embedding_size: int,
+        num_classes: int,
+        input_shape: Sequence[int] | None = None,
+    ) -> None:
         super().__init__()
         self.body = body
         self.head = head
         self.embedding_size = embedding_size
         self.num_classes = num_classes
+        self._input_shape = None if input_shape is None else tuple(input_shape)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample.
+
+        Raises:
+            ConfigError: if the model was not told.
+        """
+        if self._input_shape is None:
+            raise ConfigError("model", f"{type(self).__name__} must give its `input_shape` to SplitModel.__init__")
+        return self._input_shape
+
+    @property
+    def classification_layer(self) -> nn.Linear:
+        """The last linear layer of the head, whose rows are the classes' weight vectors.
+
+        Raises:
+            ConfigError: if the head has none with C outputs.
+        """
+        layers = [layer for layer in self.head.modules() if isinstance(layer, nn.Linear)]
+        fits = bool(layers) and layers[-1].out_features == self.num_classes
+        require(fits, "model.head", f"{type(self).__name__}'s head must end in a linear layer of one output a class")
+        return layers[-1]
+
+    @torch.no_grad()
+    def feature_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the feature maps of one sample, in the order of the stages; changes no state."""
+        tokens = any(isinstance(layer, nn.Embedding) for layer in self.modules())
+        sample = torch.zeros((1, *self.input_shape), dtype=torch.int64 if tokens else torch.float32)
+        modes = {layer: layer.training for layer in self.modules()}
+        try:
+            self.eval()
+            return [tuple(feature.shape[1:]) for feature in self.features(sample)]
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
 
     def features(self, x: Tensor) -> list[Tensor]:
         """Return the feature maps, in the order of the stages."""

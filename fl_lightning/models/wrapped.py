@@ -62,7 +62,7 @@ class WrappedModel(SplitModel):
 
         z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
         _evaluate(body, x, body.forward_features)
-        super().__init__(body, classifier, z.shape[1], num_classes)
+        super().__init__(body, classifier, z.shape[1], num_classes, input_shape)
 
 
 class HookedBody(Body):

@@ -17,7 +17,7 @@ FIGURES = {"Local-T": "Local-T", "Local-T_received": "received", "Global-T": "Gl
 """Accuracies shown while a run goes on: column -> label."""
 HEADLINES = ("Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T")
 """Accuracies of the table at a run's end, in its order; named inferences follow the headline that they belong to."""
-SPREADS = ("_std", "_min", "_worst10", "_weighted")
+SPREADS = ("_std", "_min", "_worst10", "_weighted", "_newcomers")
 PLAIN_WIDTH = 100
 
 
