@@ -126,7 +126,7 @@ class ArtifactRule(ABC):
         """What the next round's rule must know beyond `previous`; saved in checkpoints. Default: nothing."""
         return None
 
-    def remember(self, memory: Mapping[str, Tensor]) -> None:
+    def remember(self, memory: Mapping[str, Tensor]) -> None:  # noqa: B027 - a rule without memory has nothing to do
         """Take up what last round's rule left in `memory`; called before the first `add`."""
 
 

@@ -287,12 +287,16 @@ class ClientModule(L.LightningModule):
 
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
         """One fresh optimizer a phase: neither momentum nor Adam's moments cross a round."""
-        assert self.settings is not None
         self._plan = self.plan()
-        optimizers = [self.settings.optimizer(planned.parameters) for planned in self._plan]
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        return [self.make_optimizer(planned.parameters) for planned in self._plan]
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """A fresh optimizer of the configuration, at the present round's learning rate."""
+        assert self.settings is not None
+        optimizer = self.settings.optimizer(parameters)
+        for group in optimizer.param_groups:
             group["lr"] = group["lr"] * self.lr_factor if self.lr_factor != 1 else group["lr"]
-        return optimizers
+        return optimizer
 
     def on_train_start(self) -> None:
         """Prepare one fit: meters, optimizers, batch-norm layers."""
@@ -433,6 +437,16 @@ class ClientModule(L.LightningModule):
             nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
         else:
             nn.utils.clip_grad_norm_(parameters, self.settings.clip_value)
+
+    @contextmanager
+    def frozen(self, part: nn.Module) -> Iterator[None]:
+        """Build no graph for a part's parameters."""
+        trained = [p for p in part.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
     @contextmanager
     def _single_sample(self, batch_size: int) -> Iterator[None]:

@@ -21,6 +21,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Latent:
+    """What a variational method adds to a forward pass; a step fills in what its losses need.
+
+    Args:
+        mean: [B, D] of the posterior q(z|x).
+        log_variance: [B, D] of the posterior.
+        sample: [B, D] drawn from the posterior, differentiable in `mean` and `log_variance`.
+        adversary_logits: [B, C] the adversary's answer to the sample, with the sample as a constant.
+        uniform_logits: [B, C] the adversary's answer to the sample, with the adversary as a constant.
+        adversary_classes: [C] bool, classes that the adversary tells apart; None for all.
+        reconstruction: [B, …] the inputs as the decoder gives them back.
+    """
+
+    mean: Tensor
+    log_variance: Tensor
+    sample: Tensor
+    adversary_logits: Tensor | None = None
+    uniform_logits: Tensor | None = None
+    adversary_classes: Tensor | None = None
+    reconstruction: Tensor | None = None
+
+
+@dataclass
 class Forward:
     """One forward pass of a local mini-batch, shared by all terms.
 
@@ -30,6 +53,7 @@ class Forward:
         features: feature maps of the body, first to last.
         z: [B, D] embedding.
         logits: [B, C].
+        latent: of methods with a variational part; None for the others.
     """
 
     x: Tensor
@@ -37,6 +61,7 @@ class Forward:
     features: list[Tensor]
     z: Tensor
     logits: Tensor
+    latent: Latent | None = None
 
 
 class Term(nn.Module):

@@ -36,6 +36,8 @@ class FederatedData:
         validation_fraction: share cut from each client's training part for validation, from 0 to below 1.
         batch_size: samples in a mini-batch.
         drop_last: drop a smaller last mini-batch, but never a client's only one.
+        evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
+            the validation parts, and the test parts are not looked at.
         cache: folder for decoded data sets; by default ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``.
     """
 
@@ -60,6 +62,7 @@ class FederatedData:
         validation_fraction: float = 0.0,
         batch_size: int = 10,
         drop_last: bool = False,
+        evaluate_on: Literal["test", "validation"] = "test",
         cache: str | None = None,
     ) -> None:
         require(num_clients >= 1, "data.num_clients", "must be at least 1", num_clients)
@@ -69,6 +72,10 @@ class FederatedData:
             0 <= validation_fraction < 1, "data.validation_fraction", "must be from 0 to below 1", validation_fraction
         )
         require(split in ("holdout", "matched", "global"), "data.split", "must be holdout, matched or global", split)
+        require(evaluate_on in ("test", "validation"), "data.evaluate_on", "must be test or validation", evaluate_on)
+        cut = evaluate_on == "test" or validation_fraction > 0
+        require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", evaluate_on)
+        self.evaluate_on = evaluate_on
         self.dataset = dataset
         self.partition = partition
         self.num_clients = num_clients
@@ -110,11 +117,13 @@ class FederatedData:
                     "clients or, with Dirichlet, min_samples of 1 or more",
                 )
         num_classes = len(self.arrays.classes)
+        if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
+            parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]
         self.clients = [
             ClientData(client, self.store, num_classes, part.train, part.validation, part.test)
             for client, part in enumerate(parts)
         ]
-        if self.local_test:
+        if self.local_test or self.evaluate_on == "validation":
             self.server_test = torch.from_numpy(np.sort(np.concatenate([part.test for part in parts])))
         else:
             self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
@@ -140,6 +149,7 @@ class FederatedData:
             "dataset": type(self.dataset).__name__,
             "partition": type(self.partition).__name__,
             "split": self.split,
+            "evaluate_on": self.evaluate_on,
             "seed": self._seed,
             "classes": list(self.arrays.classes),
             "num_clients": self.num_clients,

@@ -1,11 +1,13 @@
-"""Pulling embeddings towards the federation's class prototypes.
+"""Pulling embeddings towards the federation's class prototypes, and away from those of other classes.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022
-(local objective L_S + λ L_R); FedCPD (IJCAI 2025) uses the same term as L_align.
+(local objective L_S + λ L_R); FedCPD (IJCAI 2025), section 3.4, uses the same term as L_align and adds the contrast
+L_pcl.
 """
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from fl_lightning.core.aggregation import ClassMeanRule, ClassWeighting, MissingClass
 from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
 from fl_lightning.errors import require
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 Distance = Literal["sample_mse", "sample_sq", "batch_proto_l2"]
 Collection = Literal["post", "running"]
+SMALLEST_NORM = 1e-6  # below it a vector has no direction: its cosine with everything is 0
 
 
 def prototype_alignment_loss(
@@ -79,13 +83,63 @@ def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Te
     5.0645
     """
     _check_sizes("batch_prototype_distance", z, prototypes)
-    z = z.float()
+    z = widened(z)
     count = torch.zeros(len(prototypes), device=z.device).index_add_(0, y, torch.ones(len(y), device=z.device))
     sums = torch.zeros_like(prototypes, dtype=z.dtype).index_add(0, y, z)
     used = count > 0 if valid is None else (count > 0) & valid
     means = sums / count.clamp(min=1)[:, None]
-    squares = torch.where(used[:, None], means - prototypes.float(), 0.0).square().sum(1)
+    squares = torch.where(used[:, None], means - widened(prototypes), 0.0).square().sum(1)
     return torch.where(used, (squares + 1e-12).sqrt(), 0.0).sum()
+
+
+def prototype_contrast_loss(
+    z: Tensor, y: Tensor, prototypes: Tensor, temperature: float, valid: Tensor | None = None
+) -> Tensor:
+    """Cross-entropy of the cosine similarities to all prototypes, FedCPD's L_pcl.
+
+    L = 1/B Σ_b [class y_b is valid] −log( exp(s_{b,y_b}/τ) / Σ_{c valid} exp(s_{b,c}/τ) ), s_{b,c} = cos(z_b, P_c).
+    Samples of an invalid class add nothing and stay in the denominator; invalid classes are no negatives. A vector
+    shorter than 1e-6 has similarity 0 with everything and no gradient: such a z costs log(number of valid classes).
+
+    Args:
+        z: [B, D] embeddings.
+        y: [B] int64 classes.
+        prototypes: [C, D], constants.
+        temperature: τ > 0.
+        valid: [C] bool, which prototypes exist; None means all.
+
+    Returns:
+        Scalar, float32; 0 (attached to the graph) if no sample's class is valid, or only one class is.
+
+    Raises:
+        ValueError: if sizes do not fit, or for a temperature that is not positive.
+
+    >>> P = torch.tensor([[1., 0.], [0., 2.], [-1., -1.]])
+    >>> round(float(prototype_contrast_loss(torch.tensor([[3., 4.]]), torch.tensor([1]), P, temperature=0.5)), 4)
+    0.5296
+    """
+    if not temperature > 0:
+        raise ValueError(f"prototype_contrast_loss: `temperature` must be > 0, got {temperature}")
+    _check_sizes("prototype_contrast_loss", z, prototypes)
+    with torch.autocast(z.device.type, enabled=False):
+        similarity = _directions(widened(z)) @ _directions(widened(prototypes).to(widened(z).dtype)).T
+        scores = similarity / temperature
+        if valid is None:
+            own, counts = scores.logsumexp(1), torch.ones_like(y, dtype=torch.bool)
+        else:
+            counts = valid[y]
+            # Where nothing is valid the row would be all -inf, whose gradient is NaN: such samples do not count anyway.
+            kept = valid | ~counts[:, None]
+            own = scores.masked_fill(~kept, -torch.inf).logsumexp(1)
+        losses = own - scores.gather(1, y[:, None]).squeeze(1)
+        return torch.where(counts, losses, 0.0).sum() / max(len(z), 1)
+
+
+def _directions(vectors: Tensor) -> Tensor:
+    """Rows over their norms; zeros, without a gradient, for rows too short to have a direction."""
+    long_enough = vectors.detach().square().sum(1, keepdim=True) >= SMALLEST_NORM**2
+    safe = torch.where(long_enough, vectors, 1.0)
+    return torch.where(long_enough, safe / safe.square().sum(1, keepdim=True).sqrt(), 0.0)
 
 
 def prototype_distances(z: Tensor, prototypes: Tensor, candidates: Tensor) -> Tensor:
@@ -113,65 +167,67 @@ def _check_sizes(name: str, z: Tensor, prototypes: Tensor) -> None:
 
 
 def _masked_difference(z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None) -> Tensor:
-    difference = z.float() - prototypes.float()[y]
+    difference = widened(z) - widened(prototypes)[y]
     return difference if valid is None else torch.where(valid[y][:, None], difference, 0.0)
 
 
-class PrototypeAlignment(Term):
-    """Pull embeddings towards the global prototypes of their classes (FedProto's L_R, FedCPD's L_align).
+class PrototypeTerm(Term, ABC):
+    """A term that compares embeddings with the federation's class prototypes.
 
-    Sends the client's class prototypes (mean embeddings of its own training data), receives the global ones.
+    Sends the client's class prototypes (mean embeddings of its own training data), receives the global ones. Several
+    such terms of one client share the artifact, and so must agree on how it is made.
 
     Args:
-        weight: λ, >= 0; 0 is local training without the pull (prototypes still travel).
-        distance: ``sample_mse`` is the mean over batch and features, ``sample_sq`` sums over features,
-            ``batch_proto_l2`` is the distance of the batch's class means (FedProto's main text).
+        weight: factor of the term in the loss, >= 0.
         collection: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages
             the embeddings seen during the last epoch, as the public codes do.
         weighting: how the server weighs clients' prototypes; ``uniform`` needs no counts on the wire.
         missing: what becomes of a class that no participant held this round.
     """
 
-    paper = "Tan et al., AAAI 2022"
+    reaches = ("model.body",)
 
     def __init__(
         self,
         weight: float = 1.0,
-        distance: Distance = "sample_mse",
         collection: Collection = "post",
         weighting: ClassWeighting = "count",
         missing: MissingClass = "keep",
     ) -> None:
         super().__init__(weight)
         for key, value, allowed in (
-            ("distance", distance, get_args(Distance)),
             ("collection", collection, get_args(Collection)),
             ("weighting", weighting, get_args(ClassWeighting)),
             ("missing", missing, get_args(MissingClass)),
         ):
-            require(value in allowed, f"PrototypeAlignment.{key}", f"must be one of {', '.join(allowed)}", value)
-        self.distance = distance
+            require(value in allowed, f"{type(self).__name__}.{key}", f"must be one of {', '.join(allowed)}", value)
         self.collection = collection
         self.weighting = weighting
         self.missing = missing
+        self.predicts = False
+        """Whether the method predicts with the prototypes, and so needs them at weight 0, too."""
 
     prototypes: Tensor  # [C, D], as received
     valid: Tensor  # [C] bool
     sums: Tensor  # [C, D], of the last epoch's embeddings
     seen: Tensor  # [C] int64
 
+    @property
+    def exchanges(self) -> bool:  # noqa: D102
+        return self.weight > 0 or self.predicts
+
     def setup(self, client: ClientModule) -> None:  # noqa: D102
+        for other in client.all_terms:
+            if isinstance(other, PrototypeTerm) and other.exchanges and self.exchanges:
+                rule = f"{self.name} and {other.name} share their prototypes; give both the same"
+                for key in ("collection", "weighting", "missing"):
+                    same = getattr(self, key) == getattr(other, key)
+                    require(same, f"method.extra_terms.{key}", rule, getattr(self, key))
         classes, size = client.model.num_classes, client.model.embedding_size
         self.register_buffer("prototypes", torch.zeros(classes, size), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
         self.register_buffer("sums", torch.zeros(classes, size), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
-
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        if self.distance == "batch_proto_l2":
-            return batch_prototype_distance(out.z, out.y, self.prototypes, self.valid)
-        reduction = "mean" if self.distance == "sample_mse" else "sum"
-        return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, reduction)
 
     def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
         if self.collection == "running" and client.last_epoch:
@@ -197,5 +253,77 @@ class PrototypeAlignment(Term):
             means = ClassMeans.from_samples(seen.z, seen.y, len(self.valid))
         return {"prototypes": means.without_counts() if self.weighting == "uniform" else means}
 
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {"prototypes": tuple(self.prototypes.shape)}
+
     def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
         return {"prototypes": lambda: ClassMeanRule(self.weighting, self.missing)}
+
+
+class PrototypeAlignment(PrototypeTerm):
+    """Pull embeddings towards the global prototypes of their classes (FedProto's L_R, FedCPD's L_align).
+
+    Sends the client's class prototypes (mean embeddings of its own training data), receives the global ones.
+
+    Args:
+        weight: λ (FedProto) or α (FedCPD), >= 0.
+        distance: ``sample_mse`` (per sample, mean over features: what λ was tuned with), ``sample_sq`` (per sample, sum
+            over features) or ``batch_proto_l2`` (distance of the batch's class means: FedProto's main text).
+        collection: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages
+            the embeddings seen during the last epoch, as the public codes do.
+        weighting: how the server weighs clients' prototypes; ``uniform`` needs no counts on the wire.
+        missing: what becomes of a class that no participant held this round.
+    """
+
+    paper = "Tan et al., AAAI 2022"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        distance: Distance = "sample_mse",
+        collection: Collection = "post",
+        weighting: ClassWeighting = "count",
+        missing: MissingClass = "keep",
+    ) -> None:
+        super().__init__(weight, collection, weighting, missing)
+        allowed = get_args(Distance)
+        require(distance in allowed, "PrototypeAlignment.distance", f"must be one of {', '.join(allowed)}", distance)
+        self.distance = distance
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if self.distance == "batch_proto_l2":
+            return batch_prototype_distance(out.z, out.y, self.prototypes, self.valid)
+        reduction = "mean" if self.distance == "sample_mse" else "sum"
+        return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, reduction)
+
+
+class PrototypeContrast(PrototypeTerm):
+    """Pull embeddings towards the direction of their class's prototype and away from the others' (FedCPD's L_pcl).
+
+    Sends the client's class prototypes (mean embeddings of its own training data), receives the global ones.
+
+    Args:
+        weight: β, >= 0. The gradient of a cosine grows as 1/‖z‖: on post-ReLU embeddings 0.01 is a strong weight.
+        temperature: τ, > 0.
+        collection: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages
+            the embeddings seen during the last epoch.
+        weighting: how the server weighs clients' prototypes; ``uniform`` needs no counts on the wire.
+        missing: what becomes of a class that no participant held this round.
+    """
+
+    paper = "Jin et al., IJCAI 2025"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        temperature: float = 0.5,
+        collection: Collection = "post",
+        weighting: ClassWeighting = "count",
+        missing: MissingClass = "keep",
+    ) -> None:
+        super().__init__(weight, collection, weighting, missing)
+        require(temperature > 0, "PrototypeContrast.temperature", "must be > 0", temperature)
+        self.temperature = temperature
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        return prototype_contrast_loss(out.z, out.y, self.prototypes, self.temperature, self.valid)

@@ -76,6 +76,7 @@ class FedProto(ClientModule):
         ):
             require(value in allowed, f"method.{key}", f"must be one of {', '.join(allowed)}", value)
         alignment = PrototypeAlignment(weight, distance, collection, weighting, missing)
+        alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
         self.alignment = [alignment]  # in a list, so that it is not registered a second time
         self.download = download

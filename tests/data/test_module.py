@@ -78,6 +78,18 @@ def test_class_counts_are_of_the_training_parts(made):
     assert np.array_equal(data.class_counts(), np.stack(expected))
 
 
+@pytest.mark.parametrize("split", ["holdout", "global"])
+def test_evaluating_on_the_validation_part_lays_the_test_part_aside(made, split):
+    plain = federation(made, validation_fraction=0.2, split=split)
+    tuning = federation(made, validation_fraction=0.2, split=split, evaluate_on="validation")
+    tested = set(plain.server_test.tolist())
+    assert not tested & set(tuning.server_test.tolist())
+    for before, now in zip(plain.clients, tuning.clients, strict=True):
+        assert torch.equal(now.train, before.train)
+        assert torch.equal(now.test, before.validation)
+        assert set(now.test.tolist()) <= set(tuning.server_test.tolist())
+
+
 def test_partition_record_says_who_holds_what_and_goes_through_json(made):
     data = federation(made, validation_fraction=0.2)
     record = json.loads(json.dumps(data.partition_record()))
@@ -98,6 +110,8 @@ def test_partition_record_says_who_holds_what_and_goes_through_json(made):
         ({"test_fraction": 1.0}, r"data.test_fraction: must be from 0 to below 1, got 1.0"),
         ({"test_fraction": -0.1}, r"data.test_fraction"),
         ({"validation_fraction": 1.0}, r"data.validation_fraction"),
+        ({"evaluate_on": "train"}, r"data.evaluate_on: must be test or validation"),
+        ({"evaluate_on": "validation"}, r"data.evaluate_on: validation needs data.validation_fraction"),
         ({"split": "half"}, r"data.split: must be holdout, matched or global, got 'half'"),
     ],
 )

@@ -1,0 +1,272 @@
+"""Distilling a client's last own extractor into the extractor that it has just received.
+
+Jin, Xu, Wang, Hsieh, Wu, Lin, "FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and
+Memory Distillation", IJCAI 2025, section 3.3: CBAM attention, cross-layer fusion of the student's maps, squared
+distances to the teacher's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.cbam import CBAM
+from fl_lightning.models.split import Body
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+
+Reduction = Literal["mean", "sum"]
+Target = Literal["fused", "raw"]
+Attention = Literal["side", "inline"]
+Tap = Literal["block", "preact"]
+Parameters = Literal["private", "shared"]
+
+
+class CrossLayerFusion(nn.Module):
+    """Fuses every level's map with the one above it, top-down (FedCPD, section 3.3).
+
+    A^{l,*} = Cv2_l( up(Cv1_{l+1}(A^{l+1})) + Cv1_l(A^l) + Cv3_l(A^l) ), without the first summand at the top level. Cv1
+    is 1x1, C_l → M; Cv3 3x3, C_l → M; Cv2 3x3, M → C_l; up is bilinear to level l's size, corners not aligned. Biases,
+    no norms, no activations.
+
+    Args:
+        channels: C_l of each level, first to last.
+        mid_channels: M, to which all levels are brought.
+        smooth_convs: 3x3 convolutions in Cv2, 1 or 2.
+        recursive: fuse with the fused map above, A^{l+1,*}, instead of A^{l+1}.
+    """
+
+    def __init__(
+        self, channels: Sequence[int], mid_channels: int = 64, smooth_convs: int = 1, recursive: bool = False
+    ) -> None:
+        super().__init__()
+        require(len(channels) >= 1, "CrossLayerFusion.channels", "must name one level or more", list(channels))
+        require(mid_channels >= 1, "CrossLayerFusion.mid_channels", "must be >= 1", mid_channels)
+        require(smooth_convs in (1, 2), "CrossLayerFusion.smooth_convs", "must be 1 or 2", smooth_convs)
+        self.recursive = recursive
+        self.lateral = nn.ModuleList(nn.Conv2d(size, mid_channels, 1) for size in channels)  # Cv1
+        self.smooth = nn.ModuleList(_smoothing(mid_channels, size, smooth_convs) for size in channels)  # Cv2
+        self.enhance = nn.ModuleList(nn.Conv2d(size, mid_channels, 3, padding=1) for size in channels)  # Cv3
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Fuse maps [B, C_l, H_l, W_l]; each result has its level's shape.
+
+        Raises:
+            ValueError: if there are more or fewer maps than levels.
+        """
+        if len(maps) != len(self.lateral):
+            raise ValueError(f"CrossLayerFusion: made for {len(self.lateral)} levels, got {len(maps)} maps")
+        fused: list[Tensor] = [None] * len(maps)  # type: ignore[list-item]
+        above: Tensor | None = None  # Cv1 of the level above
+        for level in reversed(range(len(maps))):
+            own = self.lateral[level](maps[level])
+            total = own + self.enhance[level](maps[level])
+            if above is not None:
+                total = total + F.interpolate(above, maps[level].shape[2:], mode="bilinear", align_corners=False)
+            fused[level] = self.smooth[level](total)
+            above = self.lateral[level](fused[level]) if self.recursive else own
+        return fused
+
+
+def _smoothing(mid_channels: int, channels: int, convs: int) -> nn.Module:
+    last = nn.Conv2d(mid_channels, channels, 3, padding=1)
+    return last if convs == 1 else nn.Sequential(nn.Conv2d(mid_channels, mid_channels, 3, padding=1), last)
+
+
+def feature_distillation_loss(
+    student_features: Sequence[Tensor], teacher_features: Sequence[Tensor], reduction: str = "mean"
+) -> Tensor:
+    """Squared distances between two lists of feature maps, summed over levels: FedCPD's L_fd for one kind of map.
+
+    L = Σ_l mean (student_l − teacher_l)²; ``sum`` sums over channels and positions and takes the mean over the batch.
+    The whole L_fd is this for the attention maps plus this for the feature maps.
+
+    Args:
+        student_features: maps [B, C_l, H_l, W_l], one a level.
+        teacher_features: maps of the same shapes, constants.
+        reduction: ``mean`` or ``sum``.
+
+    Returns:
+        Scalar, float32.
+
+    Raises:
+        ValueError: if levels or shapes differ, for no level at all, or for an unknown reduction.
+
+    >>> student, teacher = torch.tensor([[[[4., 6.], [8., 10.]]]]), torch.tensor([[[[1., 2.], [3., 4.]]]])
+    >>> float(feature_distillation_loss([student], [teacher]))
+    21.5
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"feature_distillation_loss: `reduction` must be 'mean' or 'sum', got {reduction!r}")
+    ours, theirs = [tuple(f.shape) for f in student_features], [tuple(f.shape) for f in teacher_features]
+    if ours != theirs or not ours:
+        raise ValueError(f"feature_distillation_loss: needs levels of equal shapes, got {ours} and {theirs}")
+    levels = []
+    for student, teacher in zip(student_features, teacher_features, strict=True):
+        squares = (widened(student) - widened(teacher).detach()).square()
+        levels.append(squares.mean() if reduction == "mean" else squares.sum() / max(len(squares), 1))
+    return torch.stack(levels).sum()
+
+
+class FeatureDistillation(Term):
+    """Keep what the client's own last extractor saw, while the received one is trained (FedCPD's L_fd).
+
+    The teacher is the client's extractor as its last local fit left it, with its attention, frozen and in eval mode; a
+    client that never took part has none, and the term is 0. Student and teacher are compared at every feature map of
+    the body, in their attention maps (CBAM) and in the maps themselves, after the student's maps were fused across
+    levels. Vectors count as 1x1 maps, sequences [T, E] as Tx1 maps of E channels.
+
+    Args:
+        weight: γ, >= 0.
+        feature_target: ``fused`` compares fused student maps F* with the teacher's; ``raw`` the maps themselves.
+        mid_channels: channels to which the fusion brings all levels.
+        smooth_convs: 3x3 convolutions after the fusion's sum, 1 or 2.
+        recursive: fuse with the fused map of the level above.
+        tie_fusion: one set of fusion convolutions for attention and feature maps.
+        reduction: ``mean`` over all of a map's values; ``sum`` over them, mean over the batch.
+        attention: ``side`` keeps CBAM out of the classification path; ``inline`` puts it into the body after every
+            block, so that predictions pass through it and it travels with the body.
+        tap: ``block`` takes a block's output, ``preact`` what enters its last ReLU.
+        parameters: attention and fusion stay with the client (``private``) or are averaged, too (``shared``).
+    """
+
+    paper = "Jin et al., IJCAI 2025"
+    reaches = ("model.body",)
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        feature_target: Target = "fused",
+        mid_channels: int = 64,
+        smooth_convs: int = 1,
+        recursive: bool = False,
+        tie_fusion: bool = False,
+        reduction: Reduction = "mean",
+        attention: Attention = "side",
+        tap: Tap = "block",
+        parameters: Parameters = "private",
+    ) -> None:
+        super().__init__(weight)
+        for key, value, allowed in (
+            ("feature_target", feature_target, get_args(Target)),
+            ("reduction", reduction, get_args(Reduction)),
+            ("attention", attention, get_args(Attention)),
+            ("tap", tap, get_args(Tap)),
+            ("parameters", parameters, get_args(Parameters)),
+        ):
+            require(value in allowed, f"FeatureDistillation.{key}", f"must be one of {', '.join(allowed)}", value)
+        require(mid_channels >= 1, "FeatureDistillation.mid_channels", "must be >= 1", mid_channels)
+        require(smooth_convs in (1, 2), "FeatureDistillation.smooth_convs", "must be 1 or 2", smooth_convs)
+        self.feature_target = feature_target
+        self.fusion_options = {"mid_channels": mid_channels, "smooth_convs": smooth_convs, "recursive": recursive}
+        self.tie_fusion = tie_fusion
+        self.reduction = reduction
+        self.inline = attention == "inline"
+        self.tap = tap
+        self.shared = ("cbam", "attention_fusion", "feature_fusion") if parameters == "shared" else ()  # type: ignore[misc]
+        self._taught = False
+
+    has_teacher: Tensor  # bool, whether the client has finished a local fit
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        if not self.weight:  # the method without the term: no parameters, no state
+            return
+        body = client.model.body
+        if self.inline or self.tap == "preact":
+            self._restage(body, client.model.feature_shapes())
+        self.step = 2 if self.inline or self.tap == "preact" else 1
+        shapes = client.model.feature_shapes()
+        if self.tap == "preact":  # (before ReLU, after it), with attention in between where it is inline
+            self.step = 3 if self.inline else 2
+        channels = [_map_channels(shape) for shape in shapes[:: self.step]]
+        where = f"{type(client.model).__name__} has no feature map to distil; set the weight (gamma) to 0"
+        require(bool(channels), "model", where)
+        self.cbam = nn.ModuleList() if self.inline else nn.ModuleList(CBAM(size) for size in channels)
+        self.attention_fusion = CrossLayerFusion(channels, **self.fusion_options)  # type: ignore[arg-type]
+        if self.feature_target == "fused":
+            tied = self.attention_fusion
+            self.feature_fusion = tied if self.tie_fusion else CrossLayerFusion(channels, **self.fusion_options)  # type: ignore[arg-type]
+        self.teacher = copy.deepcopy(body).requires_grad_(False)
+        if type(body) is Body:
+            self.teacher.neck = nn.Identity()  # only maps are compared
+        self.teacher_cbam = copy.deepcopy(self.cbam).requires_grad_(False)
+        self.register_buffer("has_teacher", torch.zeros((), dtype=torch.bool))
+
+    def _restage(self, body: Body, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Cut the body's stages into finer ones, so that every tapped map is the output of a stage."""
+        stages: list[nn.Module] = []
+        for stage, shape in zip(body.stages, shapes, strict=True):
+            tail: list[nn.Module] = []
+            if self.tap == "preact":
+                ends = isinstance(stage, nn.Sequential) and isinstance(stage[-1], nn.ReLU)
+                if not ends:
+                    rule = "preact needs stages that end in a ReLU, which this model's do not; use block"
+                    raise ConfigError("FeatureDistillation.tap", rule, self.tap)
+                assert isinstance(stage, nn.Sequential)
+                stage, tail = stage[:-1], [nn.ReLU()]  # not in place: the tapped map must stay
+            attention = [CBAM(_map_channels(shape))] if self.inline else []
+            stages += [stage, *attention, *tail]
+        require(bool(stages), "FeatureDistillation.attention", "inline and preact need a body made of stages")
+        body.stages = nn.ModuleList(stages)
+
+    def train(self, mode: bool = True) -> FeatureDistillation:
+        """The teacher stays in eval mode."""
+        super().train(mode)
+        if self.weight:
+            self.teacher.eval()
+            self.teacher_cbam.eval()
+        return self
+
+    def receive(self, client: ClientModule, message: object) -> None:  # noqa: D102
+        self._taught = bool(self.has_teacher)  # once a round: reading it in every step would wait for the device
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self._taught:
+            return torch.zeros((), device=out.z.device)
+        with torch.no_grad():
+            target_maps, target_attention = self._maps(self.teacher.forward_features(out.x)[0], self.teacher_cbam)
+        maps, attention = self._maps(out.features, self.cbam)
+        fused_attention = self.attention_fusion(attention)
+        fused_maps = self.feature_fusion(maps) if self.feature_target == "fused" else maps
+        of_attention = feature_distillation_loss(fused_attention, target_attention, self.reduction)
+        return of_attention + feature_distillation_loss(fused_maps, target_maps, self.reduction)
+
+    def _maps(self, features: Sequence[Tensor], cbam: nn.ModuleList) -> tuple[list[Tensor], list[Tensor]]:
+        """F^l and A^l of every level."""
+        maps = [_as_map(feature) for feature in features[:: self.step]]
+        if self.inline:
+            return maps, [_as_map(feature) for feature in features[1 :: self.step]]
+        return maps, [attend(feature) for attend, feature in zip(cbam, maps, strict=True)]
+
+    @torch.no_grad()
+    def after_fit(self, client: ClientModule) -> None:
+        """Remember the extractor as the next round's teacher."""
+        for student, teacher in ((client.model.body, self.teacher), (self.cbam, self.teacher_cbam)):
+            entries = student.state_dict()
+            for name, tensor in teacher.state_dict().items():
+                tensor.copy_(entries[name])
+        self.has_teacher.fill_(True)
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {}
+
+
+def _map_channels(shape: tuple[int, ...]) -> int:
+    """Channels of the map that a feature of one sample (without the batch axis) is."""
+    return shape[-1] if len(shape) == 2 else shape[0]
+
+
+def _as_map(feature: Tensor) -> Tensor:
+    """[B, C, H, W] as it is; a vector [B, C] as a 1x1 map, a sequence [B, T, C] as a Tx1 map."""
+    if feature.ndim == 2:
+        return feature[:, :, None, None]
+    return feature.transpose(1, 2)[..., None] if feature.ndim == 3 else feature

@@ -1,0 +1,145 @@
+"""FedCPD: a shared extractor that remembers its client and agrees with the others on where classes lie.
+
+Jin, Xu, Wang, Hsieh, Wu, Lin, "FedCPD: Personalized Federated Learning with Prototype-Enhanced Representation and
+Memory Distillation", IJCAI 2025, Algorithm 1. Without the three terms it is FedRep. The paper gives neither the loss
+weights nor the temperature; the defaults are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.core.aggregation import ClassWeighting, MissingClass
+from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.term import Term, term_sum
+from fl_lightning.errors import require
+from fl_lightning.losses.distillation import Attention, FeatureDistillation, Parameters, Reduction, Tap, Target
+from fl_lightning.losses.prototype import Distance, PrototypeAlignment, PrototypeContrast
+from fl_lightning.models.split import SplitModel
+
+Alternation = Literal["epoch", "batch"]
+
+
+class FedCPD(ClientModule):
+    """Private heads on a shared body; each fit distils the client's last own body and follows global prototypes.
+
+    L = L_ce + α L_align + β L_pcl + γ L_fd trains the body; the head sees L_ce alone. Message: body and class
+    prototypes. In a client's first round there is no teacher, in the first round of all there are no prototypes: that
+    round is FedRep's.
+
+    Args:
+        alpha: weight of the prototype alignment, >= 0.
+        beta: weight of the prototype contrast, >= 0. Its gradient grows as 1/‖z‖: 1 is far too strong.
+        gamma: weight of the feature distillation, >= 0.
+        temperature: τ of the contrast, > 0.
+        head_epochs: epochs of the head phase, >= 0.
+        body_epochs: epochs of the body phase, >= 0; null takes `federation.local_epochs`.
+        alternation: ``epoch`` trains all head epochs, then all body epochs; ``batch`` takes a head step and a body step
+            on every batch, for `body_epochs` epochs.
+        align_reduction: ``mean`` over the embedding's features; ``sum`` is the printed form, D times as much.
+        weighting: how the server weighs clients' prototypes: by samples (``count``) or all alike (``uniform``).
+        missing: a class that no participant held keeps its prototype (``keep``) or becomes invalid (``drop``).
+        feature_target: compare the student's ``fused`` or ``raw`` feature maps with the teacher's.
+        mid_channels: channels to which the fusion brings all levels.
+        smooth_convs: 3x3 convolutions after the fusion's sum, 1 or 2.
+        recursive: fuse with the fused map of the level above.
+        tie_fusion: one set of fusion convolutions for attention and feature maps.
+        distillation_reduction: ``mean`` over a map's values; ``sum`` over them, mean over the batch.
+        attention: CBAM beside the classification path (``side``) or in it (``inline``).
+        tap: maps are taken after a block (``block``) or before its last ReLU (``preact``).
+        distillation_parameters: attention and fusion stay at home (``private``) or are averaged, too (``shared``).
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model.body",)
+    paper = "Jin et al., IJCAI 2025"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        alpha: float = 1.0,
+        beta: float = 0.01,
+        gamma: float = 1.0,
+        temperature: float = 0.5,
+        head_epochs: int = 1,
+        body_epochs: int | None = None,
+        alternation: Alternation = "epoch",
+        align_reduction: Reduction = "mean",
+        weighting: ClassWeighting = "count",
+        missing: MissingClass = "keep",
+        feature_target: Target = "fused",
+        mid_channels: int = 64,
+        smooth_convs: int = 1,
+        recursive: bool = False,
+        tie_fusion: bool = False,
+        distillation_reduction: Reduction = "mean",
+        attention: Attention = "side",
+        tap: Tap = "block",
+        distillation_parameters: Parameters = "private",
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        for key, weight in (("alpha", alpha), ("beta", beta), ("gamma", gamma)):
+            require(weight >= 0, f"method.{key}", "must be >= 0", weight)
+        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
+        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
+        for key, value, allowed in (
+            ("alternation", alternation, get_args(Alternation)),
+            ("align_reduction", align_reduction, get_args(Reduction)),
+        ):
+            require(value in allowed, f"method.{key}", f"must be one of {', '.join(allowed)}", value)
+        distance: Distance = "sample_mse" if align_reduction == "mean" else "sample_sq"
+        distillation = FeatureDistillation(
+            gamma,
+            feature_target=feature_target,
+            mid_channels=mid_channels,
+            smooth_convs=smooth_convs,
+            recursive=recursive,
+            tie_fusion=tie_fusion,
+            reduction=distillation_reduction,
+            attention=attention,
+            tap=tap,
+            parameters=distillation_parameters,
+        )
+        align = PrototypeAlignment(alpha, distance, weighting=weighting, missing=missing)
+        contrast = PrototypeContrast(beta, temperature, weighting=weighting, missing=missing)
+        super().__init__(model, terms=[align, contrast, distillation], extra_terms=extra_terms)
+        self.head_epochs = head_epochs
+        self.body_epochs = body_epochs
+        self.alternation = alternation
+
+    def phases(self) -> list[Phase]:  # noqa: D102
+        if self.alternation == "batch":
+            return [Phase("head and body", trains=("model", "terms"), epochs=self.body_epochs)]
+        return [
+            Phase("head", trains=("model.head",), epochs=self.head_epochs),
+            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
+        ]
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        """One optimizer a phase; one for the head and one for the body where they take turns in every batch."""
+        if self.alternation == "epoch":
+            return super().configure_optimizers()
+        self._plan = self.plan()
+        head = [p for p in self.model.head.parameters() if p.requires_grad]
+        of_head = {id(p) for p in head}
+        body = [p for p in self.parameters() if p.requires_grad and id(p) not in of_head]
+        return [self.make_optimizer(head), self.make_optimizer(body)]
+
+    def local_step(self, x: Tensor, y: Tensor) -> None:
+        """One batch: a step of the phase's part; under ``batch`` alternation a step of the head, then of the body."""
+        if self.alternation == "epoch":
+            super().local_step(x, y)
+            return
+        head, body = self._phase_optimizers
+        with self._single_sample(len(y)), self.frozen(self.model.body):
+            out = self.forward_pass(x, y)
+        terms = [term for term in self._active if any(part in ("", "model.head") for part in term.reaches)]
+        self.optimize(term_sum(self.term_values(out, terms), self._term_weights), head, only=True)
+        with self._single_sample(len(y)):
+            out = self.forward_pass(x, y)
+        self.optimize(self.composite_loss(out), body, only=True)
+        for term in self._observers:
+            term.observe(self, out)
