@@ -13,16 +13,18 @@ from fl_lightning.models.split import Body, SplitModel
 
 
 class CNN(SplitModel):
-    """Two 5x5 convolutions and two linear layers: FedCPD's backbone and PFLlib's default.
+    """Two convolutions and two linear layers: FedCPD's backbone and PFLlib's default.
 
     Conv5x5 C_in→32, pool2, ReLU; Conv5x5 32→64, pool2, ReLU; flatten; Linear→512, ReLU = z; head Linear 512→C.
     Two feature maps: [B, 32, 14, 14] and [B, 64, 5, 5] on 32x32 images.
 
     Args:
-        input_shape: (channels, height, width) of an image, 16x16 or more.
+        input_shape: (channels, height, width) of an image, 16x16 or more with the default kernels.
         num_classes: number of classes C.
         channels: output channels of the two convolutions.
         hidden: size of the first linear layer; it is D where there is no mapping.
+        kernel_size: of both convolutions; 3 with `padding: 1` suits images as small as 4x4.
+        padding: of both convolutions, on every side.
         mapping: sizes of FedDW's mapping layers between this extractor and the head, e.g. [256, 128]; none by default.
         head_bias: whether the head has a bias (FedDW's has none).
 
@@ -38,17 +40,24 @@ class CNN(SplitModel):
         num_classes: int,
         channels: Sequence[int] = (32, 64),
         hidden: int = 512,
+        kernel_size: int = 5,
+        padding: int = 0,
         mapping: Sequence[int] | None = None,
         head_bias: bool = True,
     ) -> None:
         in_channels, *_ = require_image("CNN", input_shape)
         require_sizes("channels", channels, count=2)
         require_size("hidden", hidden)
-        positions = size_after_blocks("CNN", input_shape, (5, 5))
+        require_size("kernel_size", kernel_size)
+        require(0 <= padding < kernel_size, "model.padding", f"must be from 0 to {kernel_size - 1}", padding)
+        positions = size_after_blocks("CNN", input_shape, (kernel_size, kernel_size), padding)
         first, second = channels
         mapping_part, embedding_size = mapping_layers(hidden, mapping)
         body = Body(
-            stages=[conv_block(in_channels, first, 5), conv_block(first, second, 5)],
+            stages=[
+                conv_block(in_channels, first, kernel_size, padding=padding),
+                conv_block(first, second, kernel_size, padding=padding),
+            ],
             neck=nn.Sequential(nn.Flatten(), nn.Linear(second * positions, hidden), nn.ReLU(), *mapping_part),
         )
         super().__init__(

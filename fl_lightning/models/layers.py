@@ -11,19 +11,19 @@ from fl_lightning.models.checks import require_size, require_sizes
 
 
 def conv_block(
-    in_channels: int, out_channels: int, kernel_size: int, dropout: nn.Module | None = None
+    in_channels: int, out_channels: int, kernel_size: int, dropout: nn.Module | None = None, padding: int = 0
 ) -> nn.Sequential:
-    """Unpadded convolution, dropout, 2×2 max-pool, ReLU: [B, C_in, H, W] → [B, C_out, (H-k+1)//2, (W-k+1)//2].
+    """Convolution, dropout, 2×2 max-pool, ReLU: [B, C_in, H, W] → [B, C_out, (H+2p-k+1)//2, (W+2p-k+1)//2].
 
     The pool comes before the ReLU: the function is the same, on a quarter of the values.
     """
-    layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, kernel_size)]
+    layers: list[nn.Module] = [nn.Conv2d(in_channels, out_channels, kernel_size, padding=padding)]
     if dropout is not None:
         layers.append(dropout)
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.ReLU())
 
 
-def size_after_blocks(model: str, input_shape: tuple[int, ...], kernel_sizes: Sequence[int]) -> int:
+def size_after_blocks(model: str, input_shape: tuple[int, ...], kernel_sizes: Sequence[int], padding: int = 0) -> int:
     """Number of positions H·W that are left after one `conv_block` per kernel size.
 
     Raises:
@@ -31,18 +31,18 @@ def size_after_blocks(model: str, input_shape: tuple[int, ...], kernel_sizes: Se
     """
     sides = list(input_shape[1:])
     for kernel_size in kernel_sizes:
-        sides = [(side - kernel_size + 1) // 2 for side in sides]
+        sides = [(side + 2 * padding - kernel_size + 1) // 2 for side in sides]
         if min(sides) < 1:
-            smallest = smallest_side(kernel_sizes)
+            smallest = smallest_side(kernel_sizes, padding)
             raise ConfigError("model", f"{model} needs images of {smallest}x{smallest} or more", tuple(input_shape))
     return sides[0] * sides[1]
 
 
-def smallest_side(kernel_sizes: Sequence[int]) -> int:
+def smallest_side(kernel_sizes: Sequence[int], padding: int = 0) -> int:
     """Smallest side of an image that leaves 1×1 after one `conv_block` per kernel size."""
     side = 1
     for kernel_size in reversed(kernel_sizes):
-        side = 2 * side + kernel_size - 1
+        side = max(2 * side + kernel_size - 1 - 2 * padding, 1)
     return side
 
 

@@ -26,7 +26,7 @@ def z():
 
 
 def client_of(classes, size):
-    return SimpleNamespace(model=SimpleNamespace(num_classes=classes, embedding_size=size))
+    return SimpleNamespace(model=SimpleNamespace(num_classes=classes, embedding_size=size), all_terms=[])
 
 
 def alignment(mean=PROTOTYPES, count=(1, 1, 0), **options):
