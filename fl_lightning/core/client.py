@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -308,6 +309,7 @@ class ClientModule(L.LightningModule):
         self._observers = [term for term in self.exchanging_terms if type(term).observe is not Term.observe]
         self._term_weights = {term.name: term.weight_at(self.round) for term in self.all_terms}
         self._waiting = 0
+        self._autocasts = isinstance(self.trainer.precision_plugin, MixedPrecision)
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
@@ -417,7 +419,9 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None
         accumulate = self.settings.accumulate
         own = {"inputs": _parameters(optimizers)} if only else {}
-        self.manual_backward(loss / accumulate if accumulate > 1 else loss, **own)
+        # The trainer's autocast is for forward passes: in here it would narrow what a loss computes in float32.
+        with torch.autocast(self.device.type, enabled=False) if self._autocasts else nullcontext():
+            self.manual_backward(loss / accumulate if accumulate > 1 else loss, **own)
         if not self._steps_now:
             return
         for optimizer in optimizers:

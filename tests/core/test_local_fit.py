@@ -248,3 +248,27 @@ def test_fit_in_bfloat16_keeps_weights_and_losses_in_float32(conv_net, run_feder
     state = loop.runner.pool.get(0)
     assert all(t.dtype == torch.float32 and t.isfinite().all() for t in state.values() if t.is_floating_point())
     assert loop.diary.rows[-1]["loss"] > 0
+
+
+@pytest.mark.parametrize(("precision", "forward"), [("bf16-mixed", True), ("32-true", False)])
+def test_backward_runs_outside_the_trainers_autocast(precision, forward, mlp, run_federation):
+    """Inside it, the gradient of a product that a loss computes in float32 would be narrowed."""
+    seen = {"forward": set(), "backward": set()}
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen["forward"].add(torch.is_autocast_enabled("cpu"))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, slope):
+            seen["backward"].add(torch.is_autocast_enabled("cpu"))
+            return slope
+
+    class Watch(Term):
+        def forward(self, client, out):
+            return Watched.apply(out.z).sum() * 0
+
+    run_federation(lambda: ClientModule(mlp(), terms=[Watch()]), rounds=1, trainer={"precision": precision})
+    assert seen == {"forward": {forward}, "backward": {False}}

@@ -1,0 +1,316 @@
+"""Pulling the classes' relation, as the classification layer sees it, towards the federation's mean soft labels.
+
+Liu, Wang, Wang, Yang, Tao, "FedDW: Distilling Weights through Consistency Optimization in Heterogeneous Federated
+Learning", arXiv:2412.04521, 2024: soft labels (equations 4 to 7) and the regulariser L_reg (equation 11). Where the
+equations and the authors' public code differ, each form is a switch; the defaults are the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.core.aggregation import ArtifactRule, ExactSum
+from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+from fl_lightning.errors import require
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.server import RuleFactory
+    from fl_lightning.data.store import ClientData as LocalData
+
+InitialSoftLabels = Literal["none", "identity", "uniform"]
+History = Literal["round", "all"]
+MissingSoftLabels = Literal["keep", "drop", "one_hot"]
+Source = Literal["post", "running"]
+LastBias = Literal["remove", "keep"]
+
+
+def class_relation_loss(
+    weight: Tensor,
+    soft_labels: Tensor,
+    valid: Tensor | None = None,
+    temperature: float = 1.0,
+    exclude_diagonal: bool = False,
+) -> Tensor:
+    """Squared distance of soft labels and class relation, FedDW's L_reg (equation 11).
+
+    L = ‖SL − σ(W Wᵀ)‖²_F / C², where σ is the softmax of each row. It lies in [0, 2/C], reaches the classification
+    layer alone and does not depend on the batch. Invalid rows add nothing; the divisor stays C².
+
+    Args:
+        weight: [C, D] weights W of the classification layer, one row a class.
+        soft_labels: [C, C], row i the mean prediction for samples of class i; constants.
+        valid: [C] bool, rows that count; None takes all.
+        temperature: divides W Wᵀ, > 0; the paper has none (1).
+        exclude_diagonal: compare the two as distributions over the other classes: σ leaves out ‖w_i‖², and rows of soft
+            labels are renormalised without their diagonal (a row with nothing beside it does not count).
+
+    Returns:
+        Scalar in float32, or float64 where the weights are; never narrower, whatever the autocast.
+
+    Raises:
+        ValueError: if sizes do not fit.
+
+    >>> soft_labels = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    >>> round(float(class_relation_loss(torch.eye(2), soft_labels)), 4)
+    0.0166
+    """
+    num_classes = len(weight)
+    if soft_labels.shape != (num_classes, num_classes):
+        shapes = f"`weight` is {tuple(weight.shape)} but `soft_labels` is {tuple(soft_labels.shape)}"
+        raise ValueError(f"class_relation_loss: {shapes}; for C rows of weights it takes [C, C]")
+    w = widened(weight)  # [C, D]
+    with torch.autocast(weight.device.type, enabled=False):
+        relation = w @ w.t()  # [C, C]
+        if temperature != 1:
+            relation = relation / temperature
+        target = soft_labels.detach().to(w.dtype)
+        if exclude_diagonal:
+            same = torch.eye(num_classes, dtype=torch.bool, device=w.device)
+            relation = relation.masked_fill(same, torch.finfo(w.dtype).min)
+            target = target.masked_fill(same, 0.0)
+            others = target.sum(1)
+            target = target / others.clamp(min=torch.finfo(w.dtype).tiny)[:, None]
+            valid = others > 0 if valid is None else valid & (others > 0)
+        relation = relation.softmax(1)
+        if valid is not None:  # `where`, not a product: a row that means nothing may hold anything
+            target = torch.where(valid[:, None], target, 0.0)
+            relation = torch.where(valid[:, None], relation, 0.0)
+        return F.mse_loss(relation, target)  # the mean over C² entries
+
+
+def initial_soft_labels(initial: InitialSoftLabels, num_classes: int) -> ClassMeans:
+    """Soft labels [C, C] before the first exchange; all rows are invalid for ``none``.
+
+    >>> initial_soft_labels("uniform", 2).mean.tolist(), initial_soft_labels("none", 2).valid.tolist()
+    ([[0.5, 0.5], [0.5, 0.5]], [False, False])
+    """
+    rows = {
+        "none": torch.zeros(num_classes, num_classes),
+        "identity": torch.eye(num_classes),
+        "uniform": torch.full((num_classes, num_classes), 1 / num_classes),
+    }
+    count = torch.full((num_classes,), int(initial != "none"))
+    return ClassMeans(rows[initial], count, sends_count=False)
+
+
+class SoftLabelRule(ArtifactRule):
+    """Merge soft labels class by class, weighted by the samples of the class (equation 7).
+
+    A row becomes m · old + (1 − m) · mean; without an old row, the mean. The mean is over this round's participants, or
+    over everything that was ever sent.
+
+    Args:
+        initial: the rows that are old in the first round.
+        momentum: m, in [0, 1).
+        history: ``round`` averages this round's soft labels, ``all`` all since the first round, pooled by samples.
+        missing: what becomes of a class that the average lacks: its row stays as it was (``keep``), becomes invalid
+            (``drop``), or, as long as nobody ever held the class, has the mean e_i (``one_hot``) and stays afterwards.
+    """
+
+    def __init__(
+        self,
+        initial: InitialSoftLabels = "none",
+        momentum: float = 0.0,
+        history: History = "round",
+        missing: MissingSoftLabels = "keep",
+    ) -> None:
+        self.initial = initial
+        self.momentum = momentum
+        self.history = history
+        self.missing = missing
+        self._sum = ExactSum()
+        self._count: Tensor | None = None  # [C] int64, samples in the average
+        self._before: Tensor | int = 0  # [C] int64, samples of rounds that are not in the average
+
+    def add(self, value: ClassMeans, num_samples: int) -> None:
+        """Fold in one client's soft labels.
+
+        Raises:
+            ValueError: if the number of classes differs from that of the clients before.
+        """
+        count = value.count[:, None]
+        rows = value.mean.to(accumulation_dtype(value.mean.device)) * count
+        self._fold(torch.where(count > 0, rows, 0.0), value.count)
+
+    def _fold(self, sums: Tensor, count: Tensor) -> None:
+        if self._count is None:
+            self._count = torch.zeros_like(count)
+        if count.shape != self._count.shape:
+            shapes = f"{len(self._count)} and {len(count)}"
+            raise ValueError(f"soft labels must have the same number of classes, got {shapes}")
+        self._sum.add(sums.reshape(-1), 1.0)
+        self._count += count
+
+    def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102 - as the base says
+        if self._count is None:
+            return previous
+        num_classes = len(self._count)
+        old = initial_soft_labels(self.initial, num_classes) if previous is None else previous
+        old = old.to(self._count.device)
+        rows = self._sums() / self._count.clamp(min=1)[:, None]
+        present = self._count > 0
+        if self.missing == "one_hot":
+            unseen = self._count + self._before == 0
+            rows = torch.where(unseen[:, None], torch.eye(num_classes).to(rows), rows)
+            present = present | unseen
+        last = old.mean.to(rows.dtype)
+        if self.momentum:
+            rows = torch.where(old.valid[:, None], self.momentum * last + (1 - self.momentum) * rows, rows)
+        valid = present if self.missing == "drop" else present | old.valid
+        rows = torch.where(present[:, None], rows, torch.where(valid[:, None], last, 0.0))
+        return ClassMeans(rows.float(), valid.long(), sends_count=False)
+
+    def _sums(self) -> Tensor:
+        assert self._count is not None
+        return self._sum.value(1.0).reshape(len(self._count), -1)
+
+    def memory(self) -> Mapping[str, Tensor] | None:
+        """Sums and samples of all rounds, or the samples alone, or nothing: what history and `missing` ask for."""
+        if self._count is None:
+            return None
+        if self.history == "all":
+            return {"sum": self._sums(), "count": self._count}
+        return {"count": self._count + self._before} if self.missing == "one_hot" else None
+
+    def remember(self, memory: Mapping[str, Tensor]) -> None:  # noqa: D102
+        if self.history == "all":
+            self._fold(memory["sum"], memory["count"])
+        else:
+            self._before = memory["count"]
+
+
+class ClassRelation(Term):
+    """Pull σ(W Wᵀ) of the classification layer towards the global soft labels (FedDW's L_reg).
+
+    Sends the client's soft labels (for each class that it holds the mean of softmax(logits) over its own training
+    samples of the class, equations 4 to 6), receives the global ones (equation 7). Until a row was received it does
+    not count. W Wᵀ says everything about the classes only where the last layer has no bias, so the bias is taken away,
+    at weight 0, too: that is the method to compare with.
+
+    Args:
+        weight: μ, >= 0.
+        soft_labels_init: the global soft labels of the first round: ``none``, ``identity`` (the public code) or
+            ``uniform`` (1/C everywhere).
+        momentum: share of a row's last value in its next one, in [0, 1); the public code has 0.5.
+        history: ``round`` averages the participants' soft labels of the round, ``all`` pools everything that was ever
+            sent (the public code).
+        missing: what becomes of a class that the average lacks: its row stays (``keep``), becomes invalid (``drop``),
+            or is one-hot until somebody holds the class and stays afterwards (``one_hot``, the public code).
+        decay_rounds: rounds (1-based) at whose start the weight is divided by 10; none by default.
+        source: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages the
+            predictions of the last epoch's own forward passes, which costs no pass.
+        temperature: divides W Wᵀ, > 0; the paper has none (1). For study.
+        exclude_diagonal: compare the relations to the other classes only. For study.
+        bias: ``remove`` takes the bias off the last layer, ``keep`` leaves the model as it is (the public code).
+    """
+
+    paper = "Liu et al., FedDW (arXiv:2412.04521, 2024)"
+    reaches = ("model.head",)
+
+    def __init__(
+        self,
+        weight: float = 0.1,
+        soft_labels_init: InitialSoftLabels = "none",
+        momentum: float = 0.0,
+        history: History = "round",
+        missing: MissingSoftLabels = "keep",
+        decay_rounds: list[int] | None = None,
+        source: Source = "post",
+        temperature: float = 1.0,
+        exclude_diagonal: bool = False,
+        bias: LastBias = "remove",
+    ) -> None:
+        super().__init__(weight)
+        for key, value, allowed in (
+            ("soft_labels_init", soft_labels_init, get_args(InitialSoftLabels)),
+            ("history", history, get_args(History)),
+            ("missing", missing, get_args(MissingSoftLabels)),
+            ("source", source, get_args(Source)),
+            ("bias", bias, get_args(LastBias)),
+        ):
+            require(value in allowed, f"ClassRelation.{key}", f"must be one of {', '.join(allowed)}", value)
+        require(0 <= momentum < 1, "ClassRelation.momentum", "must be in [0, 1)", momentum)
+        require(temperature > 0, "ClassRelation.temperature", "must be > 0", temperature)
+        decay_rounds = list(decay_rounds or ())
+        counted = all(round >= 1 for round in decay_rounds)
+        require(counted, "ClassRelation.decay_rounds", "must be rounds, counted from 1", decay_rounds)
+        self.soft_labels_init = soft_labels_init
+        self.momentum = momentum
+        self.history = history
+        self.missing = missing
+        self.decay_rounds = decay_rounds
+        self.source = source
+        self.temperature = temperature
+        self.exclude_diagonal = exclude_diagonal
+        self.bias = bias
+        self._num_valid = 0
+
+    soft_labels: Tensor  # [C, C], as received; invalid rows are zero
+    valid: Tensor  # [C] bool
+    sums: Tensor  # [C, C], of the last epoch's predictions
+    seen: Tensor  # [C] int64
+
+    def weight_at(self, round: int) -> float:  # noqa: D102
+        return self.weight / 10 ** sum(start <= round for start in self.decay_rounds)
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        layer = client.model.classification_layer
+        inside = set(layer.modules())
+        modules = list(client.model.head.modules())
+        after = [m for m in modules[modules.index(layer) :] if m not in inside and not isinstance(m, nn.Identity)]
+        rule = "ClassRelation needs the linear layer of one output a class to be the head's last; after it comes"
+        require(not after, "model.head", rule + "".join(f" {type(module).__name__}" for module in after[:1]))
+        if self.bias == "remove":
+            layer.register_parameter("bias", None)
+        classes = client.model.num_classes
+        self.register_buffer("soft_labels", torch.zeros(classes, classes), persistent=False)
+        self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
+        self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
+        self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self._num_valid:
+            return torch.zeros((), device=out.z.device)
+        valid = None if self._num_valid == len(self.valid) else self.valid
+        weight = client.model.classification_layer.weight
+        return class_relation_loss(weight, self.soft_labels, valid, self.temperature, self.exclude_diagonal)
+
+    @torch.no_grad()
+    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
+        if self.source == "running" and client.last_epoch:
+            predictions = torch.softmax(widened(out.logits), 1)
+            self.sums = self.sums.to(accumulation_dtype(self.sums.device))  # fits in half precision start with less
+            self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
+            self.seen += torch.bincount(out.y, minlength=len(self.seen))
+
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        received = message.artifacts.get("soft_labels")
+        if not isinstance(received, ClassMeans):
+            received = initial_soft_labels(self.soft_labels_init, len(self.valid))
+        self.soft_labels.copy_(torch.where(received.valid[:, None], received.mean, 0.0))
+        self.valid.copy_(received.valid)
+        self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
+        self.sums.zero_()
+        self.seen.zero_()
+
+    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+        if self.source == "running":
+            mean = (self.sums / self.seen.clamp(min=1)[:, None]).float()
+            return {"soft_labels": ClassMeans(mean, self.seen.clone())}
+        collected = client.collect(data)
+        predictions = torch.softmax(widened(collected.logits), 1)
+        return {"soft_labels": ClassMeans.from_samples(predictions, collected.y, len(self.valid))}
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {"soft_labels": tuple(self.soft_labels.shape)}
+
+    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+        return {"soft_labels": lambda: SoftLabelRule(self.soft_labels_init, self.momentum, self.history, self.missing)}
