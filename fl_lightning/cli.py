@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
@@ -11,9 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import yaml
+
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, suggest
-from fl_lightning.precheck import FILLED_IN, SECTIONS, check_classes, given_keys, precheck
+from fl_lightning.precheck import (
+    FILLED_IN,
+    SECTIONS,
+    check_classes,
+    given_keys,
+    listed_models,
+    precheck,
+    without_replaced,
+)
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -67,7 +78,7 @@ def _refuse(message: str) -> NoReturn:
 
 def _fit(argv: list[str]) -> int:
     precheck(argv)
-    parser = config_parser("fit", "Run a federation from a configuration.")
+    parser = config_parser("fit", "Run a federation from a configuration.", listed_models(argv) is not None)
     parser.add_argument(
         "--resume", type=str | None, help="continue: auto (the newest checkpoint), or a checkpoint's path"
     )  # type: ignore[arg-type]
@@ -151,7 +162,7 @@ def _evaluate(argv: list[str]) -> int:
 
 def _partition(argv: list[str]) -> int:
     precheck(argv)
-    parser = config_parser("partition", "Show who holds what.")
+    parser = config_parser("partition", "Show who holds what.", listed_models(argv) is not None)
     parser.add_argument("--figure", type=str, default="partition.png", help="where the picture is written")
     options = parse_config(parser, argv)
     config = plain_config(options)
@@ -213,8 +224,14 @@ def _parser_class() -> type[ArgumentParser]:
     return OneLineParser
 
 
-def config_parser(command: str, description: str) -> ArgumentParser:
-    """The parser of a configuration's sections: every constructor parameter is an option."""
+def config_parser(command: str, description: str, models: bool = False) -> ArgumentParser:
+    """The parser of a configuration's sections: every constructor parameter is an option.
+
+    Args:
+        command: the subcommand.
+        description: what it does.
+        models: whether the section ``model`` is a list, whose entries `parse_config` checks.
+    """
     import lightning as L
     import torch
 
@@ -223,7 +240,6 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     from fl_lightning.data.module import FederatedData
     from fl_lightning.federation.loop import FederatedLoop
     from fl_lightning.federation.runner import TRAINER_DEFAULTS
-    from fl_lightning.models.split import SplitModel
 
     sys.path.insert(0, os.getcwd())  # a user's own classes
     for module in (name for kind in catalog.KINDS for name in catalog.modules(kind)):
@@ -240,9 +256,11 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     name_help = "the run's name; default: method, data set and seed"
     parser.add_argument("--name", type=str | None, help=name_help)  # type: ignore[arg-type]
     parser.add_argument("--output", type=str, default="runs", help="folder of runs; the run's own is <output>/<name>")
-    skip = set(FILLED_IN) | {"body", "head", "embedding_size", "terms"}
     parser.add_subclass_arguments(ClientModule, "method", skip={"model", "terms"}, required=True, instantiate=False)
-    parser.add_subclass_arguments(SplitModel, "model", skip=skip - {"head"}, required=True, instantiate=False)
+    if models:
+        parser.add_argument("--model", type=_checked_models, required=True, help="models, each for some of the clients")
+    else:
+        _add_model(parser, "model")
     parser.add_subclass_arguments(
         torch.optim.Optimizer, "optimizer", skip={"params"}, required=False, instantiate=False
     )
@@ -264,8 +282,20 @@ def config_parser(command: str, description: str) -> ArgumentParser:
     return parser
 
 
+def _add_model(parser: ArgumentParser, key: str) -> None:
+    from fl_lightning.models.split import SplitModel
+
+    skip = {*FILLED_IN, "body", "embedding_size", "terms"}
+    parser.add_subclass_arguments(SplitModel, key, skip=skip, required=True, instantiate=False)
+
+
 def parse_config(parser: Any, argv: list[str]) -> Any:
-    """Parse a command line of a configuration's sections."""
+    """Parse a command line of a configuration's sections.
+
+    Args:
+        parser: `config_parser`'s, made for a list of models if the command line ends up with one.
+        argv: the command line after the subcommand.
+    """
     import torch
 
     from fl_lightning.core.client import ClientModule
@@ -278,7 +308,33 @@ def parse_config(parser: Any, argv: list[str]) -> Any:
     bases |= {"data.dataset": Dataset, "data.partition": Partition, "federation.exchange": Exchange}
     check_classes(argv, bases)
     type(parser).given = given_keys(argv)  # of the class: jsonargparse makes parsers of it for nested arguments
-    return parser.parse_args(argv)
+    listed = listed_models(argv)
+    if listed is None:
+        return parser.parse_args(without_replaced(argv))
+    models = [_checked_model(index, entry) for index, entry in enumerate(listed)]
+    return parser.parse_args([*without_replaced(argv, "model"), f"--model={json.dumps(models)}"])
+
+
+def _checked_models(given: Any) -> list[Any]:
+    """The type of a list whose entries were checked: the parser asks for it on the way in, and again at the end.
+
+    Any other text is an environment variable's model, which the list replaces.
+    """
+    return json.loads(given) if isinstance(given, str) and given.startswith("[") else given
+
+
+def _checked_model(index: int, entry: Any) -> dict[str, Any]:
+    """Check one entry of a list of models and fill its arguments' defaults in; `clients` stays as it is."""
+    key = f"model.{index}"
+    node = {"class_path": entry} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "clients"}
+    parser = _parser_class()(prog="fl-lightning")
+    type(parser).given = [f"{key}.init_args.{name}" for name in node.get("init_args") or {}]
+    _add_model(parser, key)
+    # As text, because only the parser's own reader knows that 1e-3 is a number.
+    checked = parser.parse_string(yaml.safe_dump({"model": {str(index): node}}, sort_keys=False))
+    plain = _plain(checked[key])
+    given = {} if isinstance(entry, str) or "clients" not in entry else {"clients": entry["clients"]}
+    return {**plain, **given}
 
 
 def plain_config(options: Any) -> Config:

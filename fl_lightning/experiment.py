@@ -82,6 +82,7 @@ class Experiment:
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         self.identity = identity(config)
+        self.architecture = architectures(config["model"], self.data.num_clients)
 
     def setup(self) -> None:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder."""
@@ -93,20 +94,21 @@ class Experiment:
             self._make_optimizer,
             self.seed,
             trainer=trainer,
+            architecture=self.architecture,
             folder=self.folder,
             identity=self.identity,
         )
 
     def _make_client(self, architecture: int) -> ClientModule:
         spec = self.data.spec
-        cls = import_class(self.config["model"]["class_path"])
+        models = self.config["model"]
+        node, key = (models[architecture], f"model.{architecture}") if isinstance(models, list) else (models, "model")
+        cls = import_class(node["class_path"])
         given = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
         if "vocabulary_size" in inspect.signature(cls).parameters:
-            require(
-                spec.vocabulary_size > 0, "model", f"{cls.__name__} reads tokens, but the data set has no vocabulary"
-            )
+            require(spec.vocabulary_size > 0, key, f"{cls.__name__} reads tokens, but the data set has no vocabulary")
             given["vocabulary_size"] = spec.vocabulary_size
-        model: SplitModel = build(self.config["model"], "model", **given)
+        model: SplitModel = build_model(node, key, **given)
         return build(self.config["method"], "method", model=model)
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -310,6 +312,43 @@ def build(node: Any, key: str, **given: Any) -> Any:
     arguments = {name: build(value, f"{key}.{name}") for name, value in (node.get("init_args") or {}).items()}
     arguments |= node.get("dict_kwargs") or {}
     return construct(import_class(node["class_path"]), key, **arguments, **given)
+
+
+def build_model(node: Any, key: str, **given: Any) -> SplitModel:
+    """`build` for a model; what it refuses names the entry where there is a list of models."""
+    try:
+        return build(node, key, **given)
+    except ConfigError as error:
+        own = re.fullmatch(r"model(?:\.([a-z_]\w*))?", error.key)  # as a model names itself and its arguments
+        if key == "model" or own is None:
+            raise
+        argument = f".init_args.{own[1]}" if own[1] else ""
+        raise ConfigError(key + argument, str(error).removeprefix(f"{error.key}: ")) from error
+
+
+def architectures(models: Any, num_clients: int) -> list[int] | None:
+    """Each client's entry of a list of models, [N]; None where `models` is one model for all.
+
+    Where the entries have `clients`, so many consecutive clients have them; otherwise client i has entry i mod length.
+
+    Raises:
+        ConfigError: if some entries have `clients` and others do not, or their numbers do not fit.
+    """
+    if not isinstance(models, list):
+        return None
+    counts = [entry["clients"] for entry in models if "clients" in entry]
+    if not counts:
+        some = f"has more entries than there are clients ({num_clients}); take some away, or raise data.num_clients"
+        require(len(models) <= num_clients, "model", some, len(models))
+        return [client % len(models) for client in range(num_clients)]
+    for index, entry in enumerate(models):
+        require("clients" in entry, f"model.{index}.clients", "must be given for every entry of the list, or for none")
+        count = entry["clients"]
+        whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        require(whole, f"model.{index}.clients", "must be a whole number >= 1", count)
+    fits = sum(counts) == num_clients
+    require(fits, "model", f"the entries' `clients` must add up to data.num_clients ({num_clients})", sum(counts))
+    return [index for index, count in enumerate(counts) for _ in range(count)]
 
 
 def short_name(node: Any) -> str:

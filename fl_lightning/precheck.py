@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ MISPLACED = {
 """Keys that Lightning's users may look for -> where to go instead."""
 FILLED_IN = ("model", "input_shape", "num_classes", "vocabulary_size", "params")
 """Constructor parameters that come from the data or the experiment, never from a configuration."""
+ENTRY_KEYS = ("class_path", "init_args", "clients")
+"""What an entry of a list of models may hold."""
+_ENTRY = re.compile(r"model\.\d+(?=\.|$)")
+"""A key inside a list of models starts like this."""
 
 
 def precheck(argv: Sequence[str]) -> None:
@@ -55,24 +60,24 @@ def precheck(argv: Sequence[str]) -> None:
     """
     classes: dict[str, str] = {}
     arguments: dict[str, dict[str, str]] = {}  # class key -> constructor argument -> the key that gave it
-    for key, value in _settings(argv):
+    for key, value in settings(argv):
         top = key.partition(".")[0]
         if top not in (*SECTIONS, *OPTIONS):
             raise ConfigError(key, f"there is no such section; {suggest(top, SECTIONS)}")
         if key in MISPLACED:
             raise ConfigError(key, MISPLACED[key])
         group, _, member = key.rpartition(".")
-        owner = key if key in CLASS_KEYS else group if member == "class_path" else ""
+        owner = key if _section(key) in CLASS_KEYS else group if member == "class_path" else ""
         if key == "method.init_args.extra_terms" or key == "method.extra_terms":
             _check_terms(key, value)
-        if owner in CLASS_KEYS and isinstance(value, str):
-            path = _class_path(CLASS_KEYS[owner], owner, value)
+        if _section(owner) in CLASS_KEYS and isinstance(value, str):
+            path = _class_path(CLASS_KEYS[_section(owner)], owner, value)
             if classes.get(owner) != path:  # another class takes other arguments: the earlier ones are dropped
                 arguments.pop(owner, None)
             classes[owner] = path
         elif group in GROUPS:
             _check_member(key, member, catalog.parameters(GROUPS[group]))
-        elif group.removesuffix(".init_args") in CLASS_KEYS and member not in ("init_args", "help"):
+        elif _is_argument(key, CLASS_KEYS):
             arguments.setdefault(group.removesuffix(".init_args"), {})[member] = key
     for owner, given in arguments.items():
         if classes.get(owner):
@@ -94,15 +99,15 @@ def check_classes(argv: Sequence[str], bases: Mapping[str, type]) -> None:
     """
     classes: dict[str, type] = {}
     arguments: dict[str, dict[str, str]] = {}
-    for key, value in _settings(argv):
+    for key, value in settings(argv):
         group, _, member = key.rpartition(".")
-        owner = key if key in bases else group if member == "class_path" else ""
-        if owner in bases and isinstance(value, str):
-            found = _find_class(owner, value, bases[owner])
+        owner = key if _section(key) in bases else group if member == "class_path" else ""
+        if _section(owner) in bases and isinstance(value, str):
+            found = _find_class(owner, value, bases[_section(owner)])
             if classes.get(owner) is not found:
                 arguments.pop(owner, None)
             classes[owner] = found
-        elif group.removesuffix(".init_args") in bases and member not in ("init_args", "help"):
+        elif _is_argument(key, bases):
             arguments.setdefault(group.removesuffix(".init_args"), {})[member] = key
     for owner, given in arguments.items():
         if owner in classes:
@@ -110,6 +115,19 @@ def check_classes(argv: Sequence[str], bases: Mapping[str, type]) -> None:
             allowed = [name for name in names if name not in FILLED_IN]
             for member, key in given.items():
                 _check_member(key, member, allowed, f" of {classes[owner].__name__}")
+
+
+def _section(key: str) -> str:
+    """The key as it would be without a list of models: ``model.1.init_args`` is in ``model.init_args``."""
+    return _ENTRY.sub("model", key)
+
+
+def _is_argument(key: str, owners: Container[str]) -> bool:
+    """Whether a key is a constructor argument of the class that one of the keys `owners` names."""
+    group, _, member = key.rpartition(".")
+    if _ENTRY.fullmatch(group) and member == "clients":
+        return False
+    return _section(group.removesuffix(".init_args")) in owners and member not in ("init_args", "help")
 
 
 def _find_class(key: str, name: str, base: type) -> type:
@@ -137,7 +155,57 @@ def _subclasses(base: type) -> Iterator[type]:
 
 def given_keys(argv: Sequence[str]) -> list[str]:
     """The dotted keys of the command line and its files, without ``init_args``."""
-    return [key.replace(".init_args.", ".") for key, _ in _settings(argv)]
+    return [key.replace(".init_args.", ".") for key, _ in settings(argv)]
+
+
+def listed_models(argv: Sequence[str]) -> list[Any] | None:
+    """The list of models that a command line ends up with; None where it is one model, or none."""
+    listed: list[Any] | None = None
+    for key, value in _settings(argv):
+        if key == "model" and isinstance(value, list):
+            listed = value
+        elif key in ("model", "model.class_path"):
+            listed = None
+    return listed
+
+
+def without_replaced(argv: Sequence[str], *sections: str) -> list[str]:
+    """The command line without the methods and models that a later part of it replaces.
+
+    The parser would hand an argument on to the new class wherever that has one of the same name: a weight of 10 that
+    suits one method to a method that means something else by it. It takes no lists of models either.
+
+    Args:
+        argv: the command line after the subcommand.
+        sections: sections to leave out altogether.
+    """
+    parts: list[tuple[list[str], str, Mapping[str, Any]]] = []  # words, key, content of a file
+    named: dict[str, str] = {}
+    for words, key, value in _options(argv):
+        content = _read(Path(value)) if key == "config" else {}
+        for name, given in _flatten(content) if key == "config" else [(key, value)]:
+            section = name.removesuffix(".class_path")
+            if section in ("method", "model") and isinstance(given, (str, list)):
+                new = given.rpartition(".")[2] if isinstance(given, str) else ""
+                if named.get(section) != new or not new:
+                    parts = [_without_section(part, section) for part in parts]
+                named[section] = new
+        parts.append((words, key, content))
+    for section in sections:
+        parts = [_without_section(part, section) for part in parts]
+    return [word for words, _, _ in parts for word in words]
+
+
+def _without_section(
+    part: tuple[list[str], str, Mapping[str, Any]], section: str
+) -> tuple[list[str], str, Mapping[str, Any]]:
+    _, key, content = part
+    if key.partition(".")[0] == section and not key.endswith(".help"):
+        return [], "", {}
+    left = {name: value for name, value in content.items() if str(name).partition(".")[0] != section}
+    if len(left) == len(content):
+        return part
+    return ["--config", yaml.safe_dump(left, sort_keys=False)], key, left  # the parser takes text for a file, too
 
 
 def _check_member(key: str, member: str, allowed: Sequence[str], of: str = "") -> None:
@@ -165,20 +233,72 @@ def _class_path(kind: str, key: str, name: str) -> str:
     raise ConfigError(key, f"there is no {kind[:-1]} of that name; {suggest(name, known)}", name)
 
 
+def settings(argv: Sequence[str]) -> list[tuple[str, Any]]:
+    """Dotted keys and values of the configuration files and options, in the order in which they are given.
+
+    The entries of a list of models have keys of their own (``model.1.init_args.channels``). A list replaces what was
+    said of the model before, and a class named later replaces the list.
+
+    Raises:
+        ConfigError: if an entry of the list is none, or an option would change one argument of all entries.
+    """
+    found: list[tuple[str, Any]] = []
+    listed = False
+    for key, value in _settings(argv):
+        if key == "model" and isinstance(value, list):
+            found, listed = [*_without_model(found), *_entries(value)], True
+            continue
+        if listed and key in ("model", "model.class_path"):
+            found, listed = _without_model(found), False
+        elif listed and key.startswith("model.") and key != "model.help":
+            raise ConfigError(key, "`model` is a list here; change its entries, or say --model NAME for one model")
+        found.append((key, value))
+    return found
+
+
+def _without_model(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in found if key.partition(".")[0] != "model"]
+
+
+def _entries(models: list[Any]) -> Iterator[tuple[str, Any]]:
+    if not models:
+        raise ConfigError("model", "the list must hold at least one model")
+    for index, entry in enumerate(models):
+        key = f"model.{index}"
+        if isinstance(entry, str):
+            yield key, entry
+            continue
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("class_path"), str):
+            raise ConfigError(key, "must be a model's name, or hold one under class_path", entry)
+        for name in entry:
+            _check_member(f"{key}.{name}", str(name), ENTRY_KEYS)
+        if not isinstance(entry.get("init_args") or {}, Mapping):
+            raise ConfigError(f"{key}.init_args", "must hold the model's arguments by name", entry["init_args"])
+        yield from _flatten(entry, f"{key}.")
+
+
 def _settings(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of the configuration files and options, in the order in which they are given."""
+    for _, key, value in _options(argv):
+        if key == "config":
+            yield from _flatten(_read(Path(value)))
+        elif key:
+            yield key, value
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
+    """Each option's words on the command line, its dotted key and its value."""
     waiting = list(argv)
     while waiting:
         option = waiting.pop(0)
         if not option.startswith("--"):
+            yield [option], "", ""
             continue
+        words = [option]
         key, equals, value = option[2:].partition("=")
         if not equals and waiting and not waiting[0].startswith("--"):
             value = waiting.pop(0)
-        if key == "config":
-            yield from _flatten(_read(Path(value)))
-        else:
-            yield key.rstrip("+"), value
+            words.append(value)
+        yield words, key.rstrip("+"), value
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -194,7 +314,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
+    # A class first: it drops what was said of the arguments of an earlier one.
+    for name, value in sorted(node.items(), key=lambda item: item[0] != "class_path"):
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{key}.")

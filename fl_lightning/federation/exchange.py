@@ -102,7 +102,7 @@ class Ring(Exchange):
             predecessor has just finished in the same round, and the first one the last one's of the round before.
     """
 
-    paper = "Guo et al., DRDFL (2025), Algorithm 1 (parallel) and Figure 1 (sequential)"
+    paper = "Guo et al. (2025), Algorithm 1 (parallel) and Figure 1 (sequential)"
     keeps_shared = True
 
     def __init__(self, schedule: Schedule = "parallel") -> None:

@@ -79,11 +79,31 @@ class Recorder(FederationCallback):
             "seconds": loop.seconds,
             **summarise(rows),
             "final_received": dict(final_received),
-            "communication": dict(loop.traffic),
+            "communication": communication(loop.traffic, rows),
             "clients_without_test": without_test,
         }
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
+
+
+def communication(traffic: Mapping[str, int], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What was sent in all, by one client in one round, and under the convention of published tables.
+
+    Args:
+        traffic: values and bytes sent up and down in the whole run.
+        rows: rows of `metrics.csv`, with the number of participants of each round.
+
+    Returns:
+        `traffic`; ``…_params_per_client``, the mean over rounds and participants; ``…_params_Mi_per_round``, the values
+        that all participants send in one round and one direction over 2^20, which tables print as "# Comm. Params (M)".
+    """
+    messages, rounds = sum(row["participants"] for row in rows), len(rows)
+    figures: dict[str, float] = dict(traffic)
+    for direction in ("uplink", "downlink"):
+        values = traffic[f"{direction}_params"]
+        figures[f"{direction}_params_per_client"] = values / max(messages, 1)
+        figures[f"{direction}_params_Mi_per_round"] = values / max(rounds, 1) / 2**20
+    return figures
 
 
 def _known(value: float) -> float | None:

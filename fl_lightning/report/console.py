@@ -312,12 +312,14 @@ def _communication_table(summary: Mapping[str, Any]) -> Table:
     total = summary["communication"]
     messages = summary["participants_per_round"] * summary["rounds"]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in ("communicated", "in all", "per client and round"):
+    for header in ("communicated", "in all", "per client and round", "all clients, a round"):
         table.add_column(header)
     for label, direction in (("up", "uplink"), ("down", "downlink")):
         amounts = total[f"{direction}_params"], total[f"{direction}_bytes"]
-        each = _amounts(*(amount / messages for amount in amounts)) if messages else "-"
-        table.add_row(label, _amounts(*amounts), each)
+        each = f"{amounts[0] / messages:,.0f} values, {human(amounts[1] / messages, 'B')}" if messages else "-"
+        # The convention behind published "# Comm. Params (M)" columns.
+        of_a_round = amounts[0] / max(summary["rounds"], 1) / 2**20
+        table.add_row(label, _amounts(*amounts), each, f"{of_a_round:.2f} x 2^20 values")
     return table
 
 

@@ -1,31 +1,173 @@
-"""Every file of experiments/ parses, and the README shows the files and commands that exist."""
+"""Every file of experiments/ can be run, and the README files show the files and commands that exist."""
 
+import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fl_lightning.cli import config_parser, parse_config, plain_config
-from fl_lightning.precheck import FILLED_IN, given_keys, precheck
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.experiment import Experiment, import_class, short_name
+from fl_lightning.precheck import FILLED_IN, given_keys, listed_models, precheck
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "experiments").rglob("*.yaml"))
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "experiments").rglob("*.yaml"))
+COMMAND = re.compile(r"fl-lightning fit ((?:\\\n|[^\n`])+)")
+SHAPES = {
+    "MNIST": (1, 28, 28),
+    "FashionMNIST": (1, 28, 28),
+    "EMNIST": (1, 28, 28),
+    "CIFAR10": (3, 32, 32),
+    "CIFAR100": (3, 32, 32),
+    "SVHN": (3, 32, 32),
+    "Digits": (1, 8, 8),
+    "IMDB": (200,),
+}
+CLASSES = {"EMNIST": 62, "CIFAR100": 100, "IMDB": 2}
+OPTIONS = {
+    "experiments/fedcpd/fmnist_dirichlet01.yaml": [["--method", name] for name in ("Local", "FedAvg", "FedRep")],
+    "experiments/feddw/cifar100_practical.yaml": [["--method", "FedAvg"]],
+    "experiments/feddw/cifar100_pathological.yaml": [["--method", "FedAvg"]],
+    "experiments/drdfl/cifar10_dirichlet01.yaml": [["--method", "Local"]],
+    "experiments/fedproto/mnist.yaml": [["--method", name] for name in ("Local", "FedAvg", "FedRep")],
+}
+"""What the files' comments say may be added, beyond the commands that they show in full."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_experiment_parses(path):
-    argv = ["--config", str(path)]
+def is_whole(file):
+    """Whether a file is an experiment, not something to be laid over one."""
+    content = yaml.safe_load((ROOT / file).read_text())
+    return {"method", "model", "data"} <= content.keys() and "dataset" in content["data"]
+
+
+def commands(text):
+    """The options of every `fl-lightning fit` that a text shows, without comments and ends of lines."""
+    return [re.sub(r"\s#.*", "", re.sub(r"\\\n#?", " ", found)).split() for found in COMMAND.findall(text)]
+
+
+def shown_in(file):
+    """The commands at the top of a file; each is one that a reader copies."""
+    return commands((ROOT / file).read_text())
+
+
+@cache
+def parser(models):
+    """Made once: it takes most of the time."""
+    return config_parser("fit", "", models)
+
+
+def resolved(argv):
+    """What `fit` would run."""
     precheck(argv)
-    config = plain_config(parse_config(config_parser("fit", ""), argv))
-    assert config["method"]["class_path"].startswith("fl_lightning.methods.")
-    assert config["federation"]["rounds"] >= 1
+    return plain_config(parse_config(parser(listed_models(argv) is not None), argv))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_experiment_types_nothing_that_follows_from_the_data(path):
-    members = {key.rpartition(".")[2] for key in given_keys(["--config", str(path)]) if "." in key}
+def without_data(config):
+    """The experiment with one made-up sample of the right shape in place of its data set."""
+    experiment = Experiment(config)
+    dataset = short_name(config["data"]["dataset"])
+    vocabulary = config["data"]["dataset"].get("init_args", {}).get("vocabulary", 0)
+    x = torch.zeros((1, *SHAPES[dataset]), dtype=torch.int64 if vocabulary else torch.uint8)
+    classes = tuple(map(str, range(CLASSES.get(dataset, 10))))
+    experiment.data.arrays = Arrays(x, torch.zeros(1, dtype=torch.int64), 1, classes, vocabulary_size=vocabulary)
+    return experiment
+
+
+def check(argv):
+    """Parse everything, and build all that can be built without data: clients, optimizer, federation, exchange."""
+    experiment = without_data(resolved(argv))
+    for architecture in set(experiment.architecture or [0]):
+        client = experiment._make_client(architecture)
+        assert client.phases()
+        experiment._make_optimizer(client.parameters())
+    return experiment
+
+
+@pytest.fixture(autouse=True)
+def _in_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_experiment_is_built_as_its_first_lines_say(file):
+    """A file that is laid over others shows on which one; so every file is read at least once."""
+    shown = shown_in(file)
+    assert shown, "the file does not say how to run it"
+    for argv in shown:
+        assert file in argv
+        experiment = check(argv)
+        assert experiment.loop.rounds >= 1
+        assert experiment.folder.parts[0] == "runs"
+    if is_whole(file):
+        assert shown[0] == ["--config", file]
+
+
+@pytest.mark.parametrize(("file", "options"), [(file, options) for file, more in OPTIONS.items() for options in more])
+def test_other_methods_take_over_an_experiment(file, options):
+    """With their own defaults: no weight of the file's method gets into theirs."""
+    method = check(["--config", file, *options]).config["method"]
+    parameters = inspect.signature(import_class(method["class_path"])).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
+    assert method["init_args"] == defaults
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_that_an_experiment_names_are_there(file):
+    for name in re.findall(r"experiments/[\w/]+\.yaml", (ROOT / file).read_text()):
+        assert name in FILES, name
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_experiment_types_nothing_that_follows_from_the_data(file):
+    members = {key.rpartition(".")[2] for key in given_keys(["--config", file]) if "." in key}
     assert members.isdisjoint(FILLED_IN)
+
+
+def test_runs_of_different_files_have_folders_of_their_own():
+    folders = [yaml.safe_load((ROOT / file).read_text()).get("output") for file in FILES if is_whole(file)]
+    own = [folder for folder in folders if folder not in ("runs", "runs/fedproto/n3_std2")]  # named by data set below
+    assert len(set(own)) == len(own)
+
+
+def test_every_overlay_of_fedproto_suits_every_data_set():
+    """Tasks, models and newcomers over each of the three; a list of models in either order."""
+    for base in ("mnist", "femnist", "cifar10"):
+        first = ["--config", f"experiments/fedproto/{base}.yaml"]
+        tasks = ["--config", "experiments/fedproto/tasks/n5_std1.yaml"]
+        models = ["--config", f"experiments/fedproto/{base}_models.yaml"]
+        for argv in ([*first, *tasks, *models], [*first, *models, *tasks]):
+            config = resolved(argv)
+            assert len(config["model"]) == (2 if base == "cifar10" else 3)
+            assert config["data"]["partition"]["init_args"]["n"] == 5
+        assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.newcomers.clients == 5
+
+
+@pytest.mark.parametrize("readme", ["README.md", "experiments/README.md"])
+def test_readme_names_files_that_exist_and_commands_that_work(readme):
+    text = (ROOT / readme).read_text()
+    for name in re.findall(r"experiments/[\w/]+\.yaml", text):
+        assert name in FILES, name
+    for argv in commands(text):
+        if argv[:1] == ["--config"] and argv[1].startswith("experiments/"):
+            resolved([word for word in argv if word not in ("--overwrite", "--quiet")])
+
+
+def test_readme_of_the_experiments_names_every_file():
+    """By its path in the folder; a pattern in braces stands for several."""
+    text = (ROOT / "experiments/README.md").read_text()
+    named = set()
+    for pattern in re.findall(r"`([\w/{},]+\.yaml)`", text):
+        head, *rest = re.split(r"\{([^}]*)\}", pattern)
+        names = [head]
+        for index in range(0, len(rest), 2):
+            names = [name + choice + rest[index + 1] for name in names for choice in rest[index].split(",")]
+        named |= {f"experiments/{name}" for name in names}
+    assert sorted(set(FILES) - named) == []
+    assert sorted(named - set(FILES)) == []
 
 
 def test_readme_shows_the_quickstart_file():

@@ -58,7 +58,7 @@ from fl_lightning.data.partitions import Partition
 class Difficult(Dataset):
     def arrays(self) -> Arrays:
         y = torch.tensor([0] + [1] * 12 + [0, 1, 2] + [0, 1, 2] * 20)
-        x = torch.randn(len(y), 4, generator=torch.Generator().manual_seed(0)) + y[:, None]
+        x = torch.randn(len(y), 1, 8, 8, generator=torch.Generator().manual_seed(0)) + y[:, None, None, None]
         return Arrays(x, y, len(y), ("a", "b", "c"))
 
 
@@ -133,6 +133,32 @@ def test_class_on_the_command_line_drops_the_arguments_of_the_class_in_the_file(
     assert config["method"]["class_path"].rpartition(".")[2] == method.rpartition(".")[2]
     assert "head_epochs" not in config["method"].get("init_args", {})
     assert json.loads((workplace.run / "summary.json").read_text())["method"] == method.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("later", [["--method", "FedProto"], ["--config", "later.yaml"]])
+def test_arguments_are_not_handed_on_to_another_method_that_has_some_of_the_same_name(workplace, later):
+    """FedDW's weight means something else in FedProto; a model's arguments go with it as well."""
+    extra = [{"class_path": "PrototypeContrast"}]
+    workplace.change(method={"class_path": "FedDW", "init_args": {"weight": 10.0, "extra_terms": extra}})
+    workplace.write("later.yaml", {"method": "FedProto"})
+    options = ["--model", "FedProtoCNN", "--model", "MLP", "--print_config"]
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", *later, *options)
+    assert code == 0, err
+    config = yaml.safe_load(out)
+    arguments = config["method"]["init_args"]
+    assert (arguments["weight"], arguments["extra_terms"]) == (1.0, None)
+    assert config["model"]["init_args"]["hidden"] == [128, 64]
+
+
+def test_same_class_named_again_keeps_its_arguments(workplace):
+    workplace.write("later.yaml", {"method": {"init_args": {"body_epochs": 2}, "class_path": "FedRep"}})
+    workplace.change(method={"class_path": "FedRep", "init_args": {"head_epochs": 3}})
+    options = ["--config", "later.yaml", "--model", "fl_lightning.models.mlp.MLP", "--print_config"]
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", *options)
+    assert code == 0, err
+    config = yaml.safe_load(out)
+    assert config["method"]["init_args"] == {"head_epochs": 3, "body_epochs": 2, "extra_terms": None}
+    assert config["model"]["init_args"]["hidden"] == [16, 8]
 
 
 def test_environment_variables_set_what_the_file_does_not(workplace):
@@ -330,7 +356,10 @@ def test_summary_says_last_best_and_mean(finished):
         assert summary["mean_last_10"][name] == pytest.approx(math.fsum(values) / 3)
     assert set(summary["final_received"]) == {n + s for n in ("Local-T_received", "Global-T_received") for s in SPREADS}
     assert "Server-T" not in summary["last"]
-    assert summary["communication"]["uplink_params"] == sum(int(row["uplink_params"]) for row in rows)
+    sent = summary["communication"]
+    assert sent["uplink_params"] == sum(int(row["uplink_params"]) for row in rows)
+    assert sent["uplink_params_per_client"] == sent["uplink_params"] / sum(int(row["participants"]) for row in rows)
+    assert sent["uplink_params_Mi_per_round"] == pytest.approx(sent["uplink_params"] / len(rows) / 2**20)
     assert summary["clients_without_test"] == []
 
 
@@ -394,6 +423,7 @@ def test_clients_of_one_sample_one_class_and_less_than_a_batch_are_trained_and_e
     workplace.change(
         method={"class_path": method},
         data={"dataset": dataset, "partition": partition, "num_clients": 4, "batch_size": 5},
+        optimizer={"init_args": {"lr": 0.001}},  # low enough for losses that are sums over an image's values
     )
     workplace.draws = method == "FedRep"
     out = workplace.fit()

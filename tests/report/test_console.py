@@ -319,10 +319,10 @@ def test_summary_says_that_best_is_chosen_on_the_test_split():
 
 
 def test_summary_gives_communication_in_all_and_per_client_and_round():
-    """12,345,600 values over 30 rounds of 10 clients are 41,152 each; four bytes a value."""
+    """12,345,600 values over 30 rounds of 10 clients are 41,152 each; four bytes a value; 411,520 / 2^20 = 0.39."""
     text = printed(make_summary())
-    assert re.search(r"up +12\.3 M values, 49\.4 MB +41\.2 K values, +165 KB", text)
-    assert re.search(r"down +6\.00 M values, 24\.0 MB +20\.0 K values, 80\.0 KB", text)
+    assert re.search(r"up +12\.3 M values, 49\.4 MB +41,152 values, 165 KB +0\.39 x 2\^20 values", text)
+    assert re.search(r"down +6\.00 M values, 24\.0 MB +20,000 values, 80\.0 KB +0\.19 x 2\^20 values", text)
 
 
 def test_summary_of_a_method_that_shares_nothing():
