@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.federation.exchange import Exchange, Star
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.exchange import Exchange, Ring, Star
+from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 
@@ -114,3 +116,146 @@ def test_exchange_of_your_own_has_no_global_message_unless_it_says_so(mlp, run_f
         for name, weight in diary.received[2, client].weights.items():
             assert torch.equal(weight, sent.weights[name])
     assert loop.diary.rows[-1]["Server-T"] is None
+
+
+# --- the ring ---------------------------------------------------------------------------------------------------------
+
+
+def values(value):
+    """A message of one number."""
+    return Message({"w": torch.tensor([float(value)])}, {}, 1)
+
+
+def ring(num_clients=4, **options):
+    exchange = Ring(**options)
+    exchange.setup(None, num_clients, seed=0)
+    return exchange
+
+
+def pass_round(exchange, sent, participants=None):
+    """One round in which client m hears what it hears and then sends ``sent[m]``; what each has heard."""
+    participants = list(sent) if participants is None else participants
+    exchange.open(1, participants)
+    heard = {}
+    for client in participants:
+        heard[client] = number(exchange.inbox(client))
+        exchange.post(client, values(sent[client]))
+    exchange.close()
+    return heard
+
+
+def number(message):
+    return message.weights["w"].item() if message.weights else None
+
+
+def test_ring_delivers_what_the_predecessor_finished_in_the_round_before():
+    exchange = ring()
+    assert pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3}) == dict.fromkeys(range(4))
+    assert pass_round(exchange, {0: 10, 1: 11, 2: 12, 3: 13}) == {0: 3, 1: 0, 2: 1, 3: 2}
+    assert pass_round(exchange, {0: 20, 1: 21, 2: 22, 3: 23}) == {0: 13, 1: 10, 2: 11, 3: 12}
+
+
+def test_sequential_ring_delivers_what_the_predecessor_has_just_finished():
+    exchange = ring(schedule="sequential")
+    assert pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3}) == {0: None, 1: 0, 2: 1, 3: 2}
+    assert pass_round(exchange, {0: 10, 1: 11, 2: 12, 3: 13}) == {0: 3, 1: 10, 2: 11, 3: 12}
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_skips_who_did_not_finish_the_round_before(schedule):
+    exchange = ring(schedule=schedule)
+    pass_round(exchange, {0: 0, 1: 1, 3: 3})
+    heard = pass_round(exchange, {0: 10, 1: 11, 3: 13})
+    assert heard == ({0: 3, 1: 0, 3: 1} if schedule == "parallel" else {0: 3, 1: 10, 3: 11})
+    assert number(exchange.inbox(2)) == 11  # who rested hears its nearest predecessor
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_of_one_active_client_hears_nothing(schedule):
+    exchange = ring(schedule=schedule)
+    for _ in range(3):
+        assert pass_round(exchange, {2: 5}) == {2: None}
+    assert number(exchange.inbox(3)) == 5
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_of_one_client_hears_nothing(schedule):
+    exchange = ring(1, schedule=schedule)
+    for _ in range(2):
+        assert pass_round(exchange, {0: 1}) == {0: None}
+    assert exchange.global_message() is None
+
+
+def test_ring_of_two_clients_is_a_swap():
+    exchange = ring(2)
+    pass_round(exchange, {0: 0, 1: 1})
+    assert pass_round(exchange, {0: 10, 1: 11}) == {0: 1, 1: 0}
+
+
+def test_ring_keeps_its_messages_when_nobody_posts():
+    exchange = ring()
+    pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3})
+    pass_round(exchange, {})
+    assert number(exchange.inbox(1)) == 0
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_state_round_trips_through_a_file(schedule, tmp_path, assert_identical):
+    exchange = ring(schedule=schedule)
+    pass_round(exchange, {0: 0, 1: 1, 3: 3})
+    torch.save(exchange.state_dict(), tmp_path / "state")
+    other = ring(schedule=schedule)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert_identical(other.state_dict(), exchange.state_dict())
+    again = [pass_round(e, {0: 10, 2: 12, 3: 13}) for e in (exchange, other)]
+    assert again[0] == again[1]
+
+
+def test_ring_refuses_an_unknown_schedule():
+    with pytest.raises(ConfigError, match=r"federation\.exchange\.schedule.*parallel, sequential, got 'random'"):
+        Ring("random")
+
+
+@pytest.fixture
+def learngenes(mlp, sgd, set_up_federation):
+    """Merge the Learngenes 0, 4, 8 and 12 of four clients, of whom some finished the round before; nobody trains."""
+
+    def merge(schedule, active=(0, 1, 2, 3)):
+        loop = set_up_federation(
+            lambda: DRDFL(mlp(), personal_size=3, shared_size=2),
+            rounds=2,
+            optimizer=sgd(0.0),
+            exchange=Ring(schedule),
+        )
+        loop.exchange.open(0, active)
+        for client in range(4):
+            module = loop.runner.load(client)
+            module.finished_fits += 1
+            for parameter in module.learngene.parameters():
+                torch.nn.init.constant_(parameter, 4.0 * client)
+            loop.runner._keep(module, client, 0, None)
+            if client in active:
+                loop.exchange.post(client, module.send(loop.data.clients[client]))
+        loop.exchange.close()
+        loop.draw_participants = lambda round: list(active)
+        loop.advance()
+        found = {}
+        for client in range(4):
+            learngene = [t for n, t in loop.runner.pool.get(client).items() if n.startswith("learngene.")]
+            (found[client],) = {value for tensor in learngene for value in tensor.unique().tolist()}
+        return found
+
+    return merge
+
+
+@pytest.mark.parametrize(
+    ("schedule", "active", "expected"),
+    [
+        ("parallel", (0, 1, 2, 3), {0: 6, 1: 2, 2: 6, 3: 10}),
+        ("sequential", (0, 1, 2, 3), {0: 6, 1: 5, 2: 6.5, 3: 9.25}),
+        ("parallel", (0, 1, 3), {0: 6, 1: 2, 2: 8, 3: 8}),
+    ],
+)
+def test_ring_of_four_learngenes_merges_as_computed_by_hand(learngenes, schedule, active, expected):
+    """DRDFL.md, section 8, test 9; a client that rests keeps its own."""
+    assert learngenes(schedule, active) == expected

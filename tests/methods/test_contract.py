@@ -31,6 +31,29 @@ def method(request, conv_net):
     return lambda: METHODS[request.param](conv_net())
 
 
+@pytest.fixture(scope="module")
+def set_up_federation(set_up_federation):
+    """The usual one with Adam, whose steps are small whatever the scale of a method's losses."""
+
+    def set_up(method, optimizer=None, **options):
+        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+        return set_up_federation(method, optimizer=optimizer or adam, **options)
+
+    return set_up
+
+
+@pytest.fixture(scope="module")
+def run_federation(set_up_federation):
+    """Set a federation up, run it, return the loop."""
+
+    def run(method, **options):
+        loop = set_up_federation(method, **options)
+        loop.final = loop.run()
+        return loop
+
+    return run
+
+
 class WatchesResting(FederationCallback):
     """Remembers the private states of clients before and after each round that they sit out."""
 

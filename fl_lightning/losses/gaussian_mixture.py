@@ -1,0 +1,286 @@
+"""A class-conditional Gaussian mixture in the embedding space, whose Gaussians travel from client to client.
+
+Guo, Lv, Geng, "Harmonizing Generalization and Personalization in Ring-topology Decentralized Federated Learning"
+(DRDFL), 2025, equations 5 to 7 and lines 6, 9 and 10 of Algorithm 1. Covariances are diagonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.core.aggregation import TensorMean
+from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+from fl_lightning.errors import require
+from fl_lightning.seeding import torch_generator
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.server import RuleFactory
+    from fl_lightning.data.store import ClientData as LocalData
+
+EMAWhen = Literal["round", "step"]
+ClassPrior = Literal["uniform", "local"]
+PosteriorClasses = Literal["all", "present"]
+LARGEST_LOG_VARIANCE = 6.0  # and −6 the smallest: without a floor the likelihood has no bound
+RAREST_CLASS = 1e-6  # prior of a class that the client does not hold
+
+
+def gaussian_log_density(z: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """Log density of every embedding under every class's diagonal Gaussian, the log N of Eq. 6 and 7.
+
+    log N_{b,k} = −½ Σ_j [ log 2π + s_{k,j} + (z_{b,j} − μ_{k,j})² exp(−s_{k,j}) ], with s = `log_variance` in [−6, 6].
+
+    Args:
+        z: [B, D] embeddings.
+        mean: [K, D] class means μ.
+        log_variance: [K, D] class log-variances; clamped to [−6, 6], without a gradient outside.
+
+    Returns:
+        [B, K], float32 under every precision (float64 for float64 inputs).
+
+    Raises:
+        ValueError: if sizes do not fit.
+
+    >>> z, mean = torch.tensor([[.5, .5]]), torch.tensor([[0., 0.], [1., 1.], [2., 0.]])
+    >>> variance = torch.tensor([[1., 1.], [.25, 4.], [1., 1.]])
+    >>> [round(value, 4) for value in gaussian_log_density(z, mean, variance.log())[0].tolist()]
+    [-2.0879, -2.3691, -3.0879]
+    """
+    if z.shape[-1] != mean.shape[-1] or mean.shape != log_variance.shape:
+        raise ValueError(
+            f"gaussian_log_density: `z` is {tuple(z.shape)}, `mean` {tuple(mean.shape)} and `log_variance` "
+            f"{tuple(log_variance.shape)}; they must be [B, D], [K, D] and [K, D]."
+        )
+    with torch.autocast(z.device.type, enabled=False):
+        s = widened(log_variance).clamp(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
+        squares = (widened(z)[:, None, :] - widened(mean)).square()  # (B, K, D)
+        return -0.5 * (math.log(2 * math.pi) + s + squares * (-s).exp()).sum(-1)
+
+
+def gaussian_mixture_loss(
+    z: Tensor, y: Tensor, mean: Tensor, log_variance: Tensor, log_prior: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Classification and likelihood loss of a Gaussian mixture, L_cls (Eq. 6) and L_log (Eq. 7).
+
+    L_cls = 1/B Σ_b −log( p(y_b) N_{b,y_b} / Σ_k p(k) N_{b,k} ),  L_log = 1/B Σ_b −log N_{b,y_b}.
+
+    Args:
+        z: [B, D] embeddings.
+        y: [B] int64 classes.
+        mean: [K, D] class means.
+        log_variance: [K, D] class log-variances, clamped to [−6, 6].
+        log_prior: [K] log p(k), up to a constant; −inf leaves a class out of the denominator, but never a sample's own
+            class. None is uniform.
+
+    Returns:
+        The two scalars, float32 under every precision; finite for ‖z‖∞ <= 1e3.
+
+    Raises:
+        ValueError: if sizes do not fit.
+
+    >>> z, mean = torch.tensor([[.5, .5]]), torch.tensor([[0., 0.], [1., 1.]])
+    >>> losses = gaussian_mixture_loss(z, torch.tensor([0]), mean, torch.tensor([[1., 1.], [.25, 4.]]).log())
+    >>> [round(float(loss), 4) for loss in losses]
+    [0.5624, 2.0879]
+    """
+    log_density = gaussian_log_density(z, mean, log_variance)
+    with torch.autocast(z.device.type, enabled=False):
+        scores = log_density
+        if log_prior is not None:
+            own = F.one_hot(y, len(mean)).bool()
+            scores = log_density + torch.where(own & log_prior.isneginf(), 0.0, log_prior)
+        return F.cross_entropy(scores, y), -log_density.gather(1, y[:, None]).mean()
+
+
+def moved_average(own: Tensor, received: Tensor, ema: float) -> Tensor:
+    """Exponential moving average with a neighbour's value, line 6 of Algorithm 1: own + (1 − α)(received − own).
+
+    Equal values stay equal to the bit; α = 1 ignores the neighbour, α = 0 copies it.
+
+    >>> [round(value, 4) for value in moved_average(torch.tensor([1., 2.]), torch.tensor([3., -2.]), 0.99).tolist()]
+    [1.02, 1.96]
+    """
+    return torch.lerp(widened(own), widened(received), 1 - ema)
+
+
+class GaussianMixture(Term):
+    """Pull embeddings towards their class's Gaussian and away from the others': DRDFL's L_PR = L_cls + λ L_log.
+
+    The classes' means and log-variances [K, D] are parameters that the client keeps and sends. What it receives moves
+    them by an exponential moving average, means as means and variances as variances; a client that never took part
+    copies instead. All clients begin with the same means, drawn from N(0, 1), and unit variances.
+
+    Args:
+        weight: factor of L_PR, >= 0.
+        likelihood_weight: λ, >= 0.
+        ema: α in [0, 1], what is kept of the own statistics; 1 ignores the received ones, 0 copies them.
+        ema_when: move once a ``round``, or before every local ``step``.
+        class_prior: p(k) of Eq. 6: ``uniform``, or the ``local`` label frequency (at least 1e-6).
+        posterior_classes: which classes stand in the denominator of Eq. 6: ``all``, or those ``present`` locally.
+        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
+        size: D; null takes the model's embedding size.
+    """
+
+    paper = "Guo et al., DRDFL (2025)"
+    reaches = ("model.body",)
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        likelihood_weight: float = 1.0,
+        ema: float = 0.99,
+        ema_when: EMAWhen = "round",
+        class_prior: ClassPrior = "uniform",
+        posterior_classes: PosteriorClasses = "all",
+        update_absent: bool = False,
+        size: int | None = None,
+    ) -> None:
+        super().__init__(weight)
+        require(likelihood_weight >= 0, "GaussianMixture.likelihood_weight", "must be >= 0", likelihood_weight)
+        require(0 <= ema <= 1, "GaussianMixture.ema", "must be in [0, 1]", ema)
+        for key, value, allowed in (
+            ("ema_when", ema_when, get_args(EMAWhen)),
+            ("class_prior", class_prior, get_args(ClassPrior)),
+            ("posterior_classes", posterior_classes, get_args(PosteriorClasses)),
+        ):
+            require(value in allowed, f"GaussianMixture.{key}", f"must be one of {', '.join(allowed)}", value)
+        require(size is None or size >= 1, "GaussianMixture.size", "must be >= 1 or null", size)
+        self.likelihood_weight = likelihood_weight
+        self.ema = ema
+        self.ema_when = ema_when
+        self.class_prior = class_prior
+        self.posterior_classes = posterior_classes
+        self.update_absent = update_absent
+        self.size = size
+        self._told = False
+        self._heard = False
+
+    class_mean: nn.Parameter  # [K, D]
+    class_log_variance: nn.Parameter  # [K, D]
+    class_count: Tensor  # [K] int64, training samples of each class, as far as they are known
+    finished_fits: Tensor  # int64; 0 marks a client that never took part
+    received_mean: Tensor  # [K, D], for `ema_when="step"`
+    received_log_variance: Tensor  # [K, D]
+    resting_mean: Tensor  # [K, D], of absent classes, which no optimizer may move
+    resting_log_variance: Tensor  # [K, D]
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        if self.weight == 0:
+            return
+        shape = (client.model.num_classes, client.model.embedding_size if self.size is None else self.size)
+        # A stream of its own, so that all clients begin alike even where each has initial weights of its own.
+        self.class_mean = nn.Parameter(torch.randn(shape, generator=torch_generator(0, "class Gaussians")))
+        self.class_log_variance = nn.Parameter(torch.zeros(shape))
+        self.register_buffer("class_count", torch.zeros(shape[0], dtype=torch.long))
+        self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
+        for name in ("received", "resting"):
+            self.register_buffer(f"{name}_mean", torch.zeros(shape), persistent=False)
+            self.register_buffer(f"{name}_log_variance", torch.zeros(shape), persistent=False)
+
+    def know_classes(self, class_count: Tensor) -> None:
+        """Take the client's training samples of each class, int64 [K]; untold, a term counts the labels it sees."""
+        if self.weight > 0:
+            self.class_count.copy_(class_count)
+        self._told = True
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        return self.combined(*self.parts(out))
+
+    def parts(self, out: Forward) -> tuple[Tensor, Tensor]:
+        """L_cls and L_log of a mini-batch, on ``out.z``."""
+        if not self._told:
+            self.class_count += torch.bincount(out.y, minlength=len(self.class_count))
+        if self.ema_when == "step" and self._heard and self.training:
+            self._move()
+        mean: Tensor = self.class_mean
+        log_variance: Tensor = self.class_log_variance
+        if not self.update_absent:
+            self.resting_mean.copy_(mean.detach())
+            self.resting_log_variance.copy_(log_variance.detach())
+            held = (self.class_count > 0)[:, None]
+            mean = torch.where(held, mean, mean.detach())
+            log_variance = torch.where(held, log_variance, log_variance.detach())
+        return gaussian_mixture_loss(out.z, out.y, mean, log_variance, self._log_prior())
+
+    def combined(self, classification: Tensor, likelihood: Tensor) -> Tensor:
+        """L_PR of its two parts."""
+        return classification if self.likelihood_weight == 0 else classification + self.likelihood_weight * likelihood
+
+    def _log_prior(self) -> Tensor | None:
+        if self.class_prior == "uniform" and self.posterior_classes == "all":
+            return None
+        frequency = self.class_count / self.class_count.sum().clamp(min=1)
+        prior = frequency.clamp(min=RAREST_CLASS) if self.class_prior == "local" else torch.ones_like(frequency)
+        absent = (self.class_count == 0) & (self.posterior_classes == "present")
+        return prior.log().masked_fill(absent, -torch.inf)
+
+    @torch.no_grad()
+    def observe(self, client: ClientModule, out: Forward) -> None:
+        """Clamp what is stored, so that what travels is what the density sees, and put absent classes' rows back."""
+        self.class_log_variance.clamp_(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
+        if not self.update_absent:  # weight decay or momentum would move them without a gradient
+            held = (self.class_count > 0)[:, None]
+            self.class_mean.copy_(torch.where(held, self.class_mean, self.resting_mean))
+            self.class_log_variance.copy_(torch.where(held, self.class_log_variance, self.resting_log_variance))
+
+    def after_fit(self, client: ClientModule) -> None:  # noqa: D102
+        self.finished_fits += 1
+
+    # --- what travels -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        mean, log_variance = message.artifacts.get("class_mean"), message.artifacts.get("class_log_variance")
+        self._heard = isinstance(mean, Tensor) and isinstance(log_variance, Tensor)
+        if not (isinstance(mean, Tensor) and isinstance(log_variance, Tensor)):
+            return
+        self.received_mean.copy_(mean)
+        self.received_log_variance.copy_(log_variance)
+        if self.finished_fits == 0:
+            self.class_mean.copy_(mean)
+            self.class_log_variance.copy_(log_variance)
+        elif self.ema_when == "round":
+            self._move()
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        """Line 6 of Algorithm 1; variances are averaged as variances, and where they are equal keep every bit."""
+        own, received = self.class_log_variance, self.received_log_variance
+        moved = moved_average(widened(own).exp(), widened(received).exp(), self.ema).log()
+        unmoved = own == received if self.ema < 1 else torch.ones_like(own, dtype=torch.bool)
+        own.copy_(torch.where(unmoved, own, received if self.ema == 0 else moved))
+        self.class_mean.copy_(moved_average(self.class_mean, self.received_mean, self.ema))
+
+    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+        return {
+            "class_mean": self.class_mean.detach().clone(),
+            "class_log_variance": self.class_log_variance.detach().clone(),
+        }
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        shape = tuple(self.class_mean.shape)
+        return {"class_mean": shape, "class_log_variance": shape}
+
+    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+        return {"class_log_variance": VarianceMean}
+
+
+class VarianceMean(TensorMean):
+    """Mean of variances that are sent as logarithms, weighted by samples."""
+
+    def add(self, value: Tensor, num_samples: int) -> None:  # noqa: D102 - as the base says
+        super().add(value.exp(), num_samples)
+
+    def result(self, previous: Tensor | None) -> Tensor | None:  # noqa: D102
+        mean = super().result(None)
+        return previous if mean is None else mean.log()

@@ -1,0 +1,382 @@
+"""DRDFL: a small shared encoder and class Gaussians travel around a ring; everything else stays at home.
+
+Guo, Lv, Geng, "Harmonizing Generalization and Personalization in Ring-topology Decentralized Federated Learning", 2025,
+Algorithm 1. ψ (PersonaNet) encodes what tells the client's classes apart, φ (Learngene) what is common to all classes;
+θ decodes both, ω classifies inputs and their noisy reconstructions. Where the paper is silent or contradicts itself,
+the choice is a switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import Message
+from fl_lightning.core.term import Forward, Latent, Term, term_sum
+from fl_lightning.errors import require
+from fl_lightning.losses.adversarial import Adversarial, UniformAdversarial
+from fl_lightning.losses.gaussian_mixture import ClassPrior, EMAWhen, GaussianMixture, PosteriorClasses
+from fl_lightning.losses.variational import KLToStandardNormal, Reconstruction, Reduction, clamped
+from fl_lightning.models.checks import require_image
+from fl_lightning.models.split import SplitModel
+from fl_lightning.models.vae import ConvDecoder, ConvEncoder, LatentClassifier, VariationalEncoder, reparametrised
+from fl_lightning.seeding import torch_generator
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fl_lightning.data.store import ClientData as LocalData
+
+AdversaryClasses = Literal["all", "present"]
+GradFlow = Literal["elbo", "literal", "full"]
+UpdateOrder = Literal["sequential", "joint"]
+Moments = Literal["own", "shared"]
+PredictFrom = Literal["reconstruction", "input", "both"]
+
+
+class DRDFL(ClientModule):
+    """A private class-discriminative encoder and a shared class-invariant one, merged by a private decoder.
+
+    The successor in the ring hears the shared encoder (the Learngene: 29,240 values on 3x32x32 images) and the classes'
+    Gaussians (2·K·64). It takes the mean with its own encoder, and moves its own Gaussians a little; a client that
+    never took part copies both.
+
+    Args:
+        model: the private local classifier ω, on images of 8x8 or more; ResNet18 in the paper.
+        mixture_weight: factor of L_PR = L_cls + λ L_log, >= 0; 0 is the ablation without it, which sends no Gaussians.
+        likelihood_weight: λ, >= 0.
+        kl_weight: factor of L_kl, >= 0; with the two adversarial weights 0, too, the ablation without L_GL.
+        adversarial_weight: factor of L_adv (adversary), >= 0.
+        uniform_weight: factor of L_adv^u (Learngene), >= 0.
+        reconstruction_weight: factor of L_rec, >= 0.
+        reconstruction_reduction: ``sum`` of squares over an image's values, or their ``mean``.
+        ema: α in [0, 1], what is kept of the own class Gaussians.
+        ema_when: move the class Gaussians once a ``round``, or before every local ``step``.
+        noise_std: standard deviation of the noise on reconstructions, >= 0.
+        personal_size: size of PersonaNet's embedding z_p, >= 1.
+        shared_size: size of the Learngene's latent z_l, >= 1.
+        class_prior: p(k) of L_cls: ``uniform``, or the ``local`` label frequency.
+        posterior_classes: classes in the denominator of L_cls: ``all``, or those ``present`` locally.
+        adversary_classes: classes among which the adversary chooses: ``all``, or those ``present`` locally.
+        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
+        grad_flow: what L_rec reaches: decoder and both encoders (``elbo``), or the decoder alone (``literal``: line 17
+            of Algorithm 1, under which the Learngene learns nothing of the images); ``full`` is ``elbo`` with the
+            cross-entropy of the noisy reconstruction reaching decoder and encoders, too.
+        update_order: one step a loss in Algorithm 1's order (``sequential``), or one forward and backward pass for all
+            (``joint``), which is cheaper and not the same.
+        personanet_moments: whether PersonaNet's L_rec step has optimizer moments of its ``own`` or ``shared`` ones with
+            its L_PR step, which the larger L_rec then decides; `update_order` ``joint`` has one step and one set.
+        predict_from: what the classifier sees in the headline accuracy; all three are logged. ``both`` is the mean of
+            the probabilities from reconstruction and input.
+        test_noise: whether reconstructions get noise in predictions, too.
+        extra_terms: terms added to the classifier's loss.
+    """
+
+    shared = ("learngene",)
+    exchange = "Ring"
+    paper = "Guo et al., DRDFL (2025)"
+    gives_latent: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: SplitModel,
+        mixture_weight: float = 1.0,
+        likelihood_weight: float = 1.0,
+        kl_weight: float = 1.0,
+        adversarial_weight: float = 1.0,
+        uniform_weight: float = 1.0,
+        reconstruction_weight: float = 1.0,
+        reconstruction_reduction: Reduction = "sum",
+        ema: float = 0.99,
+        ema_when: EMAWhen = "round",
+        noise_std: float = 0.1,
+        personal_size: int = 64,
+        shared_size: int = 16,
+        class_prior: ClassPrior = "uniform",
+        posterior_classes: PosteriorClasses = "all",
+        adversary_classes: AdversaryClasses = "all",
+        update_absent: bool = False,
+        grad_flow: GradFlow = "elbo",
+        update_order: UpdateOrder = "sequential",
+        personanet_moments: Moments = "own",
+        predict_from: PredictFrom = "reconstruction",
+        test_noise: bool = False,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        for key, value in (
+            ("mixture_weight", mixture_weight),
+            ("likelihood_weight", likelihood_weight),
+            ("kl_weight", kl_weight),
+            ("adversarial_weight", adversarial_weight),
+            ("uniform_weight", uniform_weight),
+            ("reconstruction_weight", reconstruction_weight),
+            ("noise_std", noise_std),
+        ):
+            require(value >= 0, f"method.{key}", "must be >= 0", value)
+        require(0 <= ema <= 1, "method.ema", "must be in [0, 1]", ema)
+        require(personal_size >= 1, "method.personal_size", "must be >= 1", personal_size)
+        require(shared_size >= 1, "method.shared_size", "must be >= 1", shared_size)
+        for name, choice, allowed in (
+            ("reconstruction_reduction", reconstruction_reduction, get_args(Reduction)),
+            ("ema_when", ema_when, get_args(EMAWhen)),
+            ("class_prior", class_prior, get_args(ClassPrior)),
+            ("posterior_classes", posterior_classes, get_args(PosteriorClasses)),
+            ("adversary_classes", adversary_classes, get_args(AdversaryClasses)),
+            ("grad_flow", grad_flow, get_args(GradFlow)),
+            ("update_order", update_order, get_args(UpdateOrder)),
+            ("personanet_moments", personanet_moments, get_args(Moments)),
+            ("predict_from", predict_from, get_args(PredictFrom)),
+        ):
+            require(choice in allowed, f"method.{name}", f"must be one of {', '.join(allowed)}", choice)
+        require_image("DRDFL", model.input_shape)
+        mixture = GaussianMixture(
+            mixture_weight,
+            likelihood_weight,
+            ema,
+            ema_when,
+            class_prior,
+            posterior_classes,
+            update_absent,
+            size=personal_size,
+        )
+        own = [
+            mixture,
+            KLToStandardNormal(kl_weight),
+            Adversarial(adversarial_weight),
+            UniformAdversarial(uniform_weight),
+            Reconstruction(reconstruction_weight, reconstruction_reduction),
+        ]
+        super().__init__(model, terms=own, extra_terms=extra_terms)
+        self.personanet = ConvEncoder(model.input_shape, personal_size)  # ψ
+        self.learngene = VariationalEncoder(model.input_shape, shared_size)  # φ
+        self.decoder = ConvDecoder(personal_size + shared_size, model.input_shape)  # θ; ω is the model
+        self.adversary = LatentClassifier(shared_size, model.num_classes)
+        self.register_buffer("held", torch.zeros(model.num_classes, dtype=torch.bool), persistent=False)
+        self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
+        self.mixture = [mixture]  # in a list, so that it is not registered a second time
+        self.num_own = 1 + len(own)
+        self.noise_std = noise_std
+        self.adversary_classes = adversary_classes
+        self.grad_flow = grad_flow
+        self.sequential = update_order == "sequential"
+        self.own_moments = personanet_moments == "own" and self.sequential
+        self.predict_from = predict_from
+        self.test_noise = test_noise
+
+    held: Tensor  # [C] bool, classes of the client's training part
+    finished_fits: Tensor  # int64; 0 marks a client that never took part
+
+    # --- what comes in: lines 5 to 7 ----------------------------------------------------------------------------------
+
+    def receive(self, message: Message, data: LocalData) -> None:
+        """Average the Learngene with the neighbour's, or copy it on the first time; move the class Gaussians."""
+        self.held.copy_(data.held_classes)
+        self.mixture[0].know_classes(data.class_counts)
+        weights = message.weights if self.finished_fits == 0 else self._averaged(message.weights)
+        super().receive(Message(weights, message.artifacts, message.num_samples), data)
+
+    @torch.no_grad()
+    def _averaged(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Line 7: the mean of own and received entries; what does not fit is left for the loader to refuse."""
+        own = self.entries
+        fits = {name for name, tensor in received.items() if name in own and own[name].shape == tensor.shape}
+        return {n: (own[n] + t.to(own[n])) / 2 if n in fits else t for n, t in received.items()}
+
+    # --- the local fit: lines 8 to 18 ---------------------------------------------------------------------------------
+
+    def _weight(self, name: str) -> float:
+        return next(term.weight for term in self.all_terms if term.name == name)
+
+    @property
+    def _reaches_encoders(self) -> bool:
+        """Whether the decoder's loss trains the encoders."""
+        return self.grad_flow == "full" or (self.grad_flow == "elbo" and self._weight("reconstruction") > 0)
+
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each optimizer, by its name, in the order of their steps; what no loss reaches is out."""
+        reached, mixture = self._reaches_encoders, self._weight("gaussian_mixture") > 0
+        learngene = self._weight("kl") + self._weight("uniform_adversarial") > 0
+        extra = self.terms[self.num_own :]
+        modules: dict[str, list[nn.Module]] = {
+            "personanet": [self.personanet] if mixture or (reached and not self.own_moments) else [],
+            "statistics": [self.mixture[0]] if mixture else [],
+            "adversary": [self.adversary] if self._weight("adversarial") > 0 else [],
+            "learngene": [self.learngene] if learngene or reached else [],
+            "decoder": [self.decoder] if self._weight("reconstruction") > 0 or self.grad_flow == "full" else [],
+            "personanet_reconstruction": [self.personanet] if reached and self.own_moments else [],
+            "classifier": [self.model, *extra],
+        }
+        parameters = {
+            name: [p for module in own for p in module.parameters() if p.requires_grad] for name, own in modules.items()
+        }
+        return {name: own for name, own in parameters.items() if own}
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        """One fresh optimizer a part; PersonaNet's two steps have one each, unless they are told to share."""
+        self._plan = self.plan()
+        return [self.make_optimizer(parameters) for parameters in self.parts().values()]
+
+    def on_train_start(self) -> None:
+        """Prepare one fit."""
+        super().on_train_start()
+        self._parts = self.parts()
+        self._steppers = dict(zip(self._parts, self._phase_optimizers, strict=True))
+        self._accumulated: dict[tuple[str, ...], list[Tensor | None]] = {}
+        self._factors = {**self._term_weights, "cross_entropy_reconstruction": 1.0}
+
+    def on_train_end(self) -> None:
+        """Count the fit: the next receive averages."""
+        super().on_train_end()
+        self.finished_fits += 1
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:  # noqa: D102
+        parts = ("gaussian_classification", "gaussian_likelihood") if self._weight("gaussian_mixture") > 0 else ()
+        return (*super().loss_names, *parts, "cross_entropy_reconstruction")
+
+    def local_step(self, x: Tensor, y: Tensor) -> None:
+        """One mini-batch of Algorithm 1."""
+        with self._single_sample(len(y)):
+            out, values = self._sequential_step(x, y) if self.sequential else self._joint_step(x, y)
+        self.log_losses({"loss": self._weighted(values), **values}, len(y))
+        for term in self._observers:
+            term.observe(self, out)
+
+    def _sequential_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+        """One step a loss, each on latents of the weights as they then are."""
+        mixture = self._mixture_losses(x, y, self.personanet(x)) if self._weight("gaussian_mixture") > 0 else {}
+        self._descend(mixture, "personanet", "statistics")  # lines 9 and 10
+        with torch.set_grad_enabled(self._reaches_encoders):
+            z_p = self.personanet(x)  # line 11
+        invariant = self._learngene_steps(x, y)  # line 13
+        with torch.set_grad_enabled(self._reaches_encoders):
+            latent = self._encode(x)  # line 14
+        with torch.set_grad_enabled("decoder" in self._steppers):
+            latent.reconstruction = self._decode(z_p, latent.sample)  # line 16
+        decoding = self._values(_latent_forward(x, y, latent), "reconstruction")
+        out, classifying = self._classify(x, y, latent.reconstruction)
+        own = "personanet_reconstruction" if self.own_moments else "personanet"
+        encoders = ("learngene", own) if self._reaches_encoders else ()
+        if self.grad_flow == "full":  # one backward pass, because the classifier's loss goes through the old decoder
+            self._descend(decoding | classifying, "decoder", *encoders, "classifier")
+        else:
+            self._descend(decoding, "decoder", *encoders)  # line 17
+            self._descend(classifying, "classifier")  # line 18
+        return out, mixture | invariant | decoding | classifying
+
+    def _learngene_steps(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The adversary's step, then the Learngene's against it, on one draw of the latent."""
+        if self._weight("kl") + self._weight("adversarial") + self._weight("uniform_adversarial") == 0:
+            return {}
+        latent = self._encode(x)
+        out = _latent_forward(x, y, latent)
+        latent.adversary_logits = self.adversary(latent.sample.detach())
+        reading = self._values(out, "adversarial")
+        self._descend(reading, "adversary")
+        with self.frozen(self.adversary):
+            latent.uniform_logits = self.adversary(latent.sample)
+        hiding = self._values(out, "kl", "uniform_adversarial")
+        self._descend(hiding, "learngene")
+        return reading | hiding
+
+    def _joint_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+        """One forward and one backward pass for all losses."""
+        z_p, latent = self.personanet(x), self._encode(x)
+        values = self._mixture_losses(x, y, z_p) if self._weight("gaussian_mixture") > 0 else {}
+        latent.adversary_logits = self.adversary(latent.sample.detach())
+        with self.frozen(self.adversary):
+            latent.uniform_logits = self.adversary(latent.sample)
+        constant = not self._reaches_encoders
+        inputs = (z_p.detach(), latent.sample.detach()) if constant else (z_p, latent.sample)
+        latent.reconstruction = self._decode(*inputs)
+        names = ("kl", "adversarial", "uniform_adversarial", "reconstruction")
+        values |= self._values(_latent_forward(x, y, latent), *names)
+        out, classifying = self._classify(x, y, latent.reconstruction)
+        values |= classifying
+        self._descend(values, *self._steppers)
+        return out, values
+
+    def _mixture_losses(self, x: Tensor, y: Tensor, z_p: Tensor) -> dict[str, Tensor]:
+        classification, likelihood = self.mixture[0].parts(Forward(x, y, [], z_p, z_p))
+        return {
+            "gaussian_mixture": self.mixture[0].combined(classification, likelihood),
+            "gaussian_classification": classification,
+            "gaussian_likelihood": likelihood,
+        }
+
+    def _encode(self, x: Tensor) -> Latent:
+        """The Learngene's posterior and a fresh draw from it."""
+        mean, log_variance = self.learngene(x)
+        classes = self.held if self.adversary_classes == "present" else None
+        sample = reparametrised(mean, clamped(log_variance))
+        return Latent(mean, log_variance, sample, adversary_classes=classes)
+
+    def _decode(self, z_p: Tensor, z_l: Tensor) -> Tensor:
+        return self.decoder(torch.cat([z_p, z_l], 1))
+
+    def _classify(self, x: Tensor, y: Tensor, reconstruction: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+        """L_ce (Eq. 12) on inputs and noisy reconstructions, and the extra terms on the inputs."""
+        out = self.forward_pass(x, y)
+        noisy = reconstruction + self.noise_std * torch.randn_like(reconstruction)
+        noisy_out = self.forward_pass(noisy if self.grad_flow == "full" else noisy.detach(), y)
+        extra = [term for term in self._active if term.name in self._extra_names]
+        cross_entropy = self.all_terms[0]
+        values = self.term_values(out, [cross_entropy, *extra])
+        return out, {**values, "cross_entropy_reconstruction": cross_entropy(self, noisy_out)}
+
+    @property
+    def _extra_names(self) -> set[str]:
+        return {term.name for term in self.all_terms[self.num_own :]}
+
+    def _values(self, out: Forward, *names: str) -> dict[str, Tensor]:
+        """The values of those of the named terms that have a weight."""
+        return self.term_values(out, [term for term in self.all_terms if term.name in names and term.weight > 0])
+
+    def _weighted(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Σ weight · term; the parts of a term are for the log only."""
+        return term_sum({name: value for name, value in values.items() if name in self._factors}, self._factors)
+
+    def _descend(self, values: Mapping[str, Tensor], *names: str) -> None:
+        """One step of the named optimizers on the weighted sum of `values`; nothing else gets a gradient.
+
+        Two losses step on the same encoder: while mini-batches are accumulated, each keeps its gradients apart.
+        """
+        names = tuple(name for name in names if name in self._steppers)
+        if not values or not names:
+            return
+        parameters = [p for name in names for p in self._parts[name]]
+        for parameter, gradient in zip(parameters, self._accumulated.pop(names, ()), strict=False):
+            parameter.grad = gradient
+        self.optimize(self._weighted(values), *(self._steppers[name] for name in names), only=True)
+        if not self._steps_now:
+            self._accumulated[names] = [p.grad for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    # --- prediction ---------------------------------------------------------------------------------------------------
+
+    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.predictions(x)[self.predict_from]
+
+    def predictions(self, x: Tensor) -> dict[str, Tensor]:
+        """Class scores [B, C] from the reconstruction (of the latents' means), from the input, and from both."""
+        reconstruction = self._decode(self.personanet(x), self.learngene(x)[0])
+        if self.test_noise:  # from a stream of its own: an evaluation must not change what is trained
+            noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"))
+            reconstruction = reconstruction + self.noise_std * noise.to(reconstruction)
+        scores = {"reconstruction": self.model(reconstruction), "input": self.model(x)}
+        scores["both"] = sum(s.float().softmax(1) for s in scores.values()) / 2
+        return {name: scores[name] for name in self.prediction_names}
+
+    @property
+    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
+        return (self.predict_from, *(name for name in get_args(PredictFrom) if name != self.predict_from))
+
+
+def _latent_forward(x: Tensor, y: Tensor, latent: Latent) -> Forward:
+    """A forward pass through the latent part alone: no feature maps, and the sample as embedding."""
+    return Forward(x, y, [], latent.sample, latent.sample, latent)

@@ -1,0 +1,134 @@
+"""Clients that join a running federation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.loop import FederatedLoop, Newcomers
+from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedproto import FedProto
+
+LAST_JOINS = {"newcomers": Newcomers(clients=1, after=2)}
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def test_newcomers_stay_out_until_their_round(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=4, **LAST_JOINS)
+    assert [row["participants"] for row in loop.diary.rows] == [3, 3, 4, 4]
+    assert {client for round, client in loop.diary.sent if round <= 2} == {0, 1, 2}
+
+
+def test_newcomers_are_drawn_like_the_others_once_they_have_joined(mlp, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=99, participation=0.5, newcomers=Newcomers(2, 50))
+    early = [loop.draw_participants(round) for round in range(1, 51)]
+    late = [loop.draw_participants(round) for round in range(51, 100)]
+    assert {len(drawn) for drawn in early} == {1}
+    assert {client for drawn in early for client in drawn} == {0, 1}
+    assert {len(drawn) for drawn in late} == {2}
+    assert {client for drawn in late for client in drawn} == {0, 1, 2, 3}
+
+
+def test_columns_are_the_founders_and_the_newcomers_have_their_own(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=4, **LAST_JOINS)
+    for row in loop.diary.rows:
+        joined = row["round"] > 2
+        for column in ("Local-T", "Global-T", "Local-T_received", "Global-T_received"):
+            moment = [loop.diary.reports[row["round"], client].scores[column] for client in range(3)]
+            assert row[column] == pytest.approx(np.mean(moment))
+            assert row[f"{column}_std"] == pytest.approx(np.std(moment))
+            assert (f"{column}_newcomers" in row) == joined
+            if joined:
+                newcomer = loop.diary.reports[row["round"], 3].scores[column]
+                assert row[f"{column}_newcomers"] == pytest.approx(newcomer)
+    assert "Local-T_newcomers" in loop.row_columns
+    assert "Local-T_received_newcomers" in loop.final
+
+
+def test_federation_without_newcomers_has_no_column_for_them(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2)
+    assert [name for name in (*loop.row_columns, *loop.diary.rows[-1], *loop.final) if "newcomers" in name] == []
+
+
+def test_receive_drop_is_the_founders(mlp, run_federation):
+    rows = run_federation(lambda: FedAvg(mlp()), rounds=4, **LAST_JOINS).diary.rows
+    for before, row in itertools.pairwise(rows):
+        assert row["receive_drop"] == pytest.approx(before["Local-T"] - row["Local-T_received"])
+
+
+def test_newcomer_that_was_not_drawn_yet_counts_with_its_initial_model(mlp, run_federation, set_up_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=3, participation=0.3, **LAST_JOINS)
+    assert 3 not in loop.draw_participants(3)
+    fresh = set_up_federation(lambda: FedAvg(mlp()))
+    initial = fresh.runner.evaluator.client(fresh.runner.load(3), 3, "trained", 1)
+    assert loop.diary.rows[-1]["Local-T_newcomers"] == initial["Local-T"]
+    assert "Local-T_newcomers" not in loop.diary.rows[1]
+
+
+@pytest.mark.parametrize(("kind", "killed_after"), [("FedAvg", 1), ("FedAvg", 2), ("FedAvg", 3), ("DRDFL", 2)])
+def test_run_resumes_exactly_across_the_joining_round(
+    kind, killed_after, mlp, make_data, run_federation, set_up_federation, outcome, assert_identical, tmp_path
+):
+    make = {"FedAvg": lambda: FedAvg(mlp()), "DRDFL": lambda: DRDFL(mlp(), personal_size=3, shared_size=2)}[kind]
+    options = {"rounds": 4, "optimizer": adam, "data": make_data(batch_size=32), **LAST_JOINS}
+    straight = run_federation(make, **options)
+    first, second = (set_up_federation(make, folder=tmp_path, **options) for _ in range(2))
+    for _ in range(killed_after):
+        first.advance()
+    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
+    second.final = second.run()
+    second.diary.rows = first.diary.rows + second.diary.rows
+    assert_identical(outcome(second), outcome(straight))
+    assert_identical(second.final, straight.final)
+
+
+def test_drdfl_newcomer_starts_from_its_predecessor_s_learngene_and_gaussians(mlp, make_data, set_up_federation):
+    """A plain copy; founders average."""
+    make = lambda: DRDFL(mlp(), personal_size=3, shared_size=2)  # noqa: E731
+    loop = set_up_federation(make, rounds=4, data=make_data(batch_size=32), optimizer=adam, **LAST_JOINS)
+    for _ in range(2):
+        loop.advance()
+    for client, copies in ((3, True), (1, False)):
+        sent = loop.diary.sent[2, client - 1]
+        module = loop.runner.load(client)
+        module.receive(loop.exchange.inbox(client), loop.data.clients[client])
+        assert all(torch.equal(module.entries[n], w) == copies for n, w in sent.weights.items() if "weight" in n)
+        assert torch.equal(module.mixture[0].class_mean, sent.artifacts["class_mean"]) == copies
+    loop.advance()
+    loop.advance()
+    for name, weight in loop.diary.sent[3, 3].weights.items():  # and its successor hears the newcomer
+        assert torch.equal(loop.diary.received[4, 0].weights[name], weight)
+
+
+def test_fedproto_newcomer_hears_prototypes(mlp, run_federation):
+    loop = run_federation(lambda: FedProto(mlp()), rounds=3, **LAST_JOINS)
+    heard = loop.diary.received[3, 3].artifacts["prototypes"]
+    assert heard.valid[:3].all()
+    assert loop.diary.reports[3, 3].losses["prototype_alignment"] > 0
+    assert math.isfinite(loop.diary.rows[-1]["Local-T_newcomers"])
+
+
+@pytest.mark.parametrize(
+    ("clients", "after", "message"),
+    [
+        (-1, 1, r"federation\.newcomers\.clients: must be >= 0, got -1"),
+        (1, 0, r"federation\.newcomers\.after: must be >= 1, got 0"),
+        (0, -1, r"federation\.newcomers\.after: must be >= 0, got -1"),
+        (1, 3, r"federation\.newcomers\.after: must be < federation\.rounds \(3\), got 3"),
+    ],
+)
+def test_bad_values_are_refused(clients, after, message):
+    with pytest.raises(ConfigError, match=message):
+        FederatedLoop(rounds=3, newcomers=Newcomers(clients, after))
+
+
+def test_federation_of_newcomers_alone_is_refused(mlp, set_up_federation):
+    with pytest.raises(ConfigError, match=r"federation\.newcomers\.clients: must be < data\.num_clients \(4\), got 4"):
+        set_up_federation(lambda: FedAvg(mlp()), newcomers=Newcomers(4, 1))
