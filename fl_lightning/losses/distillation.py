@@ -8,7 +8,7 @@ distances to the teacher's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -255,9 +255,6 @@ class FeatureDistillation(Term):
             for name, tensor in teacher.state_dict().items():
                 tensor.copy_(entries[name])
         self.has_teacher.fill_(True)
-
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
-        return {}
 
 
 def _map_channels(shape: tuple[int, ...]) -> int:
