@@ -30,10 +30,22 @@ def images(make_data):
     return lambda **options: make_data(shape=(1, 16, 16), **options)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def set_up_federation(set_up_federation, sgd):
     """At a learning rate at which distillation on these noisy images does not diverge."""
     return lambda method, rounds=3, **options: set_up_federation(method, rounds, **{"optimizer": sgd(0.02), **options})
+
+
+@pytest.fixture(scope="module")
+def run_federation(set_up_federation):
+    """Set a federation up, run it, return the loop."""
+
+    def run(method, rounds=3, **options):
+        loop = set_up_federation(method, rounds, **options)
+        loop.final = loop.run()
+        return loop
+
+    return run
 
 
 class Epochs(L.Callback):
