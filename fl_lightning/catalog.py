@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,12 +42,19 @@ def entries(kind: str) -> tuple[Entry, ...]:
     while more := {name for name, (_, node) in found.items() if name not in names and names & set(_bases(node))}:
         names |= more
     public = [name for name in sorted(names - {base}) if name in found and not name.startswith("_")]
-    return tuple(_entry(name, *found[name]) for name in public if not _is_abstract(found[name][1]))
+    return tuple(_entry(name, found) for name in public if not _is_abstract(found[name][1]))
 
 
-def _entry(name: str, module: str, node: ast.ClassDef) -> Entry:
+def _entry(name: str, found: Mapping[str, tuple[str, ast.ClassDef]]) -> Entry:
+    module, node = found[name]
     summary = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
-    return Entry(name, f"{module}.{name}", summary, _paper(node))
+    paper, bases = _paper(node), _bases(node)
+    while not paper and bases:
+        base = bases.pop(0)
+        if base in found:
+            paper = _paper(found[base][1])
+            bases += _bases(found[base][1])
+    return Entry(name, f"{module}.{name}", summary, paper)
 
 
 def _bases(node: ast.ClassDef) -> list[str]:

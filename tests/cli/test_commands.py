@@ -137,6 +137,11 @@ def test_list_of_methods_cites_every_paper():
     assert without == []
 
 
+def test_list_of_terms_cites_every_paper_also_where_a_base_class_names_it():
+    without = [entry.name for entry in catalog.entries("terms") if not entry.paper]
+    assert without == []
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["list", "--help"], ["evaluate", "--help"], ["partition", "--help"]])
 def test_help_is_given(workplace, argv):
     code, out, err = workplace.call(*argv)
