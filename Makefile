@@ -32,9 +32,10 @@ format: .venv/installed-dev ## let ruff reformat and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed ## seconds a round against hand-written code, and memory (needs the real data sets)
+bench: .venv/installed ## seconds a round, memory, the cost of FedDW's term (the first needs the real data sets)
 	$(BIN)/python benchmarks/fashion_mnist_round.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/feddw_overhead.py
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
