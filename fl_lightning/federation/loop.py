@@ -325,12 +325,16 @@ class FederatedLoop:
 
     def draw_participants(self, round: int) -> list[int]:
         """The clients that take part in a round, in order; depends on seed and round alone."""
-        there = self.num_clients if round > self.newcomers.after else self.num_founders
+        there = self._num_present(round)
         count = max(1, int(self.participation * there + 1e-9))
         if count == there:
             return list(range(there))
         rng = numpy_generator(self.seed, "participants", round)
         return sorted(rng.choice(there, size=count, replace=False).tolist())
+
+    def _num_present(self, round: int) -> int:
+        """How many clients have joined by `round`; they are the first ones."""
+        return self.num_clients if round > self.newcomers.after else self.num_founders
 
     def is_evaluated(self, round: int) -> bool:
         """Whether clients are evaluated in `round`."""
@@ -364,8 +368,7 @@ class FederatedLoop:
 
     def _evaluate_strangers(self) -> None:
         """Clients that never took part count with their initial model, once they have joined."""
-        there = self.num_clients if self.round > self.newcomers.after else self.num_founders
-        for client in self.board.strangers(there) if self.evaluate.trained else ():
+        for client in self.board.strangers(self._num_present(self.round)) if self.evaluate.trained else ():
             self.board.record(client, self.runner.evaluate_resting(client, self.round))
 
     @property

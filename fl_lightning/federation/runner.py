@@ -357,10 +357,9 @@ def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[in
         own = module.interface()
         for name in [*first, *own]:
             if first.get(name) != own.get(name):
-                shapes = [
-                    f"{shape} at client" if shape else "absent at client" for shape in (first.get(name), own.get(name))
-                ]
-                where = f"{shapes[0]} {architecture.index(0)} and {shapes[1]} {architecture.index(index)}"
+                shapes = ["absent" if name not in found else str(found[name]) for found in (first, own)]
+                clients = architecture.index(0), architecture.index(index)
+                where = f"{shapes[0]} at client {clients[0]} and {shapes[1]} at client {clients[1]}"
                 who = f"{type(module).__name__} exchanges {name!r}"
                 raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")
 

@@ -317,8 +317,7 @@ def _communication_table(summary: Mapping[str, Any]) -> Table:
     for label, direction in (("up", "uplink"), ("down", "downlink")):
         amounts = total[f"{direction}_params"], total[f"{direction}_bytes"]
         each = f"{amounts[0] / messages:,.0f} values, {human(amounts[1] / messages, 'B')}" if messages else "-"
-        # The convention behind published "# Comm. Params (M)" columns.
-        of_a_round = amounts[0] / max(summary["rounds"], 1) / 2**20
+        of_a_round = total[f"{direction}_params_Mi_per_round"]
         table.add_row(label, _amounts(*amounts), each, f"{of_a_round:.2f} x 2^20 values")
     return table
 

@@ -47,6 +47,8 @@ def make_summary(**changes):
             "downlink_params": 6_000_000,
             "uplink_bytes": 49_382_400,
             "downlink_bytes": 24_000_000,
+            "uplink_params_Mi_per_round": 0.3925,
+            "downlink_params_Mi_per_round": 0.1907,
         },
         "participants_per_round": 10.0,
         "clients_without_test": [],
@@ -326,7 +328,7 @@ def test_summary_gives_communication_in_all_and_per_client_and_round():
 
 
 def test_summary_of_a_method_that_shares_nothing():
-    nothing = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
+    nothing = dict.fromkeys(make_summary()["communication"], 0)
     assert re.search(r"up +0 values, +0 B", printed(make_summary(communication=nothing)))
 
 
