@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, get_args
 
 
 class ConfigError(ValueError):
@@ -37,3 +38,15 @@ def require(condition: bool, key: str, allowed: str, value: object = ...) -> Non
     """Raise `ConfigError` unless `condition` holds."""
     if not condition:
         raise ConfigError(key, allowed, value)
+
+
+def require_choices(owner: str, **options: tuple[object, Any]) -> None:
+    """Raise `ConfigError` for the first option whose value its type does not allow.
+
+    Args:
+        owner: key that the options belong to: ``method``, or a term's class.
+        options: each option's value and the `Literal` of what is allowed.
+    """
+    for name, (value, literal) in options.items():
+        allowed = get_args(literal)
+        require(value in allowed, f"{owner}.{name}", f"must be one of {', '.join(allowed)}", value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
-from fl_lightning.errors import require
+from fl_lightning.errors import require_choices
 
 
 class Exchange(ABC):
@@ -106,8 +106,7 @@ class Ring(Exchange):
     keeps_shared = True
 
     def __init__(self, schedule: Schedule = "parallel") -> None:
-        allowed = get_args(Schedule)
-        require(schedule in allowed, "federation.exchange.schedule", f"must be one of {', '.join(allowed)}", schedule)
+        require_choices("federation.exchange", schedule=(schedule, Schedule))
         self.schedule = schedule
 
     def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102

@@ -8,7 +8,7 @@ equations and the authors' public code differ, each form is a switch; the defaul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fl_lightning.core.aggregation import ArtifactRule, ExactSum
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -229,14 +229,14 @@ class ClassRelation(Term):
         bias: LastBias = "remove",
     ) -> None:
         super().__init__(weight)
-        for key, value, allowed in (
-            ("soft_labels_init", soft_labels_init, get_args(InitialSoftLabels)),
-            ("history", history, get_args(History)),
-            ("missing", missing, get_args(MissingSoftLabels)),
-            ("source", source, get_args(Source)),
-            ("bias", bias, get_args(LastBias)),
-        ):
-            require(value in allowed, f"ClassRelation.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            "ClassRelation",
+            soft_labels_init=(soft_labels_init, InitialSoftLabels),
+            history=(history, History),
+            missing=(missing, MissingSoftLabels),
+            source=(source, Source),
+            bias=(bias, LastBias),
+        )
         require(0 <= momentum < 1, "ClassRelation.momentum", "must be in [0, 1)", momentum)
         require(temperature > 0, "ClassRelation.temperature", "must be > 0", temperature)
         decay_rounds = list(decay_rounds or ())

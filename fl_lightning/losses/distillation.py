@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.models.cbam import CBAM
 from fl_lightning.models.split import Body
 
@@ -156,14 +156,14 @@ class FeatureDistillation(Term):
         parameters: Parameters = "private",
     ) -> None:
         super().__init__(weight)
-        for key, value, allowed in (
-            ("feature_target", feature_target, get_args(Target)),
-            ("reduction", reduction, get_args(Reduction)),
-            ("attention", attention, get_args(Attention)),
-            ("tap", tap, get_args(Tap)),
-            ("parameters", parameters, get_args(Parameters)),
-        ):
-            require(value in allowed, f"FeatureDistillation.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            "FeatureDistillation",
+            feature_target=(feature_target, Target),
+            reduction=(reduction, Reduction),
+            attention=(attention, Attention),
+            tap=(tap, Tap),
+            parameters=(parameters, Parameters),
+        )
         require(mid_channels >= 1, "FeatureDistillation.mid_channels", "must be >= 1", mid_channels)
         require(smooth_convs in (1, 2), "FeatureDistillation.smooth_convs", "must be 1 or 2", smooth_convs)
         self.feature_target = feature_target

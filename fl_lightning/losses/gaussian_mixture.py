@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 from fl_lightning.seeding import torch_generator
 
 if TYPE_CHECKING:
@@ -146,12 +146,12 @@ class GaussianMixture(Term):
         super().__init__(weight)
         require(likelihood_weight >= 0, "GaussianMixture.likelihood_weight", "must be >= 0", likelihood_weight)
         require(0 <= ema <= 1, "GaussianMixture.ema", "must be in [0, 1]", ema)
-        for key, value, allowed in (
-            ("ema_when", ema_when, get_args(EMAWhen)),
-            ("class_prior", class_prior, get_args(ClassPrior)),
-            ("posterior_classes", posterior_classes, get_args(PosteriorClasses)),
-        ):
-            require(value in allowed, f"GaussianMixture.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            "GaussianMixture",
+            ema_when=(ema_when, EMAWhen),
+            class_prior=(class_prior, ClassPrior),
+            posterior_classes=(posterior_classes, PosteriorClasses),
+        )
         require(size is None or size >= 1, "GaussianMixture.size", "must be >= 1 or null", size)
         self.likelihood_weight = likelihood_weight
         self.ema = ema

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fl_lightning.core.aggregation import ClassMeanRule, ClassWeighting, Missing
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -195,12 +195,12 @@ class PrototypeTerm(Term, ABC):
         missing: MissingClass = "keep",
     ) -> None:
         super().__init__(weight)
-        for key, value, allowed in (
-            ("collection", collection, get_args(Collection)),
-            ("weighting", weighting, get_args(ClassWeighting)),
-            ("missing", missing, get_args(MissingClass)),
-        ):
-            require(value in allowed, f"{type(self).__name__}.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            type(self).__name__,
+            collection=(collection, Collection),
+            weighting=(weighting, ClassWeighting),
+            missing=(missing, MissingClass),
+        )
         self.collection = collection
         self.weighting = weighting
         self.missing = missing
@@ -286,8 +286,7 @@ class PrototypeAlignment(PrototypeTerm):
         missing: MissingClass = "keep",
     ) -> None:
         super().__init__(weight, collection, weighting, missing)
-        allowed = get_args(Distance)
-        require(distance in allowed, "PrototypeAlignment.distance", f"must be one of {', '.join(allowed)}", distance)
+        require_choices("PrototypeAlignment", distance=(distance, Distance))
         self.distance = distance
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Latent, Term
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -133,8 +133,7 @@ class Reconstruction(LatentTerm):
 
     def __init__(self, weight: float = 1.0, reduction: Reduction = "sum") -> None:
         super().__init__(weight)
-        allowed = get_args(Reduction)
-        require(reduction in allowed, "Reconstruction.reduction", f"must be one of {', '.join(allowed)}", reduction)
+        require_choices("Reconstruction", reduction=(reduction, Reduction))
         self.reduction = reduction
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102

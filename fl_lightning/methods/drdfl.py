@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
 from fl_lightning.core.term import Forward, Latent, Term, term_sum
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.adversarial import Adversarial, UniformAdversarial
 from fl_lightning.losses.gaussian_mixture import ClassPrior, EMAWhen, GaussianMixture, PosteriorClasses
 from fl_lightning.losses.variational import KLToStandardNormal, Reconstruction, Reduction, clamped
@@ -120,18 +120,18 @@ class DRDFL(ClientModule):
         require(0 <= ema <= 1, "method.ema", "must be in [0, 1]", ema)
         require(personal_size >= 1, "method.personal_size", "must be >= 1", personal_size)
         require(shared_size >= 1, "method.shared_size", "must be >= 1", shared_size)
-        for name, choice, allowed in (
-            ("reconstruction_reduction", reconstruction_reduction, get_args(Reduction)),
-            ("ema_when", ema_when, get_args(EMAWhen)),
-            ("class_prior", class_prior, get_args(ClassPrior)),
-            ("posterior_classes", posterior_classes, get_args(PosteriorClasses)),
-            ("adversary_classes", adversary_classes, get_args(AdversaryClasses)),
-            ("grad_flow", grad_flow, get_args(GradFlow)),
-            ("update_order", update_order, get_args(UpdateOrder)),
-            ("personanet_moments", personanet_moments, get_args(Moments)),
-            ("predict_from", predict_from, get_args(PredictFrom)),
-        ):
-            require(choice in allowed, f"method.{name}", f"must be one of {', '.join(allowed)}", choice)
+        require_choices(
+            "method",
+            reconstruction_reduction=(reconstruction_reduction, Reduction),
+            ema_when=(ema_when, EMAWhen),
+            class_prior=(class_prior, ClassPrior),
+            posterior_classes=(posterior_classes, PosteriorClasses),
+            adversary_classes=(adversary_classes, AdversaryClasses),
+            grad_flow=(grad_flow, GradFlow),
+            update_order=(update_order, UpdateOrder),
+            personanet_moments=(personanet_moments, Moments),
+            predict_from=(predict_from, PredictFrom),
+        )
         require_image("DRDFL", model.input_shape)
         mixture = GaussianMixture(
             mixture_weight,

@@ -7,7 +7,7 @@ weights nor the temperature; the defaults are ours.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.aggregation import ClassWeighting, MissingClass
 from fl_lightning.core.client import ClientModule, Phase
 from fl_lightning.core.term import Term, term_sum
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.distillation import Attention, FeatureDistillation, Parameters, Reduction, Tap, Target
 from fl_lightning.losses.prototype import Distance, PrototypeAlignment, PrototypeContrast
 from fl_lightning.models.split import SplitModel
@@ -85,11 +85,11 @@ class FedCPD(ClientModule):
             require(weight >= 0, f"method.{key}", "must be >= 0", weight)
         require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
         require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
-        for key, value, allowed in (
-            ("alternation", alternation, get_args(Alternation)),
-            ("align_reduction", align_reduction, get_args(Reduction)),
-        ):
-            require(value in allowed, f"method.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            "method",
+            alternation=(alternation, Alternation),
+            align_reduction=(align_reduction, Reduction),
+        )
         distance: Distance = "sample_mse" if align_reduction == "mean" else "sample_sq"
         distillation = FeatureDistillation(
             gamma,

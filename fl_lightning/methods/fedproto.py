@@ -8,7 +8,7 @@ definitions of the paper with weights that sum to one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fl_lightning.core.client import ClientModule, Scope
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
-from fl_lightning.errors import require
+from fl_lightning.errors import require_choices
 from fl_lightning.losses.prototype import Collection, Distance, PrototypeAlignment, prototype_distances
 from fl_lightning.models.split import SplitModel
 
@@ -69,12 +69,12 @@ class FedProto(ClientModule):
         inference: Inference = "prototype",
         extra_terms: list[Term] | None = None,
     ) -> None:
-        for key, value, allowed in (
-            ("download", download, get_args(Download)),
-            ("candidates", candidates, get_args(Candidates)),
-            ("inference", inference, get_args(Inference)),
-        ):
-            require(value in allowed, f"method.{key}", f"must be one of {', '.join(allowed)}", value)
+        require_choices(
+            "method",
+            download=(download, Download),
+            candidates=(candidates, Candidates),
+            inference=(inference, Inference),
+        )
         alignment = PrototypeAlignment(weight, distance, collection, weighting, missing)
         alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
