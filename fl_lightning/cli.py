@@ -29,7 +29,7 @@ from fl_lightning.precheck import (
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-    from fl_lightning.experiment import Config
+    from fl_lightning.configuration import Config
 
 COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
@@ -137,7 +137,8 @@ def _evaluate(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from fl_lightning.experiment import Experiment, read_config
+    from fl_lightning.configuration import read_config
+    from fl_lightning.experiment import Experiment
 
     sys.path.insert(0, os.getcwd())
     experiment = Experiment(read_config(folder / "config.yaml"))

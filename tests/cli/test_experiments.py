@@ -10,8 +10,9 @@ import torch
 import yaml
 
 from fl_lightning.cli import config_parser, parse_config, plain_config
+from fl_lightning.configuration import import_class, short_name
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.experiment import Experiment, import_class, short_name
+from fl_lightning.experiment import Experiment
 from fl_lightning.precheck import FILLED_IN, given_keys, listed_models, precheck
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import yaml
 from cli.run_files import without_seconds
 from cli.test_bad_input import refused
 from fl_lightning.cli import _checked_model
+from fl_lightning.configuration import architectures
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import architectures
 from fl_lightning.precheck import precheck
 
 NARROW = {"class_path": "MLP", "init_args": {"hidden": [16, 8]}}
