@@ -114,6 +114,9 @@ class WeightedMean:
 class ArtifactRule(ABC):
     """How the values of one artifact, one a client, become one value. Made anew for every round."""
 
+    round: int = 0
+    """The present round, 1-based; set by the server."""
+
     @abstractmethod
     def add(self, value: Any, num_samples: int) -> None:
         """Fold in one client's value, with the number of training samples behind it."""

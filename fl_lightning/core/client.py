@@ -150,6 +150,10 @@ class ClientModule(L.LightningModule):
         """The phases of a local fit. Default: one, all parameters."""
         return [Phase("all")]
 
+    def term_weights(self) -> dict[str, float]:
+        """Each term's factor in the present round's loss, by its name, the cross-entropy's among them."""
+        return {term.name: term.weight_at(self.round) for term in self.all_terms}
+
     def receive(self, message: Message, data: LocalData) -> None:
         """Take what came in; the client's own last private state is already loaded."""
         self.load_weights(message.weights)
@@ -305,9 +309,8 @@ class ClientModule(L.LightningModule):
         optimizers = self.optimizers()
         self._phase_optimizers = list(optimizers) if isinstance(optimizers, list) else [optimizers]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
-        self._batch_norms = [m for m in self.modules() if isinstance(m, _BatchNorm)]
         self._observers = [term for term in self.exchanging_terms if type(term).observe is not Term.observe]
-        self._term_weights = {term.name: term.weight_at(self.round) for term in self.all_terms}
+        self._term_weights = self.term_weights()
         self._waiting = 0
         self._autocasts = isinstance(self.trainer.precision_plugin, MixedPrecision)
 
@@ -422,8 +425,12 @@ class ClientModule(L.LightningModule):
         # The trainer's autocast is for forward passes: in here it would narrow what a loss computes in float32.
         with torch.autocast(self.device.type, enabled=False) if self._autocasts else nullcontext():
             self.manual_backward(loss / accumulate if accumulate > 1 else loss, **own)
-        if not self._steps_now:
-            return
+        if self._steps_now:
+            self.step(*optimizers)
+
+    def step(self, *optimizers: Any) -> None:
+        """Step on the gradients there are, with the trainer's precision and clipping, and clear them."""
+        assert self.settings is not None
         for optimizer in optimizers:
             if self.settings.clip_value is not None:
                 self._clip(optimizer)
@@ -453,6 +460,49 @@ class ClientModule(L.LightningModule):
             parameter.requires_grad_(True)
 
     @contextmanager
+    def only(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Build a graph for some parameters alone."""
+        kept = {id(p) for p in parameters}
+        others = [p for p in self.parameters() if p.requires_grad and id(p) not in kept]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+    def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """∇ loss with respect to some parameters, for steps of a method's own; zeros where the loss does not reach.
+
+        Nothing is left in `.grad`. Like `optimize`, it runs outside the trainer's autocast; under float16 the loss is
+        scaled on the way.
+        """
+        kind = self.device.type
+        narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        scale = 1024.0 if narrow else 1.0
+        with torch.autocast(kind, enabled=False):
+            found = torch.autograd.grad(loss * scale if narrow else loss, parameters, allow_unused=True)
+        given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+        return [g / scale for g in given] if narrow else given
+
+    @property
+    def _batch_norms(self) -> list[nn.Module]:
+        if "_found_batch_norms" not in self.__dict__:
+            self.__dict__["_found_batch_norms"] = [m for m in self.modules() if isinstance(m, _BatchNorm)]
+        return self.__dict__["_found_batch_norms"]
+
+    @contextmanager
+    def keeping_statistics(self) -> Iterator[None]:
+        """Put batch norm's running statistics back afterwards."""
+        moving = [layer for layer in self._batch_norms if layer.training]
+        statistics = [buffer for layer in moving for buffer in layer.buffers(recurse=False)]
+        before = [buffer.clone() for buffer in statistics]
+        yield
+        for buffer, value in zip(statistics, before, strict=True):
+            buffer.copy_(value)
+
+    @contextmanager
     def _single_sample(self, batch_size: int) -> Iterator[None]:
         """Batch norm cannot normalise a batch of one: it uses its running statistics there."""
         layers = [m for m in self._batch_norms if m.training] if batch_size == 1 else []
@@ -463,6 +513,20 @@ class ClientModule(L.LightningModule):
             layer.train()
 
     # --- the client's own data --------------------------------------------------------------------------------------
+
+    def own_batches(self, data: LocalData, share: float = 1.0) -> Sequence[Bundle]:
+        """Mini-batches of one shuffled pass over the training part, for steps of a method's own outside the fit.
+
+        Drawn from the global stream, which the runner seeds for every receive, fit and adaptation. The sequence may be
+        gone through again: it stays the same.
+
+        Args:
+            data: the client's data.
+            share: take only so much of the training part, in (0, 1], drawn at random.
+        """
+        seed = int(torch.randint(2**62, ()))
+        single = bool(self._batch_norms)
+        return data.bundles(seed, data.batch_size, drop_single=single, share=share)
 
     def collect(self, data: LocalData) -> Collected:
         """The whole training part through the model in eval mode, without gradients; once for all terms of a send."""
@@ -483,11 +547,13 @@ class ClientModule(L.LightningModule):
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        self._keep_collected = True
+        """Keep what `collect` gives until the outermost such block ends."""
+        outermost, self._keep_collected = not self._keep_collected, True
         try:
             yield
         finally:
-            self._keep_collected, self._collected = False, None
+            if outermost:
+                self._keep_collected, self._collected = False, None
 
 
 class _Planned(NamedTuple):

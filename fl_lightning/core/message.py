@@ -9,7 +9,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-Artifact = Union["ClassMeans", Tensor]
+Artifact = Union["ClassMeans", "KeptRows", Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,40 @@ class ClassMeans:
         return held * self.mean[0].numel() * self.mean.element_size() + counts
 
 
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows that a receiver keeps for good, of which only the new ones cross the wire now.
+
+    For what is handed out once and used ever after (a pool of shared samples): a federation of N clients stores it
+    once, not N times, and still counts what every client was sent.
+
+    Args:
+        rows: [M, …] all that the receiver holds once it has this message.
+        num_new: how many of them it did not hold before, in [0, M]; these are counted.
+    """
+
+    rows: Tensor
+    num_new: int
+
+    def to(self, device: torch.device) -> KeptRows:
+        """Move to `device`."""
+        return replace(self, rows=self.rows.to(device))
+
+    def clone(self) -> KeptRows:
+        """Copy, sharing no memory."""
+        return replace(self, rows=self.rows.clone())
+
+    @property
+    def num_params(self) -> int:
+        """Values really sent: those of the new rows."""
+        return self.num_new * self.rows[:1].numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values counted by `num_params`."""
+        return self.num_params * self.rows.element_size()
+
+
 @dataclass
 class Message:
     """One message between two participants. Nothing else is ever shared.
@@ -109,13 +143,13 @@ class Message:
     @property
     def num_params(self) -> int:
         """Values in the message, weights and artifacts: the papers' "# Comm. Params"."""
-        artifacts = (a.num_params if isinstance(a, ClassMeans) else a.numel() for a in self.artifacts.values())
+        artifacts = (a.numel() if isinstance(a, Tensor) else a.num_params for a in self.artifacts.values())
         return sum(tensor.numel() for tensor in self.weights.values()) + sum(artifacts)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of those values, by dtype."""
-        artifacts = (a.num_bytes if isinstance(a, ClassMeans) else a.nbytes for a in self.artifacts.values())
+        artifacts = (a.nbytes if isinstance(a, Tensor) else a.num_bytes for a in self.artifacts.values())
         return sum(tensor.nbytes for tensor in self.weights.values()) + sum(artifacts)
 
     def clone(self) -> Message:
@@ -125,20 +159,18 @@ class Message:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, for a checkpoint that loads with ``weights_only=True``."""
-        artifacts = {
-            name: {"mean": a.mean, "count": a.count, "sends_count": a.sends_count} if isinstance(a, ClassMeans) else a
-            for name, a in self.artifacts.items()
-        }
+        artifacts = {name: a if isinstance(a, Tensor) else dict(vars(a)) for name, a in self.artifacts.items()}
         return {"weights": dict(self.weights), "artifacts": artifacts, "num_samples": self.num_samples}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
         """The inverse of `state_dict`."""
-        artifacts = {
-            name: ClassMeans(a["mean"], a["count"], a["sends_count"]) if isinstance(a, Mapping) else a
-            for name, a in state["artifacts"].items()
-        }
+        artifacts = {name: _unpacked(a) if isinstance(a, Mapping) else a for name, a in state["artifacts"].items()}
         return cls(dict(state["weights"]), artifacts, state["num_samples"])
+
+
+def _unpacked(fields: Mapping[str, Any]) -> ClassMeans | KeptRows:
+    return KeptRows(**fields) if "rows" in fields else ClassMeans(**fields)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -1,16 +1,22 @@
-"""The server: takes the participants' messages in, gives one message out."""
+"""The server: takes the participants' messages in, gives one message out; one kind of it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
 from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.errors import require_choices
+from fl_lightning.seeding import isolated_streams
 
 RuleFactory = Callable[[], ArtifactRule]
+Weighting = Literal["samples", "uniform"]
 
 
 class Server:
@@ -23,14 +29,28 @@ class Server:
         initial: what clients receive in the first round (the common initial weights).
         rules: artifact name -> factory of its rule. The default merges `ClassMeans` by count and keeps classes that
             nobody held, and averages tensors by samples.
+        weighting: ``samples`` weighs a client's weights by its training samples, ``uniform`` all alike.
     """
 
-    def __init__(self, initial: Message, rules: Mapping[str, RuleFactory] | None = None) -> None:
+    def __init__(
+        self,
+        initial: Message,
+        rules: Mapping[str, RuleFactory] | None = None,
+        weighting: Weighting = "samples",
+    ) -> None:
+        require_choices("method", weighting=(weighting, Weighting))
+        self.mean_weighting = weighting
         self.message = initial
         self.rules = dict(rules or {})
         self.memories: dict[str, Mapping[str, Tensor]] = {}
         """What artifact rules carry from round to round."""
+        self.seed = 0
+        self.device = torch.device("cpu")
         self.open_round(0)
+
+    def setup(self, seed: int, device: torch.device) -> None:
+        """Learn the run's seed and the device of the messages; called once, before the first round."""
+        self.seed, self.device = seed, device
 
     def message_for(self, client: int) -> Message:
         """What `client` receives at the start of its next round. The same for all unless a method says otherwise."""
@@ -46,7 +66,7 @@ class Server:
     def collect(self, client: int, message: Message) -> None:
         """Fold in one client's message."""
         if message.weights:
-            self._weights.add(message.weights, message.num_samples)
+            self._weights.add(message.weights, 1 if self.mean_weighting == "uniform" else message.num_samples)
         for name, value in message.artifacts.items():
             self._artifacts.setdefault(name, self._new_rule(name, value)).add(value, message.num_samples)
         self._num_samples += message.num_samples
@@ -77,6 +97,7 @@ class Server:
         if name not in self.rules:
             return ClassMeanRule() if isinstance(value, ClassMeans) else TensorMean()
         rule = self.rules[name]()
+        rule.round = self.round
         if name in self.memories:
             rule.remember(self.memories[name])
         return rule
@@ -89,3 +110,80 @@ class Server:
         """The inverse of `state_dict`."""
         self.message = Message.from_state_dict(state["message"])
         self.memories = dict(state["memories"])
+
+
+class TrainingServer(Server, ABC):
+    """A server with a network of its own, which it trains on what a round's participants sent.
+
+    A round is: train on all messages (`train`, with last round's `message` still in place), average as every server
+    does, put what was trained into what goes out (`publish`). A subclass takes the hyperparameters of its training in
+    its constructor, from its method. Everything that the next round depends on is in the network's and the optimizer's
+    states, which are saved and resumed.
+    """
+
+    network: nn.Module
+    optimizer: Optimizer
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Make the network; called once, under a stream seeded from the run's seed."""
+
+    @abstractmethod
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Make the optimizer, once for the whole run; `train` may make it anew where a paper does."""
+
+    @abstractmethod
+    def train(self, messages: Mapping[int, Message]) -> None:
+        """Train `network` on the messages of a round.
+
+        Runs in float32, outside any autocast, under streams seeded from (seed, round): shuffles and noise may come from
+        the global streams.
+
+        Args:
+            messages: by client, in the order of clients; not empty.
+        """
+
+    def publish(self, message: Message) -> Message:
+        """Add what was trained to the round's averages, before they go out; called at setup, too. Default: nothing."""
+        return message
+
+    def setup(self, seed: int, device: torch.device) -> None:
+        """Make network and optimizer, and the first message."""
+        super().setup(seed, device)
+        with isolated_streams(seed, "server/init"):
+            self.network = self.build().to(device, torch.float32)
+        self.optimizer = self.make_optimizer(self.network.parameters())
+        self.message = self.publish(self.message)
+
+    def open_round(self, round: int) -> None:
+        """Start a round: forget what came in."""
+        super().open_round(round)
+        self._messages: dict[int, Message] = {}
+
+    def collect(self, client: int, message: Message) -> None:
+        """Fold in one client's message, and keep it until the round closes."""
+        super().collect(client, message)
+        self._messages[client] = message
+
+    def close_round(self) -> None:
+        """Train, average, publish. If nothing came in, nothing changes."""
+        messages = dict(sorted(self._messages.items()))
+        if not messages:
+            super().close_round()
+            return
+        streams = isolated_streams(self.seed, "server", self.round)
+        with streams, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+            self.train(messages)
+        super().close_round()
+        self.message = self.publish(self.message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state, the network's and the optimizer's."""
+        own = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_lightning.core.precision import widened
 from fl_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,10 +136,10 @@ class Term(nn.Module):
 
 
 class CrossEntropy(Term):
-    """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32."""
+    """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays)."""
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        return F.cross_entropy(out.logits.float(), out.y)
+        return F.cross_entropy(widened(out.logits), out.y)
 
 
 def term_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

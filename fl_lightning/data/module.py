@@ -120,7 +120,7 @@ class FederatedData:
         if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
             parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]
         self.clients = [
-            ClientData(client, self.store, num_classes, part.train, part.validation, part.test)
+            ClientData(client, self.store, num_classes, part.train, part.validation, part.test, self.batch_size)
             for client, part in enumerate(parts)
         ]
         if self.local_test or self.evaluate_on == "validation":

@@ -35,6 +35,16 @@ class TensorStore:
             self._scale = (1 / (255 * std)).float().view(1, channels, 1, 1)
             self._shift = (-mean / std).float().view(1, channels, 1, 1)
 
+    def pixel_mean_and_std(self) -> tuple[Tensor, Tensor]:
+        """What takes a batch of images back to [0, 1], as ``x * std + mean``: [1, C, 1, 1] each.
+
+        Inputs that come as floats are given as they are: mean 0, std 1.
+        """
+        if self._scale is None or self._shift is None:
+            return torch.zeros(1, 1, 1, 1, device=self.device), torch.ones(1, 1, 1, 1, device=self.device)
+        std = 1 / (255 * self._scale)
+        return -self._shift * std, std
+
     @property
     def device(self) -> torch.device:
         """Where the data are."""
@@ -143,6 +153,7 @@ class ClientData:
         train: indices of the training part, int64.
         validation: indices of the validation part, int64; may be empty.
         test: indices of the client's own test part, int64; may be empty.
+        batch_size: samples in a mini-batch of the federation, for methods that draw some of their own.
     """
 
     def __init__(
@@ -153,8 +164,10 @@ class ClientData:
         train: np.ndarray,
         validation: np.ndarray,
         test: np.ndarray,
+        batch_size: int = 10,
     ) -> None:
         self.client = client
+        self.batch_size = batch_size
         self.store = store
         self.num_classes = num_classes
         self.train = torch.from_numpy(train)
@@ -180,12 +193,7 @@ class ClientData:
 
     def num_steps(self, batch_size: int, drop_last: bool = False, drop_single: bool = False) -> int:
         """Number of mini-batches in one epoch; the rules are those of `bundles`."""
-        return -(-self._num_used(batch_size, drop_last, drop_single) // batch_size)
-
-    def _num_used(self, batch_size: int, drop_last: bool, drop_single: bool) -> int:
-        full, rest = divmod(self.num_train, batch_size)
-        dropped = full > 0 and (drop_last or (drop_single and rest == 1))
-        return full * batch_size if dropped else self.num_train
+        return -(-_num_used(self.num_train, batch_size, drop_last, drop_single) // batch_size)
 
     def bundles(
         self,
@@ -194,6 +202,7 @@ class ClientData:
         steps_per_bundle: int = 1,
         drop_last: bool = False,
         drop_single: bool = False,
+        share: float = 1.0,
     ) -> Epoch:
         """One epoch over the training part in an order that depends on `epoch_seed` only.
 
@@ -206,12 +215,14 @@ class ClientData:
             drop_last: drop a smaller last batch, but never the client's only one.
             drop_single: drop a last batch of one sample (batch norm cannot train on it), but never the client's only
                 one.
+            share: take only so much of the training part, in (0, 1], drawn at random; at least one sample.
 
         Returns:
             The bundles; a sequence that gathers each one when it is asked for.
         """
         order = torch.randperm(self.num_train, generator=torch.Generator().manual_seed(epoch_seed))
-        order = self.train[order[: self._num_used(batch_size, drop_last, drop_single)]]
+        taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
+        order = self.train[order[: _num_used(taken, batch_size, drop_last, drop_single)]]
         return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle)
 
     def batches(
@@ -221,3 +232,10 @@ class ClientData:
         indices: Tensor = getattr(self, split)
         for start in range(0, len(indices), batch_size):
             yield self.store.gather(indices[start : start + batch_size])
+
+
+def _num_used(samples: int, batch_size: int, drop_last: bool, drop_single: bool) -> int:
+    """How many of so many samples an epoch uses."""
+    full, rest = divmod(samples, batch_size)
+    dropped = full > 0 and (drop_last or (drop_single and rest == 1))
+    return full * batch_size if dropped else samples

@@ -104,11 +104,13 @@ class _ThrowAway(AbstractContextManager[None]):
         self.module = module
         self.data = evaluator.data.clients[client]
         self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", round, client)
+        self.context = evaluator.context
 
     def __enter__(self) -> None:
         self.saved = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
         self.streams.__enter__()
-        self.module.adapt(self.data)
+        with self.context():
+            self.module.adapt(self.data)
 
     def __exit__(self, *exception: object) -> None:
         self.streams.__exit__(None, None, None)

@@ -64,6 +64,7 @@ class Star(Exchange):
 
     def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
         self.server = template.make_server(template.initial_message())
+        self.server.setup(seed, template.device)
 
     def inbox(self, client: int) -> Message:  # noqa: D102
         return self.server.message_for(client)

@@ -27,16 +27,22 @@ if TYPE_CHECKING:
 
 Distance = Literal["sample_mse", "sample_sq", "batch_proto_l2"]
 Collection = Literal["post", "running"]
+Average = Literal["batch", "valid"]
 SMALLEST_NORM = 1e-6  # below it a vector has no direction: its cosine with everything is 0
 
 
 def prototype_alignment_loss(
-    z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None = None, reduction: str = "mean"
+    z: Tensor,
+    y: Tensor,
+    prototypes: Tensor,
+    valid: Tensor | None = None,
+    reduction: str = "mean",
+    average: Average = "batch",
 ) -> Tensor:
     """Squared distance of each embedding to its class prototype, FedProto's L_R and FedCPD's L_align.
 
     L = 1/(B·D) Σ_b [class y_b is valid] ‖z_b − P_{y_b}‖²  for ``mean``; ``sum`` leaves out 1/D.
-    Samples of an invalid class add nothing and stay in the denominator.
+    Samples of an invalid class add nothing; they stay in the denominator, unless the average is over the valid ones.
 
     Args:
         z: [B, D] embeddings.
@@ -44,6 +50,7 @@ def prototype_alignment_loss(
         prototypes: [C, D], constants.
         valid: [C] bool, which prototypes exist; None means all.
         reduction: ``mean`` over batch and features, or ``sum`` over features and mean over the batch.
+        average: B is the whole ``batch``, or only its samples of ``valid`` classes.
 
     Returns:
         Scalar, float32; 0 (attached to the graph) if no sample's class is valid.
@@ -60,7 +67,7 @@ def prototype_alignment_loss(
         raise ValueError(f"prototype_alignment_loss: `reduction` must be 'mean' or 'sum', got {reduction!r}")
     _check_sizes("prototype_alignment_loss", z, prototypes)
     squares = _masked_difference(z, y, prototypes, valid).square().sum()
-    return squares / (z.numel() if reduction == "mean" else max(len(z), 1))
+    return squares / ((z.shape[-1] if reduction == "mean" else 1) * _num_averaged(y, valid, average))
 
 
 def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -93,13 +100,19 @@ def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Te
 
 
 def prototype_contrast_loss(
-    z: Tensor, y: Tensor, prototypes: Tensor, temperature: float, valid: Tensor | None = None
+    z: Tensor,
+    y: Tensor,
+    prototypes: Tensor,
+    temperature: float,
+    valid: Tensor | None = None,
+    average: Average = "batch",
 ) -> Tensor:
     """Cross-entropy of the cosine similarities to all prototypes, FedCPD's L_pcl.
 
     L = 1/B Σ_b [class y_b is valid] −log( exp(s_{b,y_b}/τ) / Σ_{c valid} exp(s_{b,c}/τ) ), s_{b,c} = cos(z_b, P_c).
-    Samples of an invalid class add nothing and stay in the denominator; invalid classes are no negatives. A vector
-    shorter than 1e-6 has similarity 0 with everything and no gradient: such a z costs log(number of valid classes).
+    Samples of an invalid class add nothing; they stay in the denominator, unless the average is over the valid ones.
+    Invalid classes are no negatives. A vector shorter than 1e-6 has similarity 0 with everything and no gradient: such
+    a z costs log(number of valid classes).
 
     Args:
         z: [B, D] embeddings.
@@ -107,6 +120,7 @@ def prototype_contrast_loss(
         prototypes: [C, D], constants.
         temperature: τ > 0.
         valid: [C] bool, which prototypes exist; None means all.
+        average: B is the whole ``batch``, or only its samples of ``valid`` classes.
 
     Returns:
         Scalar, float32; 0 (attached to the graph) if no sample's class is valid, or only one class is.
@@ -122,7 +136,7 @@ def prototype_contrast_loss(
         raise ValueError(f"prototype_contrast_loss: `temperature` must be > 0, got {temperature}")
     _check_sizes("prototype_contrast_loss", z, prototypes)
     with torch.autocast(z.device.type, enabled=False):
-        similarity = _directions(widened(z)) @ _directions(widened(prototypes).to(widened(z).dtype)).T
+        similarity = directions(widened(z)) @ directions(widened(prototypes).to(widened(z).dtype)).T
         scores = similarity / temperature
         if valid is None:
             own, counts = scores.logsumexp(1), torch.ones_like(y, dtype=torch.bool)
@@ -132,10 +146,10 @@ def prototype_contrast_loss(
             kept = valid | ~counts[:, None]
             own = scores.masked_fill(~kept, -torch.inf).logsumexp(1)
         losses = own - scores.gather(1, y[:, None]).squeeze(1)
-        return torch.where(counts, losses, 0.0).sum() / max(len(z), 1)
+        return torch.where(counts, losses, 0.0).sum() / _num_averaged(y, valid, average)
 
 
-def _directions(vectors: Tensor) -> Tensor:
+def directions(vectors: Tensor) -> Tensor:
     """Rows over their norms; zeros, without a gradient, for rows too short to have a direction."""
     long_enough = vectors.detach().square().sum(1, keepdim=True) >= SMALLEST_NORM**2
     safe = torch.where(long_enough, vectors, 1.0)
@@ -156,6 +170,11 @@ def prototype_distances(z: Tensor, prototypes: Tensor, candidates: Tensor) -> Te
     with torch.autocast(z.device.type, enabled=False):
         distances = torch.cdist(z.float(), prototypes.float(), compute_mode="donot_use_mm_for_euclid_dist")
     return distances.masked_fill(~candidates, torch.inf)
+
+
+def _num_averaged(y: Tensor, valid: Tensor | None, average: Average) -> int | Tensor:
+    """Samples that a mean is taken over, at least 1."""
+    return max(len(y), 1) if valid is None or average == "batch" else valid[y].sum().clamp(min=1)
 
 
 def _check_sizes(name: str, z: Tensor, prototypes: Tensor) -> None:
@@ -308,6 +327,7 @@ class PrototypeContrast(PrototypeTerm):
             the embeddings seen during the last epoch.
         weighting: how the server weighs clients' prototypes; ``uniform`` needs no counts on the wire.
         missing: what becomes of a class that no participant held this round.
+        average: mean over the whole ``batch``, or over its samples of classes whose prototype is ``valid``.
     """
 
     paper = "Jin et al., IJCAI 2025"
@@ -319,10 +339,13 @@ class PrototypeContrast(PrototypeTerm):
         collection: Collection = "post",
         weighting: ClassWeighting = "count",
         missing: MissingClass = "keep",
+        average: Average = "batch",
     ) -> None:
         super().__init__(weight, collection, weighting, missing)
         require(temperature > 0, "PrototypeContrast.temperature", "must be > 0", temperature)
+        require_choices("PrototypeContrast", average=(average, Average))
         self.temperature = temperature
+        self.average = average
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        return prototype_contrast_loss(out.z, out.y, self.prototypes, self.temperature, self.valid)
+        return prototype_contrast_loss(out.z, out.y, self.prototypes, self.temperature, self.valid, self.average)

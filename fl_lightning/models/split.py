@@ -7,8 +7,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.errors import ConfigError, require
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Body(nn.Module):
@@ -37,6 +40,10 @@ class Body(nn.Module):
             x = stage(x)
             maps.append(x)
         return maps, self.neck(x)
+
+    def append(self, *layers: nn.Module) -> None:
+        """Put layers after the embedding; what comes out of the last one is z from now on."""
+        self.neck = nn.Sequential(self.neck, *layers)
 
 
 class SplitModel(nn.Module):
@@ -91,6 +98,30 @@ class SplitModel(nn.Module):
         fits = bool(layers) and layers[-1].out_features == self.num_classes
         require(fits, "model.head", f"{type(self).__name__}'s head must end in a linear layer of one output a class")
         return layers[-1]
+
+    def last_layers(self, count: int, key: str) -> tuple[str, ...]:
+        """Names of the modules that the last `count` layers with parameters are made of, in the model's order.
+
+        A layer is a module that owns parameters; a normalisation counts with the layer before it.
+
+        Args:
+            count: >= 0; 0 is no layer at all.
+            key: the configuration's key for `count`, for the error.
+
+        Raises:
+            ConfigError: if there are not so many.
+        """
+        layers: list[list[str]] = []
+        for name, module in self.named_modules():
+            if not module._parameters:
+                continue
+            if layers and isinstance(module, _NORMS):
+                layers[-1].append(name)
+            else:
+                layers.append([name])
+        rule = f"must be from 0 to {len(layers)}, the layers of {type(self).__name__} with parameters"
+        require(0 <= count <= len(layers), key, rule, count)
+        return tuple(name for layer in layers[len(layers) - count :] for name in layer)
 
     @torch.no_grad()
     def feature_shapes(self) -> list[tuple[int, ...]]:

@@ -77,6 +77,11 @@ class HookedBody(Body):
         super().__init__(stages=[], neck=module)
         self.feature_names = tuple(features)
 
+    def append(self, *layers: nn.Module) -> None:
+        """Put layers after the embedding; the maps stay those of the module."""
+        super().append(*layers)
+        self.feature_names = tuple(f"0.{name}" for name in self.feature_names)
+
     def forward_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return the outputs of the named submodules and z [B, D] in one pass.
 

@@ -31,7 +31,9 @@ SHAPES = {
 CLASSES = {"EMNIST": 62, "CIFAR100": 100, "IMDB": 2}
 OPTIONS = {
     "experiments/fedcpd/fmnist_dirichlet01.yaml": [["--method", name] for name in ("Local", "FedAvg", "FedRep")],
-    "experiments/feddw/cifar100_practical.yaml": [["--method", "FedAvg"]],
+    "experiments/feddw/cifar100_practical.yaml": [
+        ["--method", name] for name in ("FedAvg", "FedBABU", "FedUV", "FedProx")
+    ],
     "experiments/feddw/cifar100_pathological.yaml": [["--method", "FedAvg"]],
     "experiments/drdfl/cifar10_dirichlet01.yaml": [["--method", "Local"]],
     "experiments/fedproto/mnist.yaml": [["--method", name] for name in ("Local", "FedAvg", "FedRep")],

@@ -217,3 +217,57 @@ def test_received_model_is_the_global_one_only_if_nothing_is_personal(mlp):
     assert ClientModule(mlp()).received_is_global
     assert not OnlyHead(mlp()).received_is_global
     assert not Predicts(mlp()).received_is_global
+
+
+# --- steps of a method's own ----------------------------------------------
+
+
+def test_own_batches_follow_the_global_stream_and_repeat_themselves(conv_net, data):
+    client, own = ClientModule(conv_net()), data.clients[1]
+    torch.manual_seed(0)
+    one, other = client.own_batches(own), client.own_batches(own)
+    torch.manual_seed(0)
+    again = client.own_batches(own)
+    ys = [[bundle.y.tolist() for bundle in batches] for batches in (one, one, again, other)]
+    assert ys[0] == ys[1] == ys[2]
+    assert ys[0] != ys[3]
+    assert [len(y) for y in ys[0]] == [4, 4, 4]  # 13 samples; batch norm cannot train on a batch of one
+
+
+def test_gradients_reach_the_parameters_asked_for_and_are_left_nowhere(mlp):
+    client = ClientModule(mlp())
+    x, parameters = torch.rand(3, 1, 8, 8), [client.model.head.bias, client.model.body.neck[0].weight]
+    found = client.gradients(client.model.head(torch.zeros(3, 5)).sum() + 0 * x.sum(), parameters)
+    assert found[0].tolist() == [3.0] * 4
+    assert not found[1].any()  # not reached
+    assert all(parameter.grad is None for parameter in client.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_under_autocast_are_those_of_the_loss(mlp, dtype):
+    """A loss so small that float16 would lose its gradient."""
+    client = ClientModule(mlp())
+    z = torch.ones(3, 5)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = client.model.head(z).float().sum() * 2**-20
+        found = client.gradients(loss, [client.model.head.bias])
+    torch.testing.assert_close(found[0], torch.full((4,), 3 * 2.0**-20), rtol=2e-2, atol=0)
+
+
+def test_only_builds_a_graph_for_what_it_is_given_and_thaws_the_rest(conv_net):
+    client = ClientModule(conv_net())
+    frozen = client.model.head.bias.requires_grad_(False)
+    with client.only([client.model.head.weight]):
+        assert [name for name, p in client.named_parameters() if p.requires_grad] == ["model.head.weight"]
+    assert [p for p in client.parameters() if not p.requires_grad] == [frozen]
+
+
+def test_keeping_statistics_puts_batch_norm_back(conv_net):
+    client = ClientModule(conv_net())
+    client.model(torch.rand(4, 1, 8, 8))
+    norm = client.model.body.stages[0][1]
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    with client.keeping_statistics():
+        client.model(torch.rand(4, 1, 8, 8))
+        assert not torch.equal(norm.running_mean, before["running_mean"])
+    assert all(torch.equal(norm.state_dict()[name], tensor) for name, tensor in before.items())

@@ -3,7 +3,7 @@ import io
 import pytest
 import torch
 
-from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.message import ClassMeans, KeptRows, Message
 
 
 @pytest.fixture
@@ -51,3 +51,18 @@ def test_clone_shares_no_memory_and_keeps_all(message, assert_identical):
     for tensor in (*copy.weights.values(), copy.artifacts["mask"], copy.artifacts["prototypes"].mean):
         tensor.zero_()
     assert_identical(message.state_dict(), before.state_dict())
+
+
+def test_kept_rows_count_what_is_new_and_hold_everything(assert_identical):
+    rows = KeptRows(torch.randn(7, 2, 3), num_new=2)
+    message = Message(artifacts={"pool": rows})
+    assert message.num_params == 2 * 6
+    assert message.num_bytes == 2 * 6 * 4
+    assert KeptRows(torch.zeros(0, 2, 3), 0).num_params == 0
+    loaded = Message.from_state_dict(message.state_dict()).artifacts["pool"]
+    assert isinstance(loaded, KeptRows)
+    assert loaded.num_new == 2
+    assert_identical({"": loaded.rows}, {"": rows.rows})
+    copy = message.clone().artifacts["pool"]
+    copy.rows.zero_()
+    assert rows.rows.abs().max() > 0

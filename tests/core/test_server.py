@@ -1,8 +1,10 @@
+import copy
+
 import torch
 
 from fl_lightning.core.aggregation import ClassMeanRule
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.server import Server
+from fl_lightning.core.server import Server, TrainingServer
 
 
 def weights(*values):
@@ -94,3 +96,100 @@ def test_server_state_round_trips(assert_identical):
     other = Server(Message(weights(7.0)))
     other.load_state_dict(server.state_dict())
     assert_identical(other.state_dict(), server.state_dict())
+
+
+class Doubling(TrainingServer):
+    """Learns one number: after each round its weight is noise plus the sum of what came in."""
+
+    def build(self):
+        return torch.nn.Linear(1, 1)
+
+    def make_optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+    def train(self, messages):
+        self.order = list(messages)
+        self.before = self.message.weights["w"].item()
+        self.contexts = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        target = sum(message.weights["w"] for message in messages.values()) + torch.randn(1)
+        self.network(target).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def publish(self, message):
+        return Message({**message.weights, "trained": self.network.weight.detach().clone()}, message.artifacts)
+
+
+def doubling(seed=0):
+    server = Doubling(Message(weights(9.0)))
+    server.setup(seed, torch.device("cpu"))
+    return server
+
+
+UPLOADS = {3: Message(weights(1.0), {}, 1), 1: Message(weights(5.0), {}, 3)}
+
+
+def test_training_server_trains_on_all_messages_in_order_before_it_averages():
+    server = doubling()
+    out = server.aggregate(UPLOADS)
+    assert server.order == [1, 3]
+    assert server.before == 9.0
+    assert out.weights["w"].tolist() == [4.0]
+    assert torch.equal(out.weights["trained"], server.network.weight)
+
+
+def test_training_server_publishes_before_the_first_round_and_changes_nothing_without_messages():
+    server = doubling()
+    first = server.message.weights["trained"].clone()
+    assert torch.equal(first, server.network.weight)
+    assert torch.equal(server.aggregate({}).weights["trained"], first)
+
+
+def test_training_server_trains_with_gradients_and_without_autocast():
+    server = doubling()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        server.aggregate(UPLOADS)
+    assert server.contexts == (True, False)
+
+
+def test_training_server_draws_from_seed_and_round_alone_and_leaves_the_global_streams():
+    torch.manual_seed(1)
+    one = doubling()
+    torch.manual_seed(2)
+    other, third = doubling(), doubling(seed=7)
+    before = torch.get_rng_state()
+    outs = [[server.aggregate(UPLOADS).weights["trained"] for _ in range(2)] for server in (one, other, third)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(outs[0], outs[1], strict=True))
+    assert not torch.equal(outs[0][0], outs[2][0])
+
+
+def test_training_server_resumes_exactly_with_its_optimizer():
+    straight, resumed = doubling(), doubling()
+    for _ in range(2):
+        straight.aggregate(UPLOADS)
+    state = copy.deepcopy(straight.state_dict())
+    resumed.load_state_dict(state)
+    resumed.open_round(straight.round)
+    assert torch.equal(resumed.aggregate(UPLOADS).weights["trained"], straight.aggregate(UPLOADS).weights["trained"])
+
+
+def test_rules_know_the_round():
+    rounds = []
+
+    class Watching(ClassMeanRule):
+        def result(self, previous):
+            rounds.append(self.round)
+            return super().result(previous)
+
+    server = Server(Message(), {"prototypes": Watching})
+    for _ in range(2):
+        server.aggregate({0: Message({}, {"prototypes": ClassMeans(torch.ones(1, 1), torch.ones(1).long())}, 1)})
+    assert rounds == [1, 2]
+
+
+def test_server_weighs_clients_alike_where_it_is_told_to():
+    server = Server(Message(weights(9.0)), weighting="uniform")
+    out = server.aggregate({0: Message(weights(1.0), {}, 1), 1: Message(weights(4.0), {}, 1000)})
+    assert out.weights["w"].tolist() == [2.5]
+    assert out.num_samples == 1001

@@ -37,6 +37,19 @@ def test_gather_scales_images_without_constants_to_one():
     assert store.gather(torch.tensor([0]))[0].item() == pytest.approx(1.0)
 
 
+def test_pixel_mean_and_std_take_normalised_images_back_to_0_1():
+    x = torch.tensor([0, 51, 255, 102], dtype=torch.uint8).view(2, 2, 1, 1)
+    store = TensorStore(Arrays(x, torch.tensor([1, 0]), 2, ("a", "b"), (0.5, 0.2), (0.5, 0.1)))
+    mean, std = store.pixel_mean_and_std()
+    assert mean.shape == std.shape == (1, 2, 1, 1)
+    torch.testing.assert_close(store.gather(torch.arange(2))[0] * std + mean, x.float() / 255)
+
+
+def test_inputs_that_are_floats_are_given_as_they_are():
+    mean, std = make_client(3).store.pixel_mean_and_std()
+    assert (mean.item(), std.item()) == (0.0, 1.0)
+
+
 def test_gather_leaves_tokens_and_floats_as_they_are():
     for x in (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0.5], [1.5]])):
         out, _ = TensorStore(Arrays(x, torch.tensor([0, 0]), 2, ("a",))).gather(torch.tensor([1]))
@@ -125,3 +138,18 @@ def test_batches_come_in_fixed_order():
     assert [x.flatten().tolist() for x, _ in client.batches("test", 2)] == [[7, 6], [5]]
     assert [len(y) for _, y in client.batches("train")] == [5]
     assert list(client.batches("validation")) == []
+
+
+@pytest.mark.parametrize(("share", "samples"), [(1.0, 10), (0.5, 5), (0.01, 1)])
+def test_bundles_of_a_share_hold_so_many_samples_each_once(share, samples):
+    client = make_client(10)
+    drawn, other, again = (
+        [i for step in plain_steps(client, seed, batch_size=4, steps_per_bundle=1, share=share) for i in step]
+        for seed in (3, 4, 3)
+    )
+    assert len(drawn) == len(set(drawn)) == samples
+    assert drawn == again != other
+
+
+def test_clients_know_the_batch_size_of_their_federation(make_data):
+    assert {client.batch_size for client in make_data(batch_size=7).clients} == {7}

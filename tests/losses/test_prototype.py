@@ -11,6 +11,7 @@ from fl_lightning.losses.prototype import (
     PrototypeAlignment,
     batch_prototype_distance,
     prototype_alignment_loss,
+    prototype_contrast_loss,
     prototype_distances,
 )
 
@@ -90,6 +91,20 @@ def test_nearest_of_equally_far_prototypes_is_the_lowest_class():
     distances = prototype_distances(z, prototypes, torch.ones(3, dtype=torch.bool))
     assert distances.argmin(1).item() == 0
     assert (-distances).argmax(1).item() == 0
+
+
+def test_mean_over_valid_samples_leaves_the_others_out_of_the_denominator(z):
+    """The sample of class 2, which has no prototype, counts among the batch and not among the valid: ·4/3."""
+    valid = torch.tensor([True, True, False])
+    for loss in (
+        lambda **how: prototype_alignment_loss(z, Y, PROTOTYPES, valid, **how),
+        lambda **how: prototype_alignment_loss(z, Y, PROTOTYPES, valid, "sum", **how),
+        lambda **how: prototype_contrast_loss(z, Y, PROTOTYPES, 0.5, valid, **how),
+    ):
+        torch.testing.assert_close(loss(average="valid"), loss() * 4 / 3)
+        torch.testing.assert_close(loss(average="batch"), loss())
+    nothing = torch.zeros(3, dtype=torch.bool)
+    assert prototype_alignment_loss(z, Y, PROTOTYPES, nothing, average="valid").item() == 0
 
 
 @pytest.mark.parametrize(("weight", "total"), [(1.0, 3.0633), (0.1, 0.5883), (0.0, 0.3133)])

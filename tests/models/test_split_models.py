@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fl_lightning.models.split
+from fl_lightning.errors import ConfigError
 from fl_lightning.models.cnn import CNN, FedDWCNN, FedProtoCNN
 from fl_lightning.models.describe import count_parameters, has_batch_norm
 from fl_lightning.models.lstm import BiLSTM
@@ -305,3 +306,22 @@ def test_importing_the_models_does_not_import_torchvision():
             ast.unparse(statement) for statement in statements if isinstance(statement, ast.Import | ast.ImportFrom)
         ]
         assert not any("torchvision" in line for line in imports), file.name
+
+
+def test_last_layers_are_counted_from_the_end_with_their_norms():
+    mlp, resnet = MLP((1, 8, 8), 4, (8, 5)), ResNet18((3, 32, 32), 10)
+    assert mlp.last_layers(0, "key") == ()
+    assert mlp.last_layers(2, "key") == ("body.neck.0", "head")
+    assert mlp.last_layers(3, "key") == ("body.stages.0.1", "body.neck.0", "head")
+    assert resnet.last_layers(2, "key") == ("body.stages.4.1.conv2", "body.stages.4.1.bn2", "head")
+    with pytest.raises(ConfigError, match="key: must be from 0 to 3, the layers of MLP with parameters, got 4"):
+        mlp.last_layers(4, "key")
+
+
+def test_layers_that_are_appended_to_a_body_give_the_embedding():
+    model = MLP((1, 8, 8), 4, (8, 5))
+    x = torch.rand(2, 1, 8, 8)
+    before = model.embed(x)
+    model.body.append(nn.ReLU(), nn.Linear(5, 3))
+    torch.testing.assert_close(model.embed(x), model.body.neck[2](before.relu()))
+    assert len(model.features(x)) == 1

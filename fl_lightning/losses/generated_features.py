@@ -1,0 +1,206 @@
+"""Training heads on embeddings that a server generates, and keeping embeddings near the class prototypes meanwhile.
+
+Jiang, Wang, Yang, Shu, Lin, Yi, "FedPA: Generator-Based Heterogeneous Federated Prototype Adversarial Learning", IEEE
+TDSC 22(2), 2025, as its public code has it: both terms fade from round to round and count in a fit's first steps only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward
+from fl_lightning.errors import require
+from fl_lightning.losses.prototype import Collection, PrototypeTerm, prototype_alignment_loss
+from fl_lightning.models.generator import generate, num_generator_values
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+
+DECAY = 0.98  # a round
+SMALLEST_GENERATED, SMALLEST_ALIGNED = 1e-4, 0.15
+
+
+def faded(weight: float, smallest: float, round: int) -> float:
+    """A weight that fades from round to round, max(smallest, weight · 0.98^(round − 1)); 0 stays 0.
+
+    >>> faded(25.0, 1e-4, round=1), round(faded(25.0, 1e-4, round=11), 4), faded(5.0, 0.15, round=900)
+    (25.0, 20.4268, 0.15)
+    """
+    return max(smallest, weight * DECAY ** (round - 1)) if weight > 0 else 0.0
+
+
+def diversity_loss(features: Tensor, noise: Tensor, y: Tensor) -> Tensor:
+    """Small where different noise gives different embeddings of different classes, 1 where nothing differs.
+
+    L = exp( −1/B² Σ_{a,b} [y_a ≠ y_b] ‖G_a − G_b‖₁/D · ‖ε_a − ε_b‖₂²/E ). Pairs of one class add nothing and stay in
+    the denominator.
+
+    Args:
+        features: [B, D] G, generated embeddings.
+        noise: [B, E] ε, what they were generated from.
+        y: [B] int64 their classes.
+
+    Returns:
+        Scalar in (0, 1].
+
+    >>> one = torch.tensor([[0.], [1.]])
+    >>> round(float(diversity_loss(one, one, torch.tensor([0, 1]))), 5)
+    0.60653
+    """
+    features, noise = widened(features), widened(noise)
+    apart = (features[:, None] - features[None]).abs().mean(2)
+    noises_apart = (noise[:, None] - noise[None]).square().mean(2)
+    return torch.exp(-(apart * noises_apart * (y[:, None] != y[None])).mean())
+
+
+def label_shares(counts: Tensor) -> Tensor:
+    """What each client's word counts for on each class, w_{i,c} = (m_{i,c} + 1) / Σ_j (m_{j,c} + 1).
+
+    Args:
+        counts: [N, C] m, samples of each client and class.
+
+    Returns:
+        [N, C] float32; every column sums to 1.
+
+    >>> label_shares(torch.tensor([[3, 0], [0, 0]])).tolist()
+    [[0.800000011920929, 0.5], [0.20000000298023224, 0.5]]
+    """
+    return (counts + 1) / (counts + 1).sum(0)
+
+
+class FirstSteps(PrototypeTerm, ABC):
+    """A term that fades from round to round and counts in the first steps of a local fit only.
+
+    Sends the client's class prototypes, receives the federation's.
+
+    Args:
+        weight: factor of the term in the first round, >= 0.
+        steps: local steps of a fit in which the term counts, >= 1.
+        collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
+    """
+
+    paper = "Jiang et al., TDSC 2025"
+    smallest = 0.0
+
+    def __init__(self, weight: float, steps: int = 20, collection: Collection = "post") -> None:
+        super().__init__(weight, collection)
+        require(steps >= 1, f"{type(self).__name__}.steps", "must be >= 1", steps)
+        self.steps = steps
+        self._num_valid = 0
+
+    def weight_at(self, round: int) -> float:  # noqa: D102
+        return faded(self.weight, self.smallest, max(round, 1))
+
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        super().receive(client, message)
+        self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
+
+    def counts(self, client: ClientModule) -> bool:
+        """Whether there is something to compare with, and the fit is in its first steps."""
+        return self._num_valid > 0 and client.num_steps < self.steps
+
+
+class EarlyAlignment(FirstSteps):
+    """Pull embeddings towards the class prototypes in a fit's first steps: b_t MSE(f(x), V_y).
+
+    b_t = max(0.15, weight · 0.98^(t − 1)) in round t; mean over features and over the samples whose class has a
+    prototype.
+
+    Args:
+        weight: b_1, >= 0.
+        steps: local steps of a fit in which the term counts, >= 1.
+        collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
+    """
+
+    smallest = SMALLEST_ALIGNED
+
+    def __init__(self, weight: float = 5.0, steps: int = 20, collection: Collection = "post") -> None:
+        super().__init__(weight, steps, collection)
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self.counts(client):
+            return torch.zeros((), device=out.z.device)
+        return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, average="valid")
+
+
+class GeneratedFeatures(FirstSteps):
+    """Train the head on generated embeddings in a fit's first steps: a_t r CE(g(G(ε, y)), y), ε ~ U(0, 1).
+
+    a_t = max(1e-4, weight · 0.98^(t − 1)) in round t; classes are drawn evenly among those that have a prototype; r is
+    generated over own samples. The generator comes from the server, as one vector, and is a constant: the gradient
+    reaches the head alone. Without a generator the term is 0.
+
+    Args:
+        weight: a_1, >= 0.
+        steps: local steps of a fit in which the term counts, >= 1.
+        collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
+        noise_size: E, the size of ε, >= 1.
+        hidden: H, the generator's width, >= 1.
+        batch_size: generated embeddings a step, >= 1; null takes as many as the mini-batch has samples (r = 1).
+    """
+
+    reaches = ("model.head",)
+    smallest = SMALLEST_GENERATED
+
+    def __init__(
+        self,
+        weight: float = 25.0,
+        steps: int = 20,
+        collection: Collection = "post",
+        noise_size: int = 32,
+        hidden: int = 256,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(weight, steps, collection)
+        require(noise_size >= 1, "GeneratedFeatures.noise_size", "must be >= 1", noise_size)
+        require(hidden >= 1, "GeneratedFeatures.hidden", "must be >= 1", hidden)
+        require(
+            batch_size is None or batch_size >= 1, "GeneratedFeatures.batch_size", "must be >= 1 or null", batch_size
+        )
+        self.noise_size = noise_size
+        self.hidden = hidden
+        self.batch_size = batch_size
+        self._has_generator = False
+
+    generator: Tensor  # [P_G], as received
+    classes: Tensor  # [K] int64, that have a prototype
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        super().setup(client)
+        sizes = client.model.num_classes, client.model.embedding_size, self.noise_size, self.hidden
+        self.register_buffer("generator", torch.zeros(num_generator_values(*sizes)), persistent=False)
+
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        super().receive(client, message)
+        received = message.artifacts.get("generator")
+        self._has_generator = isinstance(received, Tensor)
+        self.generator.copy_(received) if isinstance(received, Tensor) else self.generator.zero_()
+        self.classes = self.valid.nonzero().flatten()
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self._has_generator or not self.counts(client):
+            return torch.zeros((), device=out.z.device)
+        size = self.batch_size or len(out.y)
+        y = self.classes[torch.randint(len(self.classes), (size,), device=out.z.device)]
+        noise = torch.rand(size, self.noise_size, device=out.z.device).to(self.generator.dtype)
+        with torch.no_grad():
+            z = generate(self.generator, noise, y, *self.prototypes.shape)
+        ratio = size / len(out.y)
+        return ratio * F.cross_entropy(widened(client.model.head(z.to(out.z.dtype))), y)
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {**super().interface(client), "generator": tuple(self.generator.shape)}
+
+
+def received_prototypes(message: Message) -> ClassMeans | None:
+    """The prototypes in a message, where there are any."""
+    prototypes = message.artifacts.get("prototypes")
+    return prototypes if isinstance(prototypes, ClassMeans) else None

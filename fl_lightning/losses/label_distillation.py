@@ -1,0 +1,213 @@
+"""Learning from the soft labels that other clients give a class on average.
+
+Jeong, Oh, Kim, Park, Bennis, Kim, "Communication-Efficient On-Device Machine Learning: Federated Distillation and
+Augmentation under Non-IID Private Data", arXiv:1811.11479, 2018: per-class averages of predictions, and a teacher that
+leaves a client's own average out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.aggregation import ClassMeanRule, MissingClass
+from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+from fl_lightning.errors import require, require_choices
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.server import RuleFactory
+    from fl_lightning.data.store import ClientData as LocalData
+
+Averages = Literal["post", "running"]
+Stale = MissingClass
+
+
+def label_distillation_loss(
+    logits: Tensor, y: Tensor, teacher: Tensor, valid: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Divergence of predictions from the teacher's soft label of the class, KL(q_y ‖ p).
+
+    L = mean over samples with a teacher of Σ_k q_{y,k} (log q_{y,k} − log p_k), p = softmax(logits / T). Its gradient
+    is that of the cross-entropy −Σ_k q_{y,k} log p_k; it is 0 where student and teacher agree.
+
+    Args:
+        logits: [B, C].
+        y: [B] int64 classes.
+        teacher: [C, C], row c the soft label of class c (non-negative, sums to 1); constants.
+        valid: [C] bool, classes that have a teacher; None means all.
+        temperature: T > 0, of the student's softmax.
+
+    Returns:
+        Scalar, float32; 0 (attached to the graph) if no sample's class has a teacher.
+
+    Raises:
+        ValueError: if sizes do not fit, or for a temperature that is not positive.
+
+    >>> teacher = torch.tensor([[0.8, 0.2], [0.5, 0.5]])
+    >>> round(float(label_distillation_loss(torch.zeros(2, 2), torch.tensor([0, 1]), teacher)), 4)
+    0.0964
+    """
+    if not temperature > 0:
+        raise ValueError(f"label_distillation_loss: `temperature` must be > 0, got {temperature}")
+    classes = logits.shape[-1]
+    if teacher.shape != (classes, classes):
+        shapes = f"`logits` is {tuple(logits.shape)} but `teacher` is {tuple(teacher.shape)}"
+        raise ValueError(f"label_distillation_loss: {shapes}; for C logits it takes [C, C].")
+    with torch.autocast(logits.device.type, enabled=False):
+        log_p = torch.log_softmax(widened(logits) / temperature, 1)
+        q = teacher.detach().to(log_p.dtype)
+        if valid is not None:  # a row of zeros adds nothing; a row that means nothing may hold anything
+            q = torch.where(valid[:, None], q, 0.0)
+        divergence = (torch.xlogy(q, q)[y] - q[y] * log_p).sum()
+        return divergence / (max(len(y), 1) if valid is None else valid[y].sum().clamp(min=1))
+
+
+def leave_one_out(sums: Tensor, own: Tensor, included: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean soft labels of the others, out of everybody's sums.
+
+    Args:
+        sums: [C, C], row c the sum of the clients' soft labels of class c. As each of them sums to 1, the row's sum is
+            the number of clients behind it.
+        own: [C, C], the client's own soft labels.
+        included: [C] bool, where `own` is part of `sums`.
+
+    Returns:
+        The means [C, C], whose rows sum to 1 (0 where there is nobody else), and [C] bool, where there is somebody.
+
+    >>> sums, own = torch.tensor([[1.4, 0.6], [0.1, 0.9]]), torch.tensor([[0.8, 0.2], [0.1, 0.9]])
+    >>> teacher, valid = leave_one_out(sums, own, torch.tensor([True, True]))
+    >>> [round(p, 4) for p in teacher[0].tolist()], valid.tolist()
+    ([0.6, 0.4], [True, False])
+    """
+    valid = (sums.sum(1).round() - included.to(sums.dtype)) > 0
+    others = torch.where(included[:, None], sums - own, sums).clamp(min=0)
+    others = torch.where(valid[:, None], others, 0.0)
+    return others / torch.where(valid, others.sum(1), 1.0)[:, None], valid
+
+
+class LabelSums(ClassMeanRule):
+    """Sum clients' soft labels class by class, all clients alike, and say in which round each row was summed.
+
+    The result is [C, C + 1]: the sums, and in the last column the round (0 where there is none). How many clients stand
+    behind a row is the row's sum, so that it need not be sent.
+
+    Args:
+        stale: a class that no participant held this round keeps its last sums (``keep``) or has none (``drop``).
+    """
+
+    def __init__(self, stale: Stale = "keep") -> None:
+        super().__init__("uniform", stale)
+
+    def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]  # noqa: D102
+        if self._shape is None or self._holders is None:
+            return previous if self.missing == "keep" else None
+        held = self._holders > 0
+        sums = self._sum.value(1.0).reshape(self._shape).float()
+        rounds = torch.where(held, self.round, 0)
+        merged = torch.cat([sums, rounds[:, None].to(sums)], 1)
+        if self.missing == "drop" or previous is None:
+            return merged
+        return torch.where(held[:, None], merged, previous.to(merged))
+
+
+class LabelDistillation(Term):
+    """Learn from the mean soft labels that the other clients give a sample's class (FedDistill's regulariser).
+
+    Sends, for each class that the client holds, its mean prediction softmax(logits) over its own training samples of
+    the class, and their number; receives the sums over clients, and takes what it sent itself out of them. A class for
+    which no other client sent a soft label does not count. The number in the log is KL(teacher ‖ student).
+
+    Args:
+        weight: λ, >= 0.
+        temperature: T of the student's softmax in the loss, > 0; averages are made at 1.
+        averages: ``post`` averages over the training part in eval mode after the fit; ``running`` averages the
+            predictions of the fit's own forward passes (the paper), which costs no pass.
+        include_self: leave the client's own soft labels in its teacher.
+        stale: a class that no participant held in the last round keeps its older sums (``keep``) or has no teacher
+            (``drop``).
+    """
+
+    paper = "Jeong et al., arXiv:1811.11479, 2018"
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        temperature: float = 1.0,
+        averages: Averages = "post",
+        include_self: bool = False,
+        stale: Stale = "keep",
+    ) -> None:
+        super().__init__(weight)
+        require(temperature > 0, "LabelDistillation.temperature", "must be > 0", temperature)
+        require_choices("LabelDistillation", averages=(averages, Averages), stale=(stale, Stale))
+        self.temperature = temperature
+        self.averages = averages
+        self.include_self = include_self
+        self.stale = stale
+
+    own: Tensor  # [C, C], what the client sent last
+    own_valid: Tensor  # [C] bool, the classes that it sent
+    sent_round: Tensor  # int64, the round in which it sent; 0 before the first
+    teacher: Tensor  # [C, C], as received
+    valid: Tensor  # [C] bool
+    sums: Tensor  # [C, C], of this fit's predictions
+    seen: Tensor  # [C] int64
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        classes = client.model.num_classes
+        remembers = self.exchanges and not self.include_self
+        self.register_buffer("own", torch.zeros(classes, classes), persistent=remembers)
+        self.register_buffer("own_valid", torch.zeros(classes, dtype=torch.bool), persistent=remembers)
+        self.register_buffer("sent_round", torch.zeros((), dtype=torch.long), persistent=remembers)
+        self.register_buffer("teacher", torch.zeros(classes, classes), persistent=False)
+        self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
+        self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
+        self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        return label_distillation_loss(out.logits, out.y, self.teacher, self.valid, self.temperature)
+
+    @torch.no_grad()
+    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
+        if self.averages == "running":
+            predictions = torch.softmax(widened(out.logits), 1)
+            self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
+            self.seen += torch.bincount(out.y, minlength=len(self.seen))
+
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        self.sums.zero_()
+        self.seen.zero_()
+        received = message.artifacts.get("label_distillation")
+        if not isinstance(received, Tensor):
+            self.teacher.zero_()
+            self.valid.zero_()
+            return
+        sums, rounds = received[:, :-1], received[:, -1]
+        included = self.own_valid & (rounds == self.sent_round) & (not self.include_self)
+        teacher, valid = leave_one_out(sums, self.own.to(sums), included)
+        self.teacher.copy_(teacher)
+        self.valid.copy_(valid)
+
+    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+        if self.averages == "running":
+            means = ClassMeans(self.sums / self.seen.clamp(min=1)[:, None], self.seen.clone())
+        else:
+            collected = client.collect(data)
+            predictions = torch.softmax(widened(collected.logits), 1)
+            means = ClassMeans.from_samples(predictions, collected.y, len(self.valid))
+        self.own.copy_(means.mean)
+        self.own_valid.copy_(means.valid)
+        self.sent_round.fill_(client.round)
+        return {"label_distillation": ClassMeans(self.own.float().clone(), means.count)}
+
+    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {"label_distillation": tuple(self.teacher.shape)}
+
+    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+        return {"label_distillation": lambda: LabelSums(self.stale)}

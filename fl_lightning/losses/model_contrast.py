@@ -1,0 +1,142 @@
+"""Embeddings near those of the received model and away from those of the client's own last one.
+
+Li, He, Song, "Model-Contrastive Federated Learning" (MOON), CVPR 2021, equation 3. Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+from fl_lightning.errors import require
+from fl_lightning.losses.prototype import directions
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.message import Message
+
+
+def model_contrast_loss(z: Tensor, z_global: Tensor, z_previous: Sequence[Tensor], temperature: float) -> Tensor:
+    """Cross-entropy of telling the received model's embedding from those of the client's own earlier models.
+
+    ℓ = 1/B Σ_b −log( exp(s_g/τ) / (exp(s_g/τ) + Σ_k exp(s_k/τ)) ), s_g = cos(z, z_global), s_k = cos(z, z_previous_k);
+    with one earlier model softplus((s_1 − s_g)/τ). It is computed from differences, so a small τ does not overflow. A
+    vector shorter than 1e-6 has similarity 0 with everything.
+
+    Args:
+        z: [B, D] embeddings of the model in training.
+        z_global: [B, D] of the received model, constants.
+        z_previous: [B, D] each, of earlier own models, constants; none gives 0.
+        temperature: τ > 0.
+
+    Returns:
+        Scalar, float32; log 2 where z_global is the one z_previous.
+
+    Raises:
+        ValueError: if sizes do not fit, or for a temperature that is not positive.
+
+    >>> z = torch.tensor([[3., 4.]])
+    >>> round(float(model_contrast_loss(z, z, [-z], temperature=0.5)), 6)
+    0.01815
+    """
+    if not temperature > 0:
+        raise ValueError(f"model_contrast_loss: `temperature` must be > 0, got {temperature}")
+    shapes = [tuple(other.shape) for other in (z_global, *z_previous)]
+    if any(shape != tuple(z.shape) for shape in shapes):
+        raise ValueError(f"model_contrast_loss: `z` is {tuple(z.shape)}, the others must be, too, got {shapes}")
+    with torch.autocast(z.device.type, enabled=False):
+        own = directions(widened(z))
+        others = [directions(widened(other.detach())).to(own.dtype) for other in (z_global, *z_previous)]
+        scores = torch.stack([(own * other).sum(1) for other in others], 1) / temperature  # [B, 1 + K]
+        return (scores.logsumexp(1) - scores[:, 0]).mean()
+
+
+class ModelContrast(Term):
+    """Compare embeddings with the received model's (alike) and the client's own last model's (different).
+
+    The received body is frozen for the round; the own last body, as the last local fit left it, is private and stays
+    from round to round. Both are in eval mode and get no gradient. Before a client's first fit the two are taken to be
+    the same: the term is the constant log 2, and costs no pass.
+
+    Args:
+        weight: μ, >= 0.
+        temperature: τ, > 0.
+        previous_models: how many own last models are kept, >= 1.
+    """
+
+    paper = "Li et al., CVPR 2021"
+    reaches = ("model.body",)
+
+    def __init__(self, weight: float = 1.0, temperature: float = 0.5, previous_models: int = 1) -> None:
+        super().__init__(weight)
+        require(temperature > 0, "ModelContrast.temperature", "must be > 0", temperature)
+        require(previous_models >= 1, "ModelContrast.previous_models", "must be >= 1", previous_models)
+        self.temperature = temperature
+        self.previous_models = previous_models
+        self._known = 0
+
+    num_known: Tensor  # int64, own last models there are
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        if not self.weight:  # the method without the term: no state
+            return
+        body = client.model.body
+        self.received = _constant_copy(body)
+        self.previous = nn.ModuleList(
+            copy.deepcopy(body).requires_grad_(False) for _ in range(self.previous_models)
+        )  # the last one first
+        self.register_buffer("num_known", torch.zeros((), dtype=torch.long))
+
+    def train(self, mode: bool = True) -> ModelContrast:
+        """The frozen models stay in eval mode."""
+        super().train(mode)
+        if self.weight:
+            self.received.eval()
+            self.previous.eval()
+        return self
+
+    @torch.no_grad()
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        self._known = int(self.num_known)  # once a round: reading it in every step would wait for the device
+        if self._known:
+            _copy_state(client.model.body, dict(self.received.named_buffers()))
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self._known:
+            return torch.full((), 2.0, device=out.z.device).log()
+        with torch.no_grad():
+            z_global = self.received(out.x)
+            z_previous = [body(out.x) for body in list(self.previous)[: self._known]]
+        return model_contrast_loss(out.z, z_global, z_previous, self.temperature)
+
+    @torch.no_grad()
+    def after_fit(self, client: ClientModule) -> None:
+        """Remember the body for the next round, and forget the oldest."""
+        bodies = [client.model.body, *self.previous]
+        for newer, older in reversed(list(itertools.pairwise(bodies))):
+            _copy_state(newer, older.state_dict())
+        self.num_known.add_(1).clamp_(max=self.previous_models)
+
+
+def _constant_copy(module: nn.Module) -> nn.Module:
+    """A copy that every receive overwrites: its tensors are in no state dict, no optimizer and no count."""
+    constant = copy.deepcopy(module).eval()
+    for part in constant.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                del part._parameters[name]
+                part.register_buffer(name, parameter.detach(), persistent=False)
+        part._non_persistent_buffers_set.update(part._buffers)
+    return constant
+
+
+def _copy_state(module: nn.Module, into: dict[str, Tensor]) -> None:
+    for name, tensor in module.state_dict().items():
+        into[name].copy_(tensor)

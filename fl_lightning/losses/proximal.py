@@ -1,0 +1,84 @@
+"""Holding local weights near the ones that were received.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020,
+the local objective h_k(w; w^t) = F_k(w) + μ/2 ‖w − w^t‖². Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.message import Message
+
+
+def proximal_loss(parameters: Iterable[Tensor], anchors: Iterable[Tensor]) -> Tensor:
+    """Half the squared distance of weights to their anchors, ½ Σ_k ‖θ_k − w_k‖².
+
+    A sum over all elements of all tensors: no mean and no root. The gradient is θ − w.
+
+    Args:
+        parameters: tensors of any shapes.
+        anchors: w, tensors of the same shapes in the same order; constants.
+
+    Returns:
+        Scalar, float32.
+
+    >>> round(float(proximal_loss([torch.tensor([0.1, 0.2])], [torch.zeros(2)])), 4)
+    0.025
+    """
+    squares = [
+        F.mse_loss(widened(own), widened(anchor.detach()), reduction="sum")
+        for own, anchor in zip(parameters, anchors, strict=True)
+    ]
+    return 0.5 * torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+class Proximal(Term):
+    """Pull the weights towards the ones that came in with the last receive (FedProx).
+
+    What is held is what the client exchanges of its model: all trainable parameters of a shared model, head and
+    batch-norm scales among them, buffers not; the body alone where heads are private; nothing where nothing is shared.
+    The first step of a round does not feel the term. As a part of the loss it reaches momentum and Adam's moments.
+
+    Args:
+        weight: μ, >= 0.
+    """
+
+    paper = "Li et al., MLSys 2020"
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        if not self.weight:
+            return
+        owners = dict(client.named_modules())
+        self.names = [
+            name
+            for name, parameter in client.named_parameters()
+            if name.startswith("model.") and parameter.requires_grad
+            if client.is_shared(name, owners[name.rpartition(".")[0]])
+        ]
+        # A phase that trains none of them leaves the term out.
+        self.reaches = tuple(self.names)  # type: ignore[misc]
+        for index, name in enumerate(self.names):
+            like = torch.zeros_like(client.get_parameter(name).detach())
+            self.register_buffer(f"anchor_{index}", like, persistent=False)
+
+    @torch.no_grad()
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        there = dict(client.named_parameters())  # another term may have taken the last layer's bias away
+        self._held = [(there[name], f"anchor_{index}") for index, name in enumerate(self.names) if name in there]
+        for parameter, anchor in self._held:
+            self.get_buffer(anchor).copy_(parameter)
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        anchors = [self.get_buffer(anchor) for _, anchor in self._held]
+        return proximal_loss([parameter for parameter, _ in self._held], anchors)

@@ -1,0 +1,107 @@
+"""FedBABU: one body for all under one head that nobody trains; every client fine-tunes a copy before it is tested.
+
+Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022, Algorithm 1.
+Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.message import Message
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.data.store import ClientData as LocalData
+
+FineTuned = Literal["full", "head", "body"]
+
+
+class FedBABU(ClientModule):
+    """Local fits train the body through the head h⁰, which is the same random one for all clients and never moves.
+
+    For an evaluation, a throw-away copy is fine-tuned on the client's own training part: Local-T and Global-T are the
+    personalised figures (from the received body right after the receive, from the own one after the fit), Server-T is
+    the paper's "initial" one, the averaged body under h⁰. Without fine-tuning they coincide with it. An evaluation
+    costs its epochs for every client: `federation.evaluate_every` says how often.
+
+    The head is not given to the optimizer. (Public codes zero its gradient, which weight decay and Adam undo.)
+
+    Args:
+        finetune_epochs: F, epochs of fine-tuning before an evaluation, >= 0.
+        finetune: what of the copy is trained: all of it (``full``), its ``head`` or its ``body``.
+        finetune_lr: learning rate of the fine-tuning, > 0; null takes the optimizer's own, before any decay. The paper
+            trains with 0.1 and fine-tunes with 0.001.
+        extra_terms: terms added to the loss of the local fits.
+    """
+
+    shared = ("model.body",)
+    paper = "Oh et al., ICLR 2022"
+    has_global_model = True  # h⁰ is everybody's, so the averaged body is a complete model
+
+    def __init__(
+        self,
+        model: SplitModel,
+        finetune_epochs: int = 5,
+        finetune: FineTuned = "full",
+        finetune_lr: float | None = None,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(finetune_epochs >= 0, "method.finetune_epochs", "must be >= 0", finetune_epochs)
+        require_choices("method", finetune=(finetune, FineTuned))
+        positive = finetune_lr is None or finetune_lr > 0
+        require(positive, "method.finetune_lr", "must be > 0 or null", finetune_lr)
+        super().__init__(model, extra_terms=extra_terms)
+        self.finetune_epochs = finetune_epochs
+        self.finetune = finetune
+        self.finetune_lr = finetune_lr
+        self.num_head = 0
+        for tensor in model.head.state_dict().values():  # h⁰
+            self.register_buffer(f"initial_head_{self.num_head}", tensor.detach().clone(), persistent=False)
+            self.num_head += 1
+
+    def is_private(self, name: str, module: nn.Module) -> bool:
+        """Not the head: every receive puts h⁰ there."""
+        return super().is_private(name, module) and not name.startswith("model.head.")
+
+    @torch.no_grad()
+    def receive(self, message: Message, data: LocalData) -> None:
+        """Take the body that came in, and h⁰."""
+        for index, tensor in enumerate(self.model.head.state_dict().values()):
+            tensor.copy_(self.get_buffer(f"initial_head_{index}"))
+        super().receive(message, data)
+
+    def phases(self) -> list[Phase]:  # noqa: D102
+        return [Phase("body", trains=("model.body", "terms"))]
+
+    def adapt(self, data: LocalData) -> None:
+        """Fine-tune for F epochs on the cross-entropy; the state that this is done to is thrown away."""
+        assert self.settings is not None
+        part = self.model if self.finetune == "full" else self.model.get_submodule(self.finetune)
+        parameters: list[Tensor] = [p for p in part.parameters() if p.requires_grad]
+        if not parameters or self.finetune_epochs == 0:
+            return
+        optimizer = self.settings.optimizer(parameters)  # type: ignore[arg-type]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if self.finetune_lr is None else self.finetune_lr
+        was_training = self.training
+        self.train()
+        with torch.enable_grad(), self.only(parameters):  # type: ignore[arg-type]
+            for _ in range(self.finetune_epochs):
+                for bundle in self.own_batches(data):
+                    self._finetune_step(bundle.x, bundle.y, parameters, optimizer)
+        self.train(was_training)
+
+    def _finetune_step(self, x: Tensor, y: Tensor, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        with self._single_sample(len(y)):
+            loss = self.all_terms[0](self, self.forward_pass(x, y))
+        for parameter, gradient in zip(parameters, self.gradients(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,47 @@
+"""FedBN: FedAvg whose batch-norm layers stay at home.
+
+Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021,
+Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import Message
+from fl_lightning.core.server import Server, Weighting
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require_choices
+from fl_lightning.models.split import SplitModel
+
+
+class FedBN(ClientModule):
+    """Everything is averaged but the batch-norm layers: their scales, shifts and running statistics are private.
+
+    The layers are found by type, wherever they stand; public codes look for "bn" in names, and so exchange the three
+    of a ResNet's downsampling paths. Group and layer norms are shared. Without batch norm it is FedAvg.
+
+    The server has no batch norm, so there is no Server-T. The paper's figure is `Local-T_received`.
+
+    Args:
+        weighting: ``samples`` weighs clients by samples, ``uniform`` all alike (the authors' code).
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Li et al., ICLR 2021"
+
+    def __init__(
+        self, model: SplitModel, weighting: Weighting = "samples", extra_terms: list[Term] | None = None
+    ) -> None:
+        require_choices("method", weighting=(weighting, Weighting))
+        super().__init__(model, extra_terms=extra_terms)
+        self.weighting = weighting
+
+    def is_shared(self, name: str, module: nn.Module) -> bool:  # noqa: D102
+        return super().is_shared(name, module) and not isinstance(module, _BatchNorm)
+
+    def make_server(self, initial: Message) -> Server:  # noqa: D102
+        return Server(initial, self.artifact_rules(), self.weighting)

@@ -1,0 +1,207 @@
+"""FedNova: every client's progress counts per step that it made, so that who works more does not pull the optimum away.
+
+Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
+NeurIPS 2020, equations 5 and 6. Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.aggregation import WeightedMean, accumulation_dtype
+from fl_lightning.core.client import ClientModule, OptimizerFactory
+from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.server import RuleFactory, Server
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
+from fl_lightning.losses.proximal import Proximal
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fl_lightning.data.store import ClientData as LocalData
+
+EffectiveSteps = Literal["auto", "normaliser", "steps"]
+
+
+class FedNova(ClientModule):
+    """FedAvg whose server averages normalised differences: θ^t = θ^{t−1} − τ_eff Σ p_i d_i, d_i = (θ^{t−1} − θ_i)/a_i.
+
+    a_i is how far a constant gradient of 1 would have brought the client's optimizer, in units of its learning rate,
+    in the τ_i optimizer steps that it really made: τ_i for plain SGD and Adam, (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ) for
+    momentum ρ, (1 − (1 − ημ)^τ)/(ημ) for the proximal term; it is read off the optimizer itself, on a scalar, so that
+    all of them mix. The message is the model and a_i. With equal a_i it is FedAvg, bit for bit. The paper's theory is
+    for SGD; for Adam this is an extension. Batch norm's statistics are averaged plainly: normalising them can make a
+    variance negative.
+
+    Args:
+        mu: μ of FedProx's term, >= 0; a `Proximal` among the extra terms does the same.
+        effective_steps: τ_eff: ``normaliser`` is Σ p_i a_i, ``steps`` the paper's Σ p_i τ_i; ``auto`` is the authors'
+            code: ``steps`` with a proximal term, else ``normaliser``.
+        server_momentum: γ, in [0, 1), of u ← γu + (θ^{t−1} − θ^t), θ^t ← θ^{t−1} − u.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Wang et al., NeurIPS 2020"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        mu: float = 0.0,
+        effective_steps: EffectiveSteps = "auto",
+        server_momentum: float = 0.0,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(mu >= 0, "method.mu", "must be >= 0", mu)
+        require_choices("method", effective_steps=(effective_steps, EffectiveSteps))
+        require(0 <= server_momentum < 1, "method.server_momentum", "must be in [0, 1)", server_momentum)
+        super().__init__(model, terms=[Proximal(mu)] if mu else [], extra_terms=extra_terms)
+        self.mu = sum(term.weight for term in self.all_terms if isinstance(term, Proximal))
+        by_code = "steps" if self.mu else "normaliser"
+        self.effective_steps = by_code if effective_steps == "auto" else effective_steps
+        self.server_momentum = server_momentum
+        self.steps_made = 0
+        self._walks: dict[float, UnitWalk] = {}
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        """As ever, and every step that is really made is counted (a gradient scaler may skip some)."""
+        optimizers = super().configure_optimizers()
+        self.steps_made = 0
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._count_step)
+        return optimizers
+
+    def _count_step(self, *_: Any) -> None:
+        self.steps_made += 1
+
+    def normaliser(self, steps: int) -> float:
+        """a_i = ‖a_i‖₁ of so many steps."""
+        assert self.settings is not None
+        strength = 0.0
+        if self.mu:
+            probe = self.make_optimizer([nn.Parameter(torch.zeros(()))])
+            strength = self.mu * float(probe.param_groups[0]["lr"])  # ημ
+        if strength not in self._walks:
+            self._walks[strength] = UnitWalk(self.settings.optimizer, strength)
+        return self._walks[strength].distance(steps)
+
+    def send(self, data: LocalData) -> Message:
+        """The model, a_i, and τ_i where the server needs it beside."""
+        message = super().send(data)
+        scalars = {"normaliser": self.normaliser(self.steps_made)}
+        if self.effective_steps == "steps" and scalars["normaliser"] != self.steps_made:
+            scalars["steps"] = float(self.steps_made)
+        for name, value in scalars.items():
+            message.artifacts[name] = torch.tensor([value], dtype=accumulation_dtype(self.device))
+        return message
+
+    def make_server(self, initial: Message) -> Server:  # noqa: D102
+        trained = {name for name, _ in self.named_parameters()} & initial.weights.keys()
+        return NormalisedServer(initial, self.artifact_rules(), trained, self.server_momentum)
+
+
+class UnitWalk:
+    """How far an optimizer gets from 0 under a constant gradient of 1, in units of its learning rate.
+
+    Args:
+        optimizer: makes the optimizer; its weight decay is left out.
+        pull: ημ: the gradient is 1 + ημ · (distance in those units), FedProx's term towards where it started.
+    """
+
+    def __init__(self, optimizer: OptimizerFactory, pull: float = 0.0) -> None:
+        self.place = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.pull = pull
+        self.optimizer = optimizer([self.place])
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1.0
+            group["weight_decay"] = 0.0
+        self.distances = [0.0]
+
+    def distance(self, steps: int) -> float:
+        """Distance after so many steps; those taken once are remembered."""
+        while len(self.distances) <= steps:
+            self.place.grad = 1 + self.pull * self.place.detach()
+            self.optimizer.step()
+            self.distances.append(-float(self.place.detach()))
+        return self.distances[steps]
+
+
+class NormalisedServer(Server):
+    """θ^t = θ^{t−1} + κ (M − θ^{t−1}): M is the mean of the models by n_i/a_i, κ = (Σ p_i τ_eff,i)(Σ p_i/a_i) ≥ 1.
+
+    The sum of the paper's formula in another order: with equal a_i, M is FedAvg's mean and κ is 1 exactly.
+
+    Args:
+        initial: as the base's.
+        rules: as the base's.
+        trained: names of the weights that are normalised; the others, batch norm's statistics, are averaged plainly.
+        momentum: γ.
+    """
+
+    def __init__(
+        self, initial: Message, rules: Mapping[str, RuleFactory], trained: set[str], momentum: float = 0.0
+    ) -> None:
+        super().__init__(initial, rules)
+        self.trained = trained
+        self.momentum = momentum
+        self.velocity: dict[str, Tensor] = {}
+
+    def open_round(self, round: int) -> None:  # noqa: D102
+        super().open_round(round)
+        self._mean = WeightedMean()
+        self._reference: float | None = None  # the first client's a; relative to it, equal ones are exactly 1
+        self._inverse = 0.0  # Σ n_i / r_i, r_i = a_i / reference
+        self._effective = 0.0  # Σ n_i τ_eff,i / reference
+
+    def collect(self, client: int, message: Message) -> None:
+        """Fold in one client's message; a client that made no step is left out."""
+        artifacts = dict(message.artifacts)
+        normaliser = float(_tensor(artifacts.pop("normaliser")))
+        steps = float(_tensor(artifacts.pop("steps"))) if "steps" in artifacts else normaliser
+        if normaliser == 0:
+            return
+        if self._reference is None:
+            self._reference = normaliser
+        weight = message.num_samples * (self._reference / normaliser)
+        self._mean.add({name: tensor for name, tensor in message.weights.items() if name in self.trained}, weight)
+        self._inverse += weight
+        self._effective += message.num_samples * (steps / self._reference)
+        others = {name: tensor for name, tensor in message.weights.items() if name not in self.trained}
+        super().collect(client, Message(others, artifacts, message.num_samples))
+
+    def close_round(self) -> None:
+        """Turn what came in into the next message. If nothing came in, the old one stays."""
+        before, moved = self.message.weights, {}
+        if not self._mean.empty:
+            factor = (self._effective / self._num_samples) * (self._inverse / self._num_samples)
+            moved = {name: self._moved(name, before[name], m, factor) for name, m in self._mean.result().items()}
+        super().close_round()
+        weights = {name: moved.get(name, self.message.weights.get(name, before[name])) for name in before}
+        self.message = Message(weights, self.message.artifacts, self.message.num_samples)
+
+    def _moved(self, name: str, before: Tensor, mean: Tensor, factor: float) -> Tensor:
+        wide = accumulation_dtype(before.device)
+        after = torch.lerp(before.to(wide), mean.to(wide), factor)  # exactly the mean at a factor of 1
+        if self.momentum:
+            step = before.to(wide) - after
+            self.velocity[name] = self.momentum * self.velocity[name] + step if name in self.velocity else step
+            after = before.to(wide) - self.velocity[name]
+        return after.to(before.dtype)
+
+    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+        return {**super().state_dict(), "velocity": dict(self.velocity)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        super().load_state_dict(state)
+        self.velocity = dict(state["velocity"])
+
+
+def _tensor(artifact: Artifact) -> Tensor:
+    assert isinstance(artifact, Tensor)
+    return artifact

@@ -1,0 +1,204 @@
+"""FedPA: FedAvg whose heads also learn from a generator that all heads agree with, and that avoids the prototypes.
+
+Jiang, Wang, Yang, Shu, Lin, Yi, "FedPA: Generator-Based Heterogeneous Federated Prototype Adversarial Learning", IEEE
+TDSC 22(2):939-949, 2025. (Others of that name are other methods.) The paper's text was not at hand: this follows the
+public code, less its errors. There a class that a client owns but did not sample is sent as a zero prototype with its
+full weight, classes that nobody sampled attract to zero, and batch norm's statistics are never averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Adam, Optimizer
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import Message
+from fl_lightning.core.server import RuleFactory, Server, TrainingServer
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
+from fl_lightning.losses.generated_features import (
+    DECAY,
+    SMALLEST_GENERATED,
+    EarlyAlignment,
+    GeneratedFeatures,
+    diversity_loss,
+    faded,
+    label_shares,
+    received_prototypes,
+)
+from fl_lightning.losses.prototype import Collection, prototype_alignment_loss
+from fl_lightning.models.generator import FeatureGenerator
+from fl_lightning.models.split import SplitModel
+
+
+class FedPA(ClientModule):
+    """FedAvg with class prototypes V and a generator G(ε, y) of embeddings, which the server trains.
+
+    Clients: L_ce + a_t r CE(g(G(ε, ŷ)), ŷ) + b_t MSE(f(x), V_y), with a_t and b_t fading by 0.98 a round, in the first
+    steps of a fit only; the first round is FedAvg's, and with both weights 0 every round is. Server, before it
+    averages, on the heads g_i that came in and the old prototypes:
+
+    L_G = a_t Σ_i mean_b w_{i,y_b} CE(g_i(G_b), y_b) − ρ MSE(G_b, V_{y_b}) + exp(−mean pairwise difference).
+
+    The adversary is the generator: it leaves the prototypes to which clients pull their embeddings, as far as all heads
+    still tell its classes. Message: model and prototypes, with counts, up; model, prototypes and generator down.
+
+    Args:
+        generator_weight: a_1, >= 0; with 0 the server trains nothing. Tuned for embeddings of 32 values.
+        prototype_weight: b_1, >= 0.
+        steps: local steps of a fit in which the two terms count, >= 1.
+        generated_batch: generated embeddings a local step, >= 1; null takes as many as the mini-batch has samples.
+        repulsion: ρ, >= 0.
+        noise_size: size of ε ~ U(0, 1), >= 1; 64 for CIFAR-100 in the public code.
+        hidden: the generator's width, >= 1; 512 for CIFAR-100.
+        server_steps: steps of the generator a round, >= 1.
+        server_batch: generated embeddings a step of the generator, >= 2.
+        server_lr: learning rate of the generator's Adam in the first round, >= 0, times 0.98 a round; 1e-4 for CIFAR.
+        server_weight_decay: its weight decay, >= 0.
+        collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the last epoch's
+            own forward passes (the public code).
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Jiang et al., TDSC 2025"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        generator_weight: float = 25.0,
+        prototype_weight: float = 5.0,
+        steps: int = 20,
+        generated_batch: int | None = None,
+        repulsion: float = 0.15,
+        noise_size: int = 32,
+        hidden: int = 256,
+        server_steps: int = 50,
+        server_batch: int = 32,
+        server_lr: float = 3e-4,
+        server_weight_decay: float = 1e-2,
+        collection: Collection = "post",
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        for key, value, least in (
+            ("generator_weight", generator_weight, 0),
+            ("prototype_weight", prototype_weight, 0),
+            ("repulsion", repulsion, 0),
+            ("server_lr", server_lr, 0),
+            ("server_weight_decay", server_weight_decay, 0),
+            ("steps", steps, 1),
+            ("noise_size", noise_size, 1),
+            ("hidden", hidden, 1),
+            ("server_steps", server_steps, 1),
+            ("server_batch", server_batch, 2),
+        ):
+            require(value >= least, f"method.{key}", f"must be >= {least}", value)
+        some = generated_batch is None or generated_batch >= 1
+        require(some, "method.generated_batch", "must be >= 1 or null", generated_batch)
+        require_choices("method", collection=(collection, Collection))
+        generated = GeneratedFeatures(generator_weight, steps, collection, noise_size, hidden, generated_batch)
+        align = EarlyAlignment(prototype_weight, steps, collection)
+        super().__init__(model, terms=[generated, align], extra_terms=extra_terms)
+        self.generator_weight = generator_weight
+        self.generator_sizes = (model.num_classes, model.embedding_size, noise_size, hidden)
+        self.server_options = (server_steps, server_batch, server_lr, server_weight_decay, repulsion)
+
+    def make_server(self, initial: Message) -> Server:  # noqa: D102
+        if not self.generator_weight:
+            return super().make_server(initial)
+        head = copy.deepcopy(self.model.head).eval().requires_grad_(False)
+        weight, sizes = self.generator_weight, self.generator_sizes
+        return GeneratorServer(initial, self.artifact_rules(), head, sizes, weight, *self.server_options)
+
+
+class GeneratorServer(TrainingServer):
+    """Trains the generator on the round's heads, then averages models and prototypes."""
+
+    network: FeatureGenerator
+
+    def __init__(
+        self,
+        initial: Message,
+        rules: Mapping[str, RuleFactory],
+        head: nn.Module,
+        sizes: tuple[int, int, int, int],
+        weight: float,
+        steps: int,
+        batch_size: int,
+        lr: float,
+        weight_decay: float,
+        repulsion: float,
+    ) -> None:
+        super().__init__(initial, rules)
+        self.head = head
+        self.sizes = sizes
+        self.weight = weight
+        self.steps = steps
+        self.batch_size = batch_size
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.repulsion = repulsion
+
+    def build(self) -> nn.Module:  # noqa: D102
+        return FeatureGenerator(*self.sizes)
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:  # noqa: D102
+        return Adam(parameters, lr=self.lr, weight_decay=self.weight_decay)
+
+    def train(self, messages: Mapping[int, Message]) -> None:
+        """The generator's steps of one round, on frozen heads in eval mode."""
+        prototypes = {client: received_prototypes(message) for client, message in messages.items()}
+        counts = torch.stack([own.count for own in prototypes.values() if own is not None])
+        shares, classes = label_shares(counts), counts.sum(0).nonzero().flatten()
+        heads = stacked_heads(messages)
+        self.head.to(self.device, torch.float32)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * DECAY ** (self.round - 1)
+        self.network.train()
+        for _ in range(self.steps):
+            y = classes[torch.randint(len(classes), (self.batch_size,), device=self.device)]
+            noise = torch.rand(self.batch_size, self.sizes[2], device=self.device)
+            self.optimizer.zero_grad()
+            self.generator_loss(self.network(noise, y), noise, y, heads, shares).backward()
+            self.optimizer.step()
+
+    def generator_loss(
+        self, features: Tensor, noise: Tensor, y: Tensor, heads: Mapping[str, Tensor], shares: Tensor
+    ) -> Tensor:
+        """L_G on a batch of generated embeddings [B, D].
+
+        Args:
+            features: [B, D] G.
+            noise: [B, E] ε.
+            y: [B] int64 classes.
+            heads: the N participants' heads, each entry stacked [N, …].
+            shares: [N, C] w.
+        """
+        logits = torch.vmap(lambda head: functional_call(self.head, head, (features,)))(heads)  # [N, B, C]
+        losses = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits)), reduction="none").view(len(logits), -1)
+        loss = faded(self.weight, SMALLEST_GENERATED, self.round) * (shares[:, y] * losses).mean(1).sum()
+        old = received_prototypes(self.message)
+        if old is not None:
+            loss = loss - self.repulsion * prototype_alignment_loss(features, y, old.mean, old.valid, average="valid")
+        return loss + diversity_loss(features, noise, y)
+
+    def publish(self, message: Message) -> Message:
+        """The generator as one vector, from the first time on that it was trained."""
+        if self.round == 0:
+            return message
+        return replace(message, artifacts={**message.artifacts, "generator": self.network.flattened()})
+
+
+def stacked_heads(messages: Mapping[int, Message]) -> dict[str, Tensor]:
+    """The heads in N messages: each entry of the head's state, [N, …]."""
+    prefix = "model.head."
+    names = [name for name in next(iter(messages.values())).weights if name.startswith(prefix)]
+    weights = [message.weights for message in messages.values()]
+    return {name.removeprefix(prefix): torch.stack([own[name].float() for own in weights]) for name in names}

@@ -1,0 +1,210 @@
+"""FedTGP: FedProto whose global prototypes are trained on the server, with a margin between classes.
+
+Zhang, Liu, Hua, Cao, "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data
+and Model Heterogeneity in Federated Learning", AAAI 2024, Algorithm 1; checked against the authors' code. That code
+also sends the untrained prototypes of classes that nobody ever held; here these do not exist yet. Its authors say that
+the prototypes need more than 1,000 rounds to converge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.server import RuleFactory, Server, TrainingServer
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
+from fl_lightning.losses.prototype import PrototypeAlignment, prototype_distances
+from fl_lightning.losses.prototype_margin import Gap, prototype_gap, prototype_margin_loss
+from fl_lightning.models.split import SplitModel
+
+Inference = Literal["prototype", "classifier"]
+
+
+class FedTGP(ClientModule):
+    """Private models, whose embeddings are pulled towards prototypes that the server trains.
+
+    Clients minimise L_ce + λ MSE(f(x), T_y) and send the mean embedding of each class that they hold. The server trains
+    T_c = TGP(c) on these means u with −log softmax_k( −(‖u − T_k‖ + δ [k = c]) )_c, δ = min(gap, τ), the gap being that
+    of the round's class means. Prediction takes the nearest prototype; the classifier's accuracy is logged beside it,
+    and predicts until prototypes were received. Clients' models may differ, if their embeddings have one size. At λ = 0
+    clients train as Local's.
+
+    Args:
+        weight: λ, >= 0.
+        server_lr: learning rate of the server's SGD, > 0; its optimizer is made anew for every round.
+        server_epochs: S, passes over the round's class means, >= 0.
+        server_batch_size: class means a step, >= 1.
+        max_margin: τ, the largest margin δ, >= 0.
+        gap: ``nearest``, the largest distance of a class to its nearest neighbour (the authors' code), or ``pairwise``,
+            the largest distance of all.
+        inference: which prediction is the headline; both are logged.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ()
+    paper = "Zhang et al., AAAI 2024"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        weight: float = 10.0,
+        server_lr: float = 0.01,
+        server_epochs: int = 100,
+        server_batch_size: int = 10,
+        max_margin: float = 100.0,
+        gap: Gap = "nearest",
+        inference: Inference = "prototype",
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(weight >= 0, "method.weight", "must be >= 0", weight)
+        require(server_lr > 0, "method.server_lr", "must be > 0", server_lr)
+        require(server_epochs >= 0, "method.server_epochs", "must be >= 0", server_epochs)
+        require(server_batch_size >= 1, "method.server_batch_size", "must be >= 1", server_batch_size)
+        require(max_margin >= 0, "method.max_margin", "must be >= 0", max_margin)
+        require_choices("method", gap=(gap, Gap), inference=(inference, Inference))
+        alignment = PrototypeAlignment(weight)
+        alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
+        super().__init__(model, terms=[alignment], extra_terms=extra_terms)
+        self.alignment = [alignment]  # in a list, so that it is not registered a second time
+        self.server_lr = server_lr
+        self.server_epochs = server_epochs
+        self.server_batch_size = server_batch_size
+        self.max_margin = max_margin
+        self.gap: Gap = gap
+        self.inference = inference
+
+    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self.predictions(x)[self.inference]
+
+    def predictions(self, x: Tensor) -> dict[str, Tensor]:  # noqa: D102
+        z = self.model.embed(x)
+        logits = self.model.head(z)
+        prototypes, valid = self.alignment[0].prototypes, self.alignment[0].valid
+        nearest = -prototype_distances(z, prototypes, valid) if valid.any() else logits
+        scores = {"prototype": nearest, "classifier": logits}
+        return {name: scores[name] for name in self.prediction_names}
+
+    @property
+    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
+        return ("prototype", "classifier") if self.inference == "prototype" else ("classifier", "prototype")
+
+    def make_server(self, initial: Message) -> Server:  # noqa: D102
+        return PrototypeServer(
+            initial,
+            self.artifact_rules(),
+            self.model.num_classes,
+            self.model.embedding_size,
+            self.server_lr,
+            self.server_epochs,
+            self.server_batch_size,
+            self.max_margin,
+            self.gap,
+        )
+
+
+class PrototypeNetwork(nn.Module):
+    """TGP: Embedding(C, D) → Linear(D, D) → ReLU → Linear(D, D), one prototype a class.
+
+    Args:
+        num_classes: C.
+        size: D.
+    """
+
+    def __init__(self, num_classes: int, size: int) -> None:
+        super().__init__()
+        self.classes = nn.Embedding(num_classes, size)
+        self.layers = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size))
+
+    def forward(self) -> Tensor:
+        """The prototypes of all classes [C, D]."""
+        return self.layers(self.classes.weight)
+
+
+class PrototypeServer(TrainingServer):
+    """Trains the prototypes on the class means of a round; the network persists, its optimizer does not.
+
+    Args:
+        initial: the first message.
+        rules: of the artifacts of the terms.
+        num_classes: C.
+        size: D.
+        lr: learning rate.
+        epochs: S, passes over the class means of a round.
+        batch_size: class means a step.
+        max_margin: τ.
+        gap: how the margin follows the class means.
+    """
+
+    def __init__(
+        self,
+        initial: Message,
+        rules: Mapping[str, RuleFactory],
+        num_classes: int,
+        size: int,
+        lr: float,
+        epochs: int,
+        batch_size: int,
+        max_margin: float,
+        gap: Gap,
+    ) -> None:
+        super().__init__(initial, rules)
+        self.num_classes = num_classes
+        self.size = size
+        self.lr = lr
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.max_margin = max_margin
+        self.gap: Gap = gap
+
+    def setup(self, seed: int, device: torch.device) -> None:
+        """No class has been uploaded yet."""
+        self.uploaded = torch.zeros(self.num_classes, dtype=torch.long, device=device)
+        super().setup(seed, device)
+
+    def build(self) -> nn.Module:
+        """The prototype network."""
+        return PrototypeNetwork(self.num_classes, self.size)
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """SGD, as in the authors' code."""
+        return SGD(parameters, lr=self.lr)
+
+    def train(self, messages: Mapping[int, Message]) -> None:
+        """S passes of mini-batch SGD over all uploaded class means, in a new order each."""
+        uploads = [message.artifacts["prototypes"] for message in messages.values()]
+        means = [upload for upload in uploads if isinstance(upload, ClassMeans)]
+        u = torch.cat([m.mean[m.valid] for m in means]).to(self.device)
+        y = torch.cat([m.valid.nonzero().flatten() for m in means]).to(self.device)
+        by_class = ClassMeans.from_samples(u, y, self.num_classes)
+        self.uploaded = self.uploaded | by_class.valid
+        margin = min(prototype_gap(by_class.mean[by_class.valid], self.gap), self.max_margin)
+        self.optimizer = self.make_optimizer(self.network.parameters())
+        for _ in range(self.epochs):
+            for batch in torch.randperm(len(y)).to(self.device).split(self.batch_size):
+                self.optimizer.zero_grad()
+                prototype_margin_loss(u[batch], y[batch], self.network(), margin).backward()
+                self.optimizer.step()
+
+    @torch.no_grad()
+    def publish(self, message: Message) -> Message:
+        """The trained prototypes, in the place of the averages, of the classes that somebody has uploaded."""
+        if not self.uploaded.any():
+            return message
+        prototypes = ClassMeans(self.network(), self.uploaded.clone(), sends_count=False)
+        return Message(message.weights, {**message.artifacts, "prototypes": prototypes}, message.num_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state, and which classes have been uploaded."""
+        return {**super().state_dict(), "uploaded": self.uploaded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        super().load_state_dict(state)
+        self.uploaded = state["uploaded"]
