@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -92,6 +92,13 @@ class ClassMeans:
         return held * self.mean[0].numel() * self.mean.element_size() + counts
 
 
+class Size(NamedTuple):
+    """What a message costs."""
+
+    num_params: int
+    num_bytes: int
+
+
 @dataclass
 class Message:
     """One message between two participants. Nothing else is ever shared.
@@ -117,6 +124,11 @@ class Message:
         """Bytes of those values, by dtype."""
         artifacts = (a.num_bytes if isinstance(a, ClassMeans) else a.nbytes for a in self.artifacts.values())
         return sum(tensor.nbytes for tensor in self.weights.values()) + sum(artifacts)
+
+    @property
+    def size(self) -> Size:
+        """Values and bytes really sent."""
+        return Size(self.num_params, self.num_bytes)
 
     def clone(self) -> Message:
         """Copy, sharing no memory: for who keeps a message beyond the call that brought it."""
