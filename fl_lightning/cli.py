@@ -51,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         sys.exit(_dispatch(arguments))
     except ConfigError as error:
-        _refuse(str(error))
+        _refuse(str(error) if _is_first_process() else "")
+
+
+def _is_first_process() -> bool:
+    """Whether no other process that torchrun or SLURM started says the same."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -71,7 +76,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"fl-lightning: error: {message}", file=sys.stderr)
+    if message:
+        print(f"fl-lightning: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 

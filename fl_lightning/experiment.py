@@ -39,7 +39,7 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.files import load_tensors, write_text
-from fl_lightning.federation.launch import Team, is_main, plan, started_outside
+from fl_lightning.federation.launch import Team, is_main, plan, started_outside, stop_signals
 from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
@@ -367,7 +367,7 @@ def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
         print(f"stopping once round {loop.round + 1} is saved; again to stop at once", file=sys.stderr, flush=True)
 
     previous = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         try:
             previous[number] = signal.signal(number, handle)
         except ValueError:  # not in the main thread: the caller handles signals

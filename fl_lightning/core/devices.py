@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fl_lightning.core.precision import widened
+
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
 
@@ -47,13 +49,13 @@ class SharedFit:
         """Replace gradients by their average over devices; a parameter without one anywhere keeps none."""
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             own = [parameter for parameter in parameters if parameter.dtype == dtype]
-            there = torch.tensor([p.grad is not None for p in own], dtype=dtype, device=own[0].device)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
-            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), there])
-            dist.all_reduce(flat)
-            sums = flat[: -len(own)].div_(self.size).split([p.numel() for p in own])
-            for parameter, total, known in zip(own, sums, flat[-len(own) :].tolist(), strict=True):
-                parameter.grad = total.view_as(parameter).clone() if known else None
+            flat = widened(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            there = torch.tensor([p.grad is not None for p in own], dtype=flat.dtype, device=flat.device)
+            whole = self.total(torch.cat([flat, there]))
+            sums = whole[: -len(own)].div_(self.size).split([p.numel() for p in own])
+            for parameter, total, known in zip(own, sums, whole[-len(own) :].tolist(), strict=True):
+                parameter.grad = total.view_as(parameter).to(dtype, copy=True) if known else None
 
     @torch.no_grad()
     def agree(self, client: ClientModule) -> None:
@@ -63,20 +65,22 @@ class SharedFit:
         have added up over samples is added up, and counters take the largest.
         """
         for parameter in client.parameters():
-            dist.broadcast(parameter.data, 0)
+            first = widened(parameter.data).clone()
+            dist.broadcast(first, 0)
+            parameter.data.copy_(first)
         added = {id(getattr(term, name)) for term in client.all_terms for name in term.accumulates}
         for buffer in client.buffers():
             if id(buffer) in added:
-                dist.all_reduce(buffer)
+                buffer.copy_(self.total(buffer))
             elif buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer.div_(self.size)
+                buffer.copy_(self.total(widened(buffer)) / self.size)
             else:
                 whole = buffer.long()
                 dist.all_reduce(whole, op=dist.ReduceOp.MAX)
                 buffer.copy_(whole)
 
-    def total(self, value: Tensor) -> Tensor:
+    @staticmethod
+    def total(value: Tensor) -> Tensor:
         """Sum over devices."""
         value = value.clone()
         dist.all_reduce(value)

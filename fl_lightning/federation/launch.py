@@ -200,6 +200,7 @@ def best_start_method(team: Team) -> str:
 
 def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     """What a started process does."""
+    _Started.here = True
     os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the first process alone, which hands it on
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -229,6 +230,17 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
         os._exit(LOST)
 
 
+class _Started:
+    """Whether `launch` started this process."""
+
+    here = False
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask this process to stop after the present round."""
+    return (signal.SIGINT,) if _Started.here else (signal.SIGINT, signal.SIGTERM)  # SIGTERM ends a worker at once
+
+
 class _StoppedAtOnce(BaseException):
     pass
 
@@ -243,7 +255,7 @@ def _forward_signals() -> Iterator[None]:
         seen += 1
         children = sorted(active_children(), key=lambda child: child.pid or 0)
         if seen == 1 and children:
-            os.kill(children[0].pid or 0, number)
+            os.kill(children[0].pid or 0, signal.SIGINT)
             return
         for child in children:
             child.kill()
