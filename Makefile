@@ -32,8 +32,8 @@ format: .venv/installed-dev ## let ruff reformat and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed ## seconds a round, memory, the cost of FedDW's term (the first needs the real data sets)
-	$(BIN)/python benchmarks/fashion_mnist_round.py
+bench: .venv/installed-dev ## the table of what it costs, beside hand-written loops; memory; FedDW's term (needs FashionMNIST)
+	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/feddw_overhead.py
 

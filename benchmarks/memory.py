@@ -15,28 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from results import save
-
-from fl_lightning.data.arrays import Arrays
-from fl_lightning.data.dataset import Dataset
-from fl_lightning.data.module import FederatedData
-from fl_lightning.data.partitions import IID
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
-from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.models.cnn import CNN
+from workloads import federation, noise
 
 SAMPLES = 20_000
-
-
-class Noise(Dataset):
-    """Random images: memory does not depend on what they show."""
-
-    def arrays(self) -> Arrays:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randint(0, 256, (SAMPLES, 1, 28, 28), generator=generator, dtype=torch.uint8)
-        y = torch.arange(SAMPLES) % 10
-        return Arrays(x, y, SAMPLES, tuple("0123456789"), (0.5,), (0.5,))
 
 
 def resident_mib() -> float:
@@ -45,33 +27,15 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def federation(clients: int, batch_size: int) -> FederatedLoop:
-    data = FederatedData(Noise(), IID(), num_clients=clients, batch_size=batch_size)
-    data.setup(0)
-    loop = FederatedLoop(rounds=10**6, evaluate=EvaluationPolicy(trained=False, received=False, server=False))
-    loop.setup(
-        lambda _: new_client(data),
-        data,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        seed=0,
-        trainer={"accelerator": "cpu"},
-    )
-    return loop
-
-
-def new_client(data: FederatedData) -> FedAvg:
-    return FedAvg(CNN(data.spec.input_shape, data.spec.num_classes))
-
-
 def measure_clients(clients: int) -> float:
-    loop = federation(clients, batch_size=64)
+    loop = federation(noise(SAMPLES, clients, 64, test_fraction=0.25))
     loop.advance()
     return resident_mib()
 
 
 def measure_fits(fits: int) -> list[float]:
     """Resident memory after every tenth of the fits, clients of 20 samples, one step each."""
-    loop = federation(1000, batch_size=20)
+    loop = federation(noise(SAMPLES, 1000, 20, test_fraction=0.25))
     readings = []
     for index in range(fits):
         client = index % loop.num_clients

@@ -1,4 +1,4 @@
-"""The command line: fit, evaluate, partition, list. Heavy imports come late, so that a mistake is answered at once."""
+"""The command line: one function a command. Heavy imports come late, so that a mistake is answered at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from fl_lightning import __version__
-from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.precheck import (
     FILLED_IN,
     SECTIONS,
@@ -35,6 +35,7 @@ COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
     "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
+    "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
 }
 
@@ -42,15 +43,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, 2 on bad input (one
-    line on stderr), 130 when a run was stopped by a signal after saving.
+    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down or a worker was lost,
+    2 on bad input (one line on stderr), 130 when a run was stopped by a signal after saving.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
     try:
         sys.exit(_dispatch(arguments))
     except ConfigError as error:
-        _refuse(str(error))
+        _refuse(str(error) if _is_first_process() else "")
+
+
+def _is_first_process() -> bool:
+    """Whether no other process that torchrun or SLURM started says the same."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -65,11 +71,13 @@ def _dispatch(arguments: list[str]) -> int:
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
-    return {"fit": _fit, "evaluate": _evaluate, "partition": _partition, "list": _list}[command](rest)
+    run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition, "dashboard": _dashboard, "list": _list}
+    return run[command](rest)
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"fl-lightning: error: {message}", file=sys.stderr)
+    if message:
+        print(f"fl-lightning: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -87,21 +95,47 @@ def _fit(argv: list[str]) -> int:
     options = parse_config(parser, argv)
     config = plain_config(options)
 
+    import torch
+
+    from fl_lightning.experiment import Experiment
+    from fl_lightning.federation import launch
+
+    arguments = config, options.resume, options.overwrite, options.quiet
+    experiment = Experiment(config)
+    team = experiment.team()
+    if team.size == 1:
+        launch.use_threads(team)
+        return _fit_here(*arguments)
+    if team.outside:
+        launch.join(team)
+        with launch.speak_for_the_team(launch.is_main()):
+            return _fit_here(*arguments)
+    torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
+    experiment.check(options.resume, options.overwrite)  # here, so that a mistake is answered by one process
+    advice = experiment.advice
+    del experiment  # its model and data: workers have their own
+    return launch.launch(_fit_here, team, *arguments, advice=advice)
+
+
+def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) -> int:
+    """Run a federation in this process, which may be one of several."""
     from rich.console import Console
 
     from fl_lightning.experiment import Experiment
     from fl_lightning.report.console import RoundProgress, print_summary
 
-    console = Console(quiet=options.quiet)
+    console = Console(quiet=quiet)
     experiment = Experiment(config)
     with RoundProgress(console) as progress:
         try:
-            summary = experiment.fit(options.resume, options.overwrite, callbacks=lambda: [progress])
+            summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
         except (KeyboardInterrupt, SystemExit):  # Lightning turns a Ctrl-C inside a fit into an exit
             if not experiment.loop.stopping:
                 raise
             print("stopped at once; the rounds before this one are saved", file=sys.stderr)
             return 130
+    if summary is None:  # not the main process: it has nothing to tell
+        return 0
     if not summary["finished"]:
         done, folder = summary["rounds"], experiment.folder
         again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
@@ -183,6 +217,33 @@ def _partition(argv: list[str]) -> int:
     console.print(partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes))
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
+    return 0
+
+
+def _dashboard(argv: list[str]) -> int:
+    parser = _parser_class()(prog="fl-lightning dashboard", description=COMMANDS["dashboard"])
+    optional: Any = str | None
+    parser.add_argument("runs", type=str, nargs="*", help="folders of the runs that --picture draws")
+    parser.add_argument("--project", type=optional, help="the W&B project that gets the dashboard as a workspace")
+    parser.add_argument("--entity", type=optional, help="its user or team; default: your own")
+    parser.add_argument("--json", type=optional, help="write the dashboard's panels there, as JSON")
+    parser.add_argument("--picture", type=optional, help="draw the same panels from runs' folders, as a PNG")
+    options = parser.parse_args(argv)
+
+    from fl_lightning.report import dashboard
+
+    wanted = options.project or options.json or options.picture
+    require(wanted, "dashboard", "say --project P, --json FILE, or --picture FILE and the runs' folders")
+    stray = not options.runs or options.picture
+    require(stray, "dashboard", "runs' folders are for --picture FILE", " ".join(options.runs))
+    if options.json:
+        dashboard.write_definition(Path(options.json))
+        print(f"panels written to {options.json}")
+    if options.picture:
+        dashboard.draw([Path(run) for run in options.runs], Path(options.picture))
+        print(f"drawn in {options.picture}")
+    if options.project:
+        print(f"saved as {dashboard.publish(options.project, options.entity)}")
     return 0
 
 
@@ -276,7 +337,7 @@ def config_parser(command: str, description: str, models: bool = False) -> Argum
     parser.set_defaults({"trainer.devices": 1})  # Lightning's "auto" would give one client all devices
     parser.add_argument(
         "--logger",
-        type=Any,
+        type=_as_given,
         help="one of Lightning's loggers, or a list of them (class_path and init_args); they receive the values of "
         "metrics.csv, and write into the run's folder unless they are given a save_dir",
     )
@@ -341,6 +402,10 @@ def _checked_model(index: int, entry: Any) -> dict[str, Any]:
 def plain_config(options: Any) -> Config:
     """The resolved configuration in plain containers, enough to run it again."""
     config = {key: _plain(value) for key, value in vars(options).items() if key in SECTIONS}
+    if config["data"].get("augmentation") is not None:
+        from fl_lightning.data.augmentation import described
+
+        config["data"]["augmentation"] = described(config["data"]["augmentation"])
     given = config["logger"] or []
     config["logger"] = [_checked_logger(node) for node in (given if isinstance(given, list) else [given])]
     return config
@@ -356,15 +421,35 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def _as_given(given: Any) -> Any:
+    """The type of loggers: as they were written, for `_checked_logger`; `Any` would fill in defaults of its own."""
+    try:
+        return yaml.safe_load(given) if isinstance(given, str) else given
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {error}") from error
+
+
 def _checked_logger(node: Any) -> dict[str, Any]:
     """Check a logger's class and arguments; its `save_dir` may be left out."""
     from lightning.pytorch.loggers import Logger
 
-    node = {"class_path": node} if isinstance(node, str) else dict(node)
-    check_classes([f"--logger={node.get('class_path')}"], {"logger": Logger})
-    arguments = dict(node.get("init_args") or {})
+    from fl_lightning.report.wandb import CLASS_PATH, takes_place_of
+
+    node = {"class_path": node} if isinstance(node, str) else node
+    fits = isinstance(node, dict) and isinstance(node.get("class_path"), str)
+    require(fits, "logger", "must be a logger's name, or hold one under class_path", node)
+    for member in node:
+        allowed = ("class_path", "init_args", "dict_kwargs")
+        require(member in allowed, f"logger.{member}", f"there is no such key; {suggest(str(member), allowed[:2])}")
+    arguments = node.get("init_args") or {}
+    require(isinstance(arguments, dict), "logger.init_args", "must hold the logger's arguments by name", arguments)
+    name = CLASS_PATH if takes_place_of(node["class_path"]) else node["class_path"]
+    keys = [f"logger.init_args.{argument}" for argument in arguments]
+    check_classes([f"--logger={name}", *(f"--{key}=…" for key in keys)], {"logger": Logger})
+    node, arguments = {**node, "class_path": name}, dict(arguments)
     save_dir = {"save_dir": arguments.pop("save_dir")} if "save_dir" in arguments else {}
     parser = _parser_class()(prog="fl-lightning")
+    type(parser).given = keys
     parser.add_subclass_arguments(Logger, "logger", skip={"save_dir"}, required=True, instantiate=False)
     checked = _plain(parser.parse_object({"logger": {**node, "init_args": arguments}}).logger)
     return {**checked, "init_args": {**checked.get("init_args", {}), **save_dir}}
@@ -383,6 +468,8 @@ def one_line(message: str, keys: Sequence[str] = (), given: Sequence[str] = ()) 
         return f"{key}: must be {' or '.join(wanted)}, got {value}"
     if match := re.search(r"unrecognized arguments: --([\w.]+)", text):
         return _unknown(match[1], keys)
+    if match := re.search(r"Option '([\w.]+)' is not accepted", text):
+        return f"{next((name for name in given if name.endswith(f'.{match[1]}')), match[1])}: there is no such key"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text):
         return _unknown(f"{match[1]}.{match[2]}", keys)
     return " ".join(text.split())

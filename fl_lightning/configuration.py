@@ -18,7 +18,8 @@ Config = dict[str, Any]
 # What may differ between a run and its continuation, because it changes no number of the rounds done.
 _NO_IDENTITY = (
     "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.callbacks", "federation.pool",
-    "federation.steps_per_bundle", "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
+    "federation.steps_per_bundle", "federation.workers", "federation.threads", "federation.worker_timeout",
+    "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
 )  # fmt: skip
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +39,7 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.files import load_tensors, write_text
+from fl_lightning.federation.launch import Team, is_main, plan, started_outside, stop_signals
 from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
@@ -53,8 +54,10 @@ _OWN_FILES = (
     "summary.json",
     "curves.png",
     "partition.png",
+    "wandb.json",
 )
-_OWN_FOLDERS = ("checkpoints", "models")
+_OWN_FOLDERS = ("checkpoints", "models", "wandb")
+_LOCK = ".lock"
 
 
 class Experiment:
@@ -72,7 +75,8 @@ class Experiment:
             config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
         )
         self.folder = Path(config["output"]) / self.name
-        data = {key: build(value, f"data.{key}") for key, value in config["data"].items()}
+        described = ("augmentation",)  # builds what its descriptions say by itself
+        data = {k: v if k in described else build(v, f"data.{k}") for k, v in config["data"].items()}
         self.data: FederatedData = construct(FederatedData, "data", **data)
         federation = {key: build(value, f"federation.{key}") for key, value in config["federation"].items()}
         federation["evaluate"] = EvaluationPolicy(**federation["evaluate"])
@@ -151,47 +155,95 @@ class Experiment:
 
     def fit(
         self, resume: str | None = None, overwrite: bool = False, callbacks: Callable[..., Any] | None = None
-    ) -> Config:
-        """Run the federation and return its summary.
+    ) -> Config | None:
+        """Run the federation and return its summary; None from a worker that is not the main one.
 
         Args:
             resume: ``auto``, a checkpoint or a run's folder, None to start anew.
             overwrite: replace the run that the folder holds.
             callbacks: called without arguments once all is set up; returns a list of callbacks for the loop.
         """
-        self.claim_folder(resume, overwrite)
-        self.setup()
-        loggers = self._loggers()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with only_process(self.folder):
-            checkpoint = self.claim_folder(resume, overwrite)  # again: another process may have been here
+        self.check(resume, overwrite)
+        main = self.loop.workers.is_main
+        loggers = self._loggers() if main else []
+        with self._held() if main else nullcontext():
+            checkpoint = self.claim_folder(resume, overwrite) if main else None  # again: another may have been here
+            checkpoint = self.loop.workers.main_says(checkpoint)
+            seen = (self.folder / _LOCK).exists()
+            require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
             if checkpoint is not None:
                 self._continue_from(checkpoint)
-            for left_over in self.folder.rglob(".*.tmp"):
-                if re.fullmatch(r"\..+\.\d+\.tmp", left_over.name):  # of a kill in the middle of a write
-                    left_over.unlink()
-            if overwrite:
-                self.clear_folder()
+            if main:
+                self._clean(overwrite)
             return self._run(loggers, callbacks)
+
+    def check(self, resume: str | None, overwrite: bool) -> None:
+        """Set up, after a look at the folder. Writes nothing.
+
+        Raises:
+            ConfigError: for anything in the configuration or the folder that would stop the run.
+        """
+        if is_main():
+            self.claim_folder(resume, overwrite)
+        self.setup()
+
+    def team(self) -> Team:
+        """The processes of the run."""
+        loop = self.loop
+        in_turn = loop.configured_exchange is not None and loop.configured_exchange.in_turn
+        participants = max(1, int(loop.participation * self.data.num_clients))
+        return plan(loop.configured_workers, loop.threads, participants, self.trainer, in_turn)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with only_process(self.folder):
+            yield
+
+    def _clean(self, overwrite: bool) -> None:
+        for left_over in self.folder.rglob(".*.tmp"):
+            if re.fullmatch(r"\..+\.\d+\.tmp", left_over.name):  # of a kill in the middle of a write
+                left_over.unlink()
+        if overwrite:
+            self.clear_folder()
 
     def _continue_from(self, checkpoint: Path) -> None:
         checkpoints = self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")
         self.loop.load_state_dict(checkpoints.load(checkpoint))
-        if self.loop.checkpoints is not None:
-            checkpoints.prune(self.loop.runner.pool, self.loop.checkpoint.keep)
+        self.loop.workers.main_says(None)  # all have read it
+        if self.loop.checkpoints is not None and self.loop.workers.is_main:
+            checkpoints.prune(self.loop.checkpoint.keep)
 
-    def _run(self, loggers: list[Logger], callbacks: Callable[..., Any] | None) -> Config:
+    @property
+    def advice(self) -> str:
+        """What to do when a run was broken off."""
+        if self.loop.checkpoint.every == 0:
+            return "nothing was saved (federation.checkpoint.every is 0)"
+        return (
+            "the rounds before are saved; continue with\n"
+            f"  fl-lightning fit --config {self.folder}/config.yaml --resume auto"
+        )
+
+    def _run(self, loggers: list[Logger], callbacks: Callable[..., Any] | None) -> Config | None:
+        self.loop.advice = self.advice
+        if not self.loop.workers.is_main:
+            self._follow()
+            return None
         write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
         write_text(self.folder / "partition.json", json.dumps(self.data.partition_record()) + "\n")
         for logger in loggers:
             logger.log_hyperparams(self.config)
         recorder = Recorder(self.folder, self.about(), loggers)
         self.loop.callbacks += [recorder, *(callbacks() if callbacks is not None else ())]
-        with stop_on_signals(self.loop):
-            final = self.loop.run()
-        if final is None:
-            return recorder.write_summary(self.loop, {}, finished=False)
+        with recorder, stop_on_signals(self.loop):
+            if self.loop.run() is None:
+                recorder.stop(self.loop)
         return json.loads((self.folder / "summary.json").read_text())
+
+    def _follow(self) -> None:
+        """What a worker does that is not the main one; signals reach it only where torchrun or SLURM send them."""
+        with stop_on_signals(self.loop) if started_outside() != (1, 1) else nullcontext():
+            self.loop.run()
 
     def _loggers(self) -> list[Logger]:
         loggers = []
@@ -296,7 +348,7 @@ def only_process(folder: Path) -> Iterator[None]:
     except ImportError:  # no such locks on this system
         yield
         return
-    with (folder / ".lock").open("w") as file:
+    with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -315,7 +367,7 @@ def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
         print(f"stopping once round {loop.round + 1} is saved; again to stop at once", file=sys.stderr, flush=True)
 
     previous = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         try:
             previous[number] = signal.signal(number, handle)
         except ValueError:  # not in the main thread: the caller handles signals

@@ -112,6 +112,8 @@ def check_classes(argv: Sequence[str], bases: Mapping[str, type]) -> None:
     for owner, given in arguments.items():
         if owner in classes:
             names = inspect.signature(classes[owner]).parameters
+            if any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
+                continue  # the parser finds out what is behind **kwargs
             allowed = [name for name in names if name not in FILLED_IN]
             for member, key in given.items():
                 _check_member(key, member, allowed, f" of {classes[owner].__name__}")

@@ -12,6 +12,9 @@ from torch import Tensor
 from fl_lightning.core.message import Artifact, ClassMeans, accumulation_dtype
 from fl_lightning.errors import require
 
+Partial = dict[str, Any]
+"""What a worker has folded in, in plain containers of tensors and numbers."""
+
 _BLOCK = 1 << 16  # elements that stay in a CPU core's cache over the six passes of one addition
 
 
@@ -37,6 +40,20 @@ class ExactSum:
         for start in range(0, values.numel(), block):
             part = slice(start, start + block)
             _two_sum_(self._high[part], self._low[part], values[part].to(self._high.dtype) * scale)
+
+    def partial(self) -> dict[str, Tensor]:
+        """The unevaluated sum, to be merged elsewhere; empty if nothing was added."""
+        return {} if self._high is None or self._low is None else {"high": self._high, "low": self._low}
+
+    def merge(self, partial: Mapping[str, Tensor]) -> None:
+        """Add a sum that was made elsewhere."""
+        if not partial:
+            return
+        if self._high is None or self._low is None:
+            self._high, self._low = partial["high"].clone(), partial["low"].clone()
+            return
+        _two_sum_(self._high, self._low, partial["high"].clone())
+        self._low += partial["low"]
 
     def value(self, divisor: float) -> Tensor:
         """The sum over `divisor`, in the accumulation's dtype."""
@@ -77,7 +94,7 @@ class WeightedMean:
         """
         floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
         if not self._template:
-            self._template = {name: tensor.detach() for name, tensor in weights.items()}
+            self._template = {name: tensor.detach().to("meta") for name, tensor in weights.items()}
             self._integers = {n: t.detach().clone() for n, t in weights.items() if n not in floats}
         self._check(weights)
         if floats:
@@ -101,6 +118,33 @@ class WeightedMean:
         """True while no weight was added."""
         return self._total == 0
 
+    def partial(self) -> Partial:
+        """What was folded in so far, in plain containers, to be merged elsewhere."""
+        return {
+            "sum": self._sum.partial(),
+            "total": self._total,
+            "template": self._template,
+            "integers": self._integers,
+        }
+
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        """Fold in what was folded in elsewhere.
+
+        Raises:
+            ValueError: if names or shapes differ.
+        """
+        if not partial["total"]:
+            return
+        if self._template:
+            self._check(partial["template"])
+            for name, tensor in self._integers.items():
+                torch.maximum(tensor, partial["integers"][name], out=tensor)
+        else:
+            self._template = dict(partial["template"])
+            self._integers = {name: tensor.clone() for name, tensor in partial["integers"].items()}
+        self._sum.merge(partial["sum"])
+        self._total += partial["total"]
+
     def result(self) -> dict[str, Tensor]:
         """The mean, in the names' first order, shapes and dtypes."""
         floats = [tensor for tensor in self._template.values() if tensor.is_floating_point()]
@@ -112,7 +156,11 @@ class WeightedMean:
 
 
 class ArtifactRule(ABC):
-    """How the values of one artifact, one a client, become one value. Made anew for every round."""
+    """How the values of one artifact, one a client, become one value. Made anew for every round.
+
+    A rule that can be worked out in parts says so with `partial` and `merge`: then every worker folds in its own
+    clients, and only the parts travel. Its result must not depend on how clients are spread.
+    """
 
     round: int = 0
     """The present round, 1-based; set by the server."""
@@ -124,6 +172,14 @@ class ArtifactRule(ABC):
     @abstractmethod
     def result(self, previous: Any) -> Artifact | None:
         """The merged value; `previous` is last round's, None if there was none."""
+
+    def partial(self) -> Partial | None:
+        """What was added so far, in plain containers; None for a rule that must see every client's value itself."""
+        return None
+
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        """Fold in the `partial` of another worker's rule."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be worked out in parts")
 
     def memory(self) -> Mapping[str, Tensor] | None:
         """What the next round's rule must know beyond `previous`; saved in checkpoints. Default: nothing."""
@@ -144,6 +200,12 @@ class TensorMean(ArtifactRule):
 
     def result(self, previous: Tensor | None) -> Tensor | None:  # noqa: D102
         return previous if self._mean.empty else self._mean.result()["value"]
+
+    def partial(self) -> Partial:  # noqa: D102
+        return self._mean.partial()
+
+    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+        self._mean.merge(partial)
 
 
 ClassWeighting = Literal["count", "uniform", "count_over_holders"]
@@ -184,13 +246,34 @@ class ClassMeanRule(ArtifactRule):
                 torch.zeros_like(weight),
                 torch.zeros_like(holds),
             )
-        if value.mean.shape != self._shape:
-            raise ValueError(f"class means must have the same shape, got {self._shape} and {value.mean.shape}")
+        _same_shape(self._shape, value.mean.shape)
         rows = weight.view(-1, *(1,) * (value.mean.ndim - 1))
         scaled = torch.where(rows > 0, value.mean.to(accumulation_dtype(value.mean.device)) * rows, 0.0)
         self._sum.add(scaled.reshape(-1), 1.0)
         self._weight += weight
         self._holders += holds
+
+    def partial(self) -> Partial:  # noqa: D102
+        if self._shape is None:
+            return {}
+        return {
+            "sum": self._sum.partial(),
+            "shape": list(self._shape),
+            "weight": self._weight,
+            "holders": self._holders,
+        }
+
+    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+        if not partial:
+            return
+        shape = torch.Size(partial["shape"])
+        if self._shape is None or self._weight is None or self._holders is None:
+            self._shape = shape
+            self._weight, self._holders = torch.zeros_like(partial["weight"]), torch.zeros_like(partial["holders"])
+        _same_shape(self._shape, shape)
+        self._sum.merge(partial["sum"])
+        self._weight += partial["weight"]
+        self._holders += partial["holders"]
 
     def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102
         if self._shape is None or self._weight is None or self._holders is None:
@@ -201,3 +284,8 @@ class ClassMeanRule(ArtifactRule):
         mean = self._sum.value(1.0).reshape(self._shape)
         merged = ClassMeans((mean / divisor.view(-1, *(1,) * (mean.ndim - 1))).float(), self._weight).without_counts()
         return merged.filled_from(previous) if self.missing == "keep" else merged
+
+
+def _same_shape(own: torch.Size, other: torch.Size) -> None:
+    if own != other:
+        raise ValueError(f"class means must have the same shape, got {tuple(own)} and {tuple(other)}")

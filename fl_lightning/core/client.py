@@ -13,8 +13,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.devices import SharedFit
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.server import RuleFactory, Server
+from fl_lightning.core.steps import CarefulSteps
 from fl_lightning.core.term import CrossEntropy, Forward, Term, term_sum
 from fl_lightning.errors import require
 
@@ -91,6 +93,8 @@ class ClientModule(L.LightningModule):
 
     shared: ClassVar[tuple[str, ...]] = ("model",)
     paper: ClassVar[str] = ""
+    keeps_float32: ClassVar[bool] = True
+    """The client's own tensors are statistics, no layers (core/precision.py)."""
     exchange: ClassVar[str] = "Star"
     """How the method's messages travel where the configuration does not say."""
 
@@ -110,6 +114,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.round = 0
         """The present round, 1-based; set by the runner."""
+        self._devices: SharedFit | None = None
         self._losses: dict[str, list[tuple[Tensor, int]]] = {}
         self._num_steps = 0
         self._collected: Collected | None = None
@@ -312,7 +317,13 @@ class ClientModule(L.LightningModule):
         self._observers = [term for term in self.exchanging_terms if type(term).observe is not Term.observe]
         self._term_weights = self.term_weights()
         self._waiting = 0
-        self._autocasts = isinstance(self.trainer.precision_plugin, MixedPrecision)
+        several = self.trainer.world_size > 1
+        self._devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
+        plugin = self.trainer.precision_plugin
+        self._autocasts = isinstance(plugin, MixedPrecision)
+        self._careful = plugin if isinstance(plugin, CarefulSteps) else None
+        if self._careful is not None:
+            self._careful.start_fit(self)
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
@@ -336,11 +347,17 @@ class ClientModule(L.LightningModule):
         return self._term_weights[term.name] > 0 and wanted and (reached or own)
 
     def on_train_epoch_end(self) -> None:
-        """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`."""
+        """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`; it takes milliseconds."""
+        if not self.trainer.callbacks:  # type: ignore[attr-defined]
+            return
         self.log_dict({name if name == "loss" else f"loss/{name}": v for name, v in self.mean_losses().items()})
 
     def on_train_end(self) -> None:
         """Thaw what the last phase froze."""
+        if self._devices is not None:
+            self._devices.agree(self)
+        if self._careful is not None:
+            self._careful.end_fit(self)
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None
@@ -359,16 +376,22 @@ class ClientModule(L.LightningModule):
             self._waiting += 1
             last = index == len(steps) - 1 and self.trainer.is_last_batch
             self._steps_now = last or self._waiting >= self.settings.accumulate
-            self.local_step(x, y)
+            self.local_step(*((x, y) if self._devices is None else self._devices.part(x, y)))
             if self._steps_now:
                 self._waiting = 0
+                if self._careful is not None:
+                    self._careful.end_batch()
 
     def local_step(self, x: Tensor, y: Tensor) -> None:
         """One mini-batch: forward, composite loss, backward, step."""
         with self._single_sample(len(y)):
             out = self.forward_pass(x, y)
         self.optimize(self.composite_loss(out), self.optimizer)
-        for term in self._observers:
+        self.observe(out)
+
+    def observe(self, out: Forward) -> None:
+        """Show a forward pass to the terms that average artifacts while training runs; call it after the step."""
+        for term in self._observers if self._devices is None or self._devices.counts else ():
             term.observe(self, out)
 
     def forward_pass(self, x: Tensor, y: Tensor) -> Forward:
@@ -389,8 +412,9 @@ class ClientModule(L.LightningModule):
 
     def log_losses(self, values: Mapping[str, Tensor], batch_size: int) -> None:
         """Remember a step's losses; means over samples are read once, after the fit."""
+        counted = batch_size if self._devices is None or self._devices.counts else 0
         for name, value in values.items():
-            self._losses.setdefault(name, []).append((value.detach(), batch_size))
+            self._losses.setdefault(name, []).append((value.detach(), counted))
         self._num_steps += 1
 
     def forget_losses(self) -> None:
@@ -403,7 +427,9 @@ class ClientModule(L.LightningModule):
         for name, pairs in self._losses.items():
             values = torch.stack([value for value, _ in pairs]).cpu().double()
             sizes = torch.tensor([size for _, size in pairs], dtype=torch.float64)
-            means[name] = float((values * sizes).sum() / sizes.sum())
+            sums = torch.stack([(values * sizes).sum(), sizes.sum()])
+            sums = sums if self._devices is None else self._devices.total(sums)
+            means[name] = float(sums[0] / sums[1])
         return means
 
     @property
@@ -420,18 +446,22 @@ class ClientModule(L.LightningModule):
             only: give a gradient to the parameters of these optimizers alone, where the loss reaches others, too.
         """
         assert self.settings is not None
-        accumulate = self.settings.accumulate
+        share = (1.0 if self._devices is None else self._devices.factor) / self.settings.accumulate
         own = {"inputs": _parameters(optimizers)} if only else {}
         # The trainer's autocast is for forward passes: in here it would narrow what a loss computes in float32.
         with torch.autocast(self.device.type, enabled=False) if self._autocasts else nullcontext():
-            self.manual_backward(loss / accumulate if accumulate > 1 else loss, **own)
+            self.manual_backward(loss if share == 1 else loss * share, **own)
         if self._steps_now:
             self.step(*optimizers)
 
     def step(self, *optimizers: Any) -> None:
         """Step on the gradients there are, with the trainer's precision and clipping, and clear them."""
         assert self.settings is not None
+        if self._devices is not None:
+            self._devices.average_gradients(_parameters(optimizers))
         for optimizer in optimizers:
+            if self._careful is not None:
+                self._careful.prepare_step(optimizer.optimizer)
             if self.settings.clip_value is not None:
                 self._clip(optimizer)
             optimizer.step()
@@ -440,9 +470,6 @@ class ClientModule(L.LightningModule):
     def _clip(self, optimizer: Any) -> None:
         assert self.settings is not None
         assert self.settings.clip_value is not None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            scaler.unscale_(optimizer.optimizer)
         parameters = _parameters([optimizer])
         if self.settings.clip_algorithm == "value":
             nn.utils.clip_grad_value_(parameters, self.settings.clip_value)

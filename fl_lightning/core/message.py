@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -126,6 +126,13 @@ class KeptRows:
         return self.num_params * self.rows.element_size()
 
 
+class Size(NamedTuple):
+    """What a message costs."""
+
+    num_params: int
+    num_bytes: int
+
+
 @dataclass
 class Message:
     """One message between two participants. Nothing else is ever shared.
@@ -151,6 +158,11 @@ class Message:
         """Bytes of those values, by dtype."""
         artifacts = (a.nbytes if isinstance(a, Tensor) else a.num_bytes for a in self.artifacts.values())
         return sum(tensor.nbytes for tensor in self.weights.values()) + sum(artifacts)
+
+    @property
+    def size(self) -> Size:
+        """Values and bytes really sent."""
+        return Size(self.num_params, self.num_bytes)
 
     def clone(self) -> Message:
         """Copy, sharing no memory: for who keeps a message beyond the call that brought it."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
-from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, Partial, TensorMean, WeightedMean
+from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import require_choices
 from fl_lightning.seeding import isolated_streams
 
@@ -61,14 +61,38 @@ class Server:
         self.round = round
         self._weights = WeightedMean()
         self._artifacts: dict[str, ArtifactRule] = {}
+        self._of_classes: dict[str, bool] = {}
         self._num_samples = 0
+
+    @property
+    def works_in_parts(self) -> bool:
+        """Whether every worker may fold in its own clients, so that only sums travel.
+
+        True where messages only meet in means. A server that overrides `collect` sees every message itself, in the
+        order of clients, unless it overrides `partial` and `merge`, too.
+        """
+        own = type(self)
+        folds = own.collect is Server.collect or own.merge is not Server.merge
+        return folds and all(type(rule()).merge is not ArtifactRule.merge for rule in self.rules.values())
+
+    def partial(self) -> Partial:
+        """What was folded in so far, in plain containers, to be merged by another worker's server."""
+        artifacts = {name: [self._of_classes[name], rule.partial()] for name, rule in self._artifacts.items()}
+        return {"weights": self._weights.partial(), "artifacts": artifacts, "num_samples": self._num_samples}
+
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        """Fold in what another worker's server has folded in."""
+        self._weights.merge(partial["weights"])
+        for name, (of_classes, part) in partial["artifacts"].items():
+            self._rule(name, of_classes).merge(part)
+        self._num_samples += partial["num_samples"]
 
     def collect(self, client: int, message: Message) -> None:
         """Fold in one client's message."""
         if message.weights:
             self._weights.add(message.weights, 1 if self.mean_weighting == "uniform" else message.num_samples)
         for name, value in message.artifacts.items():
-            self._artifacts.setdefault(name, self._new_rule(name, value)).add(value, message.num_samples)
+            self._rule(name, isinstance(value, ClassMeans)).add(value, message.num_samples)
         self._num_samples += message.num_samples
 
     def close_round(self) -> None:
@@ -93,14 +117,16 @@ class Server:
         self.close_round()
         return self.message
 
-    def _new_rule(self, name: str, value: Artifact) -> ArtifactRule:
-        if name not in self.rules:
-            return ClassMeanRule() if isinstance(value, ClassMeans) else TensorMean()
-        rule = self.rules[name]()
-        rule.round = self.round
-        if name in self.memories:
-            rule.remember(self.memories[name])
-        return rule
+    def _rule(self, name: str, of_classes: bool) -> ArtifactRule:
+        """The rule of an artifact in the open round."""
+        if name not in self._artifacts:
+            default = ClassMeanRule if of_classes else TensorMean
+            rule = self._artifacts[name] = self.rules.get(name, default)()
+            self._of_classes[name] = of_classes
+            rule.round = self.round
+            if name in self.memories:
+                rule.remember(self.memories[name])
+        return self._artifacts[name]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next rounds depend on."""

@@ -76,11 +76,15 @@ class Term(nn.Module):
     """
 
     paper: str = ""
+    keeps_float32: ClassVar[bool] = True
+    """The term's own tensors are statistics, no layers (core/precision.py)."""
     reaches: ClassVar[tuple[str, ...]] = ("",)
     """Submodules of the client (dotted names, ``""`` the whole) that the term's gradient can reach, beside the term's
     own parameters: it is left out of a phase that trains none of them."""
     shared: ClassVar[tuple[str, ...]] = ()
     """Submodules of the term whose weights are exchanged; the others stay with the client."""
+    accumulates: ClassVar[tuple[str, ...]] = ()
+    """Buffers in which `observe` adds samples up: where several devices share a fit, their sums are added."""
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -148,4 +152,4 @@ def term_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tens
     for name, value in values.items():
         weighted = value if weights[name] == 1 else weights[name] * value
         total = weighted if total is None else total + weighted
-    return torch.zeros(()) if total is None else total
+    return torch.zeros((), dtype=torch.float32) if total is None else total

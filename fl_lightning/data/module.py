@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays, DataSpec
+from fl_lightning.data.augmentation import build_augmentation
 from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.partitions import Partition
@@ -38,6 +39,9 @@ class FederatedData:
         drop_last: drop a smaller last mini-batch, but never a client's only one.
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
             the validation parts, and the test parts are not looked at.
+        augmentation: transforms of training images, one after another: classes of torchvision.transforms.v2 (class_path
+            and init_args, or names alone, e.g. ``[RandomHorizontalFlip]``), drawn anew for every image of every local
+            mini-batch. Evaluations and prototypes see images as they are.
         cache: folder for decoded data sets; by default ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``.
     """
 
@@ -63,6 +67,7 @@ class FederatedData:
         batch_size: int = 10,
         drop_last: bool = False,
         evaluate_on: Literal["test", "validation"] = "test",
+        augmentation: list[Any] | None = None,
         cache: str | None = None,
     ) -> None:
         require(num_clients >= 1, "data.num_clients", "must be at least 1", num_clients)
@@ -84,6 +89,7 @@ class FederatedData:
         self.validation_fraction = validation_fraction
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.augmentation = build_augmentation(augmentation)
         self.cache = cache
         self._seed: int | None = None
 
@@ -107,6 +113,8 @@ class FederatedData:
             return
         if self._seed is None:
             self.arrays = load(self.dataset, None if self.cache is None else Path(self.cache))
+            if self.augmentation is not None:
+                self.augmentation.check(self.arrays.x[:4])
             self.store = TensorStore(self.arrays)
         parts = self._split(seed)
         for client, part in enumerate(parts):
@@ -120,7 +128,16 @@ class FederatedData:
         if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
             parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]
         self.clients = [
-            ClientData(client, self.store, num_classes, part.train, part.validation, part.test, self.batch_size)
+            ClientData(
+                client,
+                self.store,
+                num_classes,
+                part.train,
+                part.validation,
+                part.test,
+                batch_size=self.batch_size,
+                augment=self.augmentation,
+            )
             for client, part in enumerate(parts)
         ]
         if self.local_test or self.evaluate_on == "validation":

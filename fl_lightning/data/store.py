@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.seeding import derive_seed
 
 
 class TensorStore:
@@ -72,17 +74,20 @@ class TensorStore:
         self.target = torch.device(device)
         return self.to(device) if self.fits(device) else self
 
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, indices: Tensor, augment: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Pick samples and normalise them.
 
         Args:
             indices: int64 [B], on any device.
+            augment: from inputs as they are stored to inputs of the same shape and type, before they are normalised.
 
         Returns:
             Inputs [B, ...] (images: float32, ``(x / 255 - mean) / std``; tokens and floats as they are) and labels [B].
         """
         indices = indices.to(self.device, non_blocking=True)
         x = self.x.index_select(0, indices)
+        if augment is not None:
+            x = augment(x)
         if self._scale is not None and self._shift is not None:
             x = x.float().mul_(self._scale).add_(self._shift)
         if x.is_floating_point():
@@ -123,12 +128,25 @@ class Epoch(Sequence[Bundle]):
         order: int64 indices into the store, in the order of the pass.
         batch_size: size of a mini-batch.
         steps_per_bundle: mini-batches in a bundle.
+        augment: from a mini-batch's inputs as they are stored, and a seed, to the augmented ones; None for as they are.
+        seed: the pass's seed; each mini-batch has one of its own.
     """
 
-    def __init__(self, store: TensorStore, order: Tensor, batch_size: int, steps_per_bundle: int) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        order: Tensor,
+        batch_size: int,
+        steps_per_bundle: int,
+        augment: Callable[[Tensor, int], Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
         self._store = store
         self._chunks = order.split(batch_size * steps_per_bundle) if len(order) else ()
         self._batch_size = batch_size
+        self._steps_per_bundle = steps_per_bundle
+        self._augment = augment
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -140,7 +158,15 @@ class Epoch(Sequence[Bundle]):
     def __getitem__(self, index: int | slice) -> Bundle | Sequence[Bundle]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        return Bundle(*self._store.gather(self._chunks[index]), self._batch_size)
+        index = range(len(self))[index]
+        augment = None if self._augment is None else partial(self._augmented, index * self._steps_per_bundle)
+        return Bundle(*self._store.gather(self._chunks[index], augment), self._batch_size)
+
+    def _augmented(self, first_step: int, x: Tensor) -> Tensor:
+        """Augment mini-batch by mini-batch, so that it does not matter how many are gathered at once."""
+        assert self._augment is not None
+        batches = enumerate(x.split(self._batch_size), first_step)
+        return torch.cat([self._augment(batch, derive_seed(self._seed, "augment", step)) for step, batch in batches])
 
 
 class ClientData:
@@ -154,6 +180,7 @@ class ClientData:
         validation: indices of the validation part, int64; may be empty.
         test: indices of the client's own test part, int64; may be empty.
         batch_size: samples in a mini-batch of the federation, for methods that draw some of their own.
+        augment: what local fits do to mini-batches of the training part (see `Epoch`); nothing else sees it.
     """
 
     def __init__(
@@ -165,6 +192,7 @@ class ClientData:
         validation: np.ndarray,
         test: np.ndarray,
         batch_size: int = 10,
+        augment: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self.client = client
         self.batch_size = batch_size
@@ -173,6 +201,7 @@ class ClientData:
         self.train = torch.from_numpy(train)
         self.validation = torch.from_numpy(validation)
         self.test = torch.from_numpy(test)
+        self.augment = augment
         self.class_counts = torch.bincount(store.y.cpu()[self.train], minlength=num_classes)
         """Training samples of each class, int64 [C]."""
 
@@ -204,12 +233,12 @@ class ClientData:
         drop_single: bool = False,
         share: float = 1.0,
     ) -> Epoch:
-        """One epoch over the training part in an order that depends on `epoch_seed` only.
+        """One epoch over the training part in an order, and augmented in a way, that depends on `epoch_seed` only.
 
         Every sample is used and a smaller last batch is a batch, unless:
 
         Args:
-            epoch_seed: seed of the shuffle.
+            epoch_seed: seed of the shuffle and of the augmentation.
             batch_size: samples in a mini-batch, at least 1.
             steps_per_bundle: mini-batches gathered at once, at least 1; it changes no mini-batch.
             drop_last: drop a smaller last batch, but never the client's only one.
@@ -223,12 +252,12 @@ class ClientData:
         order = torch.randperm(self.num_train, generator=torch.Generator().manual_seed(epoch_seed))
         taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
         order = self.train[order[: _num_used(taken, batch_size, drop_last, drop_single)]]
-        return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle)
+        return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle, self.augment, epoch_seed)
 
     def batches(
         self, split: Literal["train", "validation", "test"], batch_size: int = 512
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels of one part, in fixed order; nothing where the part is empty."""
+        """Inputs and labels of one part, in fixed order and as they are; nothing where the part is empty."""
         indices: Tensor = getattr(self, split)
         for start in range(0, len(indices), batch_size):
             yield self.store.gather(indices[start : start + batch_size])

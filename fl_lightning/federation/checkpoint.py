@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.files import load_tensors, save_tensors
 
 FORMAT = 1
@@ -58,24 +58,39 @@ class Checkpoints:
         found = [path for path in self.folder.glob("round-*.ckpt") if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.stem.split("-")[1]))
 
-    def save(self, round: int, state: dict[str, Any], pool: ClientPool, keep: int) -> Path:
-        """Write one checkpoint; only then delete what is older than the `keep` newest."""
-        files = pool.flush(round)
+    def save(self, round: int, state: dict[str, Any], clients: Mapping[int, str], keep: int) -> Path:
+        """Write one checkpoint; only then delete what is older than the `keep` newest.
+
+        Args:
+            round: the last round that is done.
+            state: the loop's state.
+            clients: client -> the file of its private state, on disk already (`ClientPool.flush`).
+            keep: how many checkpoints stay.
+        """
         path = self.folder / f"round-{round:04d}.ckpt"
-        save_tensors(path, {"format": FORMAT, "round": round, "clients": files, **state})
-        self._named[path.name] = set(files.values())
-        self.prune(pool, keep)
+        save_tensors(path, {"format": FORMAT, "round": round, "clients": dict(clients), **state})
+        self._named[path.name] = set(clients.values())
+        self.prune(keep, up_to=round)
         return path
 
-    def prune(self, pool: ClientPool, keep: int) -> None:
-        """Delete all but the `keep` newest checkpoints, and the client states that none of those names."""
+    def prune(self, keep: int, up_to: int | None = None) -> None:
+        """Delete all but the `keep` newest checkpoints, and the client states that none of those names.
+
+        Args:
+            keep: how many checkpoints stay.
+            up_to: spare states of later rounds, which other workers may be writing; None spares none.
+        """
         for path in self.all()[:-keep]:
             path.unlink(missing_ok=True)
         kept = self.all()
         for path in kept:
             if path.name not in self._named:  # of the run before a resume
                 self.load(path)
-        pool.discard_except({name for path in kept for name in self._named[path.name]})
+        named = {name for path in kept for name in self._named[path.name]}
+        for path in self.clients.glob("*-r*.pt"):
+            later = up_to is not None and int(path.stem.rpartition("-r")[2]) > up_to
+            if path.name not in named and not later:
+                path.unlink(missing_ok=True)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read a checkpoint.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class ClientPool:
         self._states: dict[int, State] = {}
         self._files: dict[int, str] = {}
         self._unsynced: set[str] = set()
-        self._protected: set[str] = set()  # versions that a checkpoint may name
+        self._protected: set[str] = set()  # versions that the newest checkpoint may name
 
     def get(self, client: int) -> State | None:
         """The client's last private state; None if it never took part."""
@@ -60,7 +61,7 @@ class ClientPool:
             own[name].copy_(tensor.detach())
 
     def flush(self, round: int) -> dict[int, str]:
-        """Bring every state to disk and return the file that holds each client's."""
+        """Bring every state to disk, for a checkpoint, and return the file that holds each client's."""
         for client, state in self._states.items():
             if client not in self._files:
                 self._write(client, state, round, sync=True)
@@ -71,7 +72,7 @@ class ClientPool:
         if self._unsynced and self.folder is not None:
             sync_folder(self.folder)
         self._unsynced.clear()
-        self._protected |= set(self._files.values())
+        self._protected = set(self._files.values())
         return dict(self._files)
 
     def restore(self, files: Mapping[int, str]) -> None:
@@ -89,15 +90,17 @@ class ClientPool:
             if not self.on_disk:
                 self._states[client] = state
 
-    def discard_except(self, kept: set[str]) -> None:
-        """Delete the versions that neither a kept checkpoint nor the running federation names."""
-        if self.folder is None or not self.folder.is_dir():
-            return
-        current = set(self._files.values())
-        for path in self.folder.glob("*-r*.pt"):
-            if path.name not in kept and path.name not in current:
-                path.unlink(missing_ok=True)
-        self._protected = set(kept)
+    def release(self, client: int) -> dict[str, Any]:
+        """Hand a client's state over to another worker's pool: what `adopt` takes."""
+        return {"state": self._states.pop(client, None), "file": self._files.pop(client, None)}
+
+    def adopt(self, client: int, released: Mapping[str, Any]) -> None:
+        """Take a client's state over; on disk it stays where it is."""
+        if released["state"] is not None:
+            self._states[client] = released["state"]
+        if released["file"] is not None:
+            self._files[client] = released["file"]
+            self._protected.add(released["file"])  # the newest checkpoint may name it
 
     def _path(self, name: str) -> Path:
         assert self.folder is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Moment = Literal["trained", "received"]
 Correct = dict[str, Tensor]
 """Prediction name -> [n] bool, whether each test sample is predicted right."""
+CorrectBatches = dict[str, list[Tensor]]
+"""The same in batches."""
 Scores = dict[str, float]
 """Column -> accuracy in [0, 1] of one client."""
 
@@ -65,19 +67,23 @@ class Evaluator:
     def _local(self, module: ClientModule, moment: Moment, correct: Correct) -> Scores:
         return _columns("Local-T", module, "local", moment, correct) if self.data.local_test else {}
 
-    @torch.no_grad()
     def correct(self, module: ClientModule, indices: Tensor) -> Correct:
         """Which of the samples the module predicts right, for each of its ways to predict."""
+        return {name: join_batches([hits]) for name, hits in self.correct_batches(module, indices).items()}
+
+    @torch.no_grad()
+    def correct_batches(self, module: ClientModule, indices: Tensor, first: int = 0, step: int = 1) -> CorrectBatches:
+        """The same, batch by batch, for every `step`-th batch from the `first` on: what one of `step` workers does."""
         was_training = module.training
         module.eval()
-        hits: dict[str, list[Tensor]] = {name: [] for name in module.prediction_names}
+        hits: CorrectBatches = {name: [] for name in module.prediction_names}
         with self.context():
-            for part in indices.split(self.batch_size):
+            for part in indices.split(self.batch_size)[first::step]:
                 x, y = self.data.store.gather(part)
                 for name, scores in module.predictions(x).items():
                     hits[name].append(scores.argmax(1) == y)
         module.train(was_training)
-        return {name: torch.cat(parts).cpu() if parts else torch.zeros(0).bool() for name, parts in hits.items()}
+        return {name: _to_cpu(batches) for name, batches in hits.items()}
 
     def _own(self, client: int) -> Tensor:
         """Positions of the client's test samples in the union."""
@@ -90,6 +96,18 @@ class Evaluator:
         if type(module).adapt is ClientModule.adapt:
             return _Unchanged()
         return _ThrowAway(self, module, client, moment, round)
+
+
+def join_batches(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Put together what was right of all samples, [n] bool; batches were dealt out to workers one after another."""
+    longest = max(len(part) for part in parts)
+    batches = [part[index] for index in range(longest) for part in parts if index < len(part)]
+    return torch.cat(batches) if batches else torch.zeros(0).bool()
+
+
+def _to_cpu(batches: list[Tensor]) -> list[Tensor]:
+    """Move batches to the CPU at once."""
+    return list(torch.cat(batches).cpu().split([len(batch) for batch in batches])) if batches else []
 
 
 class _Unchanged(AbstractContextManager[None]):

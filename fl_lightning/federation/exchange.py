@@ -48,6 +48,37 @@ class Exchange(ABC):
         """The message that all clients will hear, where there is such a one."""
         return None
 
+    def hears_global(self, client: int) -> bool:
+        """Whether what `client` will hear is the global message."""
+        message = self.global_message()
+        return message is not None and self.inbox(client) is message
+
+    # --- many workers -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a client hears what others have finished in the same round, so that one must wait for the other."""
+        return False
+
+    @property
+    def works_in_parts(self) -> bool:
+        """Whether every worker may post its own clients' messages to an exchange of its own, to be merged at the end.
+
+        Default: no, the main process's exchange gets every message, in the order of clients.
+        """
+        return False
+
+    def partial(self) -> Any:
+        """What was posted in the open round, merged, in plain containers."""
+        raise NotImplementedError(f"{type(self).__name__} does not work in parts")
+
+    def merge(self, partial: Any) -> None:
+        """Take in the `partial` of another worker's exchange."""
+        raise NotImplementedError(f"{type(self).__name__} does not work in parts")
+
+    def address(self, owners: Mapping[int, int]) -> None:  # noqa: B027 - with one worker everything is here already
+        """Bring what clients will hear to the workers that own them."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that the next rounds depend on."""
@@ -80,6 +111,16 @@ class Star(Exchange):
 
     def global_message(self) -> Message | None:  # noqa: D102
         return self.server.message
+
+    @property
+    def works_in_parts(self) -> bool:  # noqa: D102
+        return self.server.works_in_parts
+
+    def partial(self) -> Any:  # noqa: D102
+        return self.server.partial()
+
+    def merge(self, partial: Any) -> None:  # noqa: D102
+        self.server.merge(partial)
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         return self.server.state_dict()
@@ -115,6 +156,10 @@ class Ring(Exchange):
         self._finished: dict[int, Message] = {}  # of the last closed round
         self._posted: dict[int, Message] = {}  # of the round that is open
         self._active: set[int] = set(range(num_clients))
+
+    @property
+    def in_turn(self) -> bool:  # noqa: D102
+        return self.schedule == "sequential"
 
     def inbox(self, client: int) -> Message:  # noqa: D102
         for step in range(1, self.num_clients):

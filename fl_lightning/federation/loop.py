@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,14 +12,18 @@ import numpy as np
 import torch
 
 from fl_lightning.core.client import ClientModule, OptimizerFactory
+from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.federation.evaluation import Correct, Scores, score_columns
+from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
 from fl_lightning.federation.exchange import EXCHANGES, Exchange
 from fl_lightning.federation.runner import ClientReport, Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
+from fl_lightning.federation.transport import Waiting
+from fl_lightning.federation.watch import watched
+from fl_lightning.federation.workers import MAIN, SharedExchange, Workers
 from fl_lightning.seeding import numpy_generator
 
 if TYPE_CHECKING:
@@ -94,6 +98,12 @@ class FederatedLoop:
             private initial weights.
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
         checkpoint: when the federation is saved.
+        workers: processes that share out a round's clients, one device each: a number, or ``auto`` for as many as keep
+            all cores busy, or all GPUs. By default one, or all that torchrun or SLURM started. It changes no result.
+        threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number, the cores divided
+            by the workers where it is ``auto``, else torch's own choice. Another number may change sums in their last
+            bit.
+        worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
         steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
         channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
         callbacks: hooks of your own.
@@ -112,6 +122,9 @@ class FederatedLoop:
         init: Literal["common", "own"] = "common",
         pool: Literal["memory", "disk"] = "memory",
         checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
+        workers: int | Literal["auto"] | None = None,
+        threads: int | None = None,
+        worker_timeout: float = 20.0,
         steps_per_bundle: int = 16,
         channels_last: bool = True,
         callbacks: list[FederationCallback] | None = None,
@@ -122,6 +135,10 @@ class FederatedLoop:
         require(0 < lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", lr_decay)
         require(evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", evaluate_every)
         require(steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", steps_per_bundle)
+        counted = workers in (None, "auto") or (isinstance(workers, int) and workers >= 1)
+        require(counted, "federation.workers", "must be auto or a number >= 1", workers)
+        require(threads is None or threads >= 1, "federation.threads", "must be >= 1", threads)
+        require(worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", worker_timeout)
         self.rounds = rounds
         self.participation = participation
         self.local_epochs = local_epochs
@@ -135,6 +152,9 @@ class FederatedLoop:
         self.init = init
         self.pool = pool
         self.checkpoint = checkpoint
+        self.configured_workers = workers
+        self.threads = threads
+        self.worker_timeout = worker_timeout
         self.steps_per_bundle = steps_per_bundle
         self.channels_last = channels_last
         self.callbacks = list(callbacks or ())
@@ -194,15 +214,21 @@ class FederatedLoop:
         self.exchange = own() if self.configured_exchange is None else self.configured_exchange
         self.runner.keeps_shared = self.exchange.keeps_shared
         self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
-        self.runner.pool = ClientPool(self._pool_folder(folder), on_disk=self.pool == "disk")
-        self.models_folder = self._models_folder(folder)
+        self.workers = Workers.present(spread=self.runner.single_device)
+        if self.workers.size > 1:
+            self.exchange = SharedExchange(self.exchange, self.workers, self.runner.device)
+        on_disk = self.pool == "disk" and self.workers.writes
+        self.runner.pool = ClientPool(self._pool_folder(folder), on_disk)
+        self.models_folder = self._models_folder(folder) if self.workers.writes else None
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
+        self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
         module = self.runner.modules[0]
         self.columns = score_columns(module, self.evaluate.moments, data.local_test, self.evaluate.globally)
         self.board = ScoreBoard(self.columns, self.num_test, self.num_founders)
-        self.traffic = dict.fromkeys(("uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes"), 0)
+        self.traffic = _traffic([])
         self.seconds = 0.0
+        self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self._draws: dict[int, frozenset[int]] = {}
         self.participants: list[int] = []
         self._global_correct: Correct | None = None
@@ -231,14 +257,22 @@ class FederatedLoop:
         self.stopping = True
 
     def run(self) -> dict[str, Any] | None:
-        """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end."""
-        self._call("on_run_start")
-        while not self.done:
-            self.advance()
-        if self.round < self.rounds:
-            return None
-        final = self.receive_once_more()
-        self._call("on_run_end", final)
+        """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.
+
+        Raises:
+            ConfigError: if more workers are configured than there are processes.
+        """
+        more = "needs that many processes: start them with `federation.launch.launch`, torchrun or the command line"
+        wanted = self.configured_workers
+        require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
+        with watched(self.worker_timeout, self.advice):
+            self._call("on_run_start")
+            while not self.done:
+                self.advance()
+            if self.round < self.rounds:
+                return None
+            final = self.receive_once_more()
+            self._call("on_run_end", final)
         return final
 
     def advance(self) -> None:
@@ -246,80 +280,118 @@ class FederatedLoop:
         start = time.perf_counter()
         round = self.round + 1
         self.participants = self.draw_participants(round)
-        self._call("on_round_start", round, self.participants)
         self.exchange.open(round, self.participants)
-        traffic = dict.fromkeys(self.traffic, 0)
-        losses: dict[int, dict[str, float]] = {}
-        for client in self.fit_order(self.participants):
-            job = self._job(round, client)
+        owners = self._share_out(round)
+        self._call("on_round_start", round, self.participants)
+        if self.evaluate.received and self.is_evaluated(round) and any(map(self._hears_global, self.participants)):
+            self._global_hits()  # now: it needs the resident module, which clients' own states are about to enter
+        reports = []
+        for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
             self.runner.module(client).lr_factor = self.lr_decay ** (round - 1)
-            report = self.runner.run(job)
-            self._record(report, job, traffic)
+            report = self.runner.run(self._job(round, client))
             self.exchange.post(client, report.message)
-            losses[client] = report.losses
+            reports.append(report)
             self._call("on_client_fit_end", report)
+        reports = self._gather(reports)
         self.exchange.close()
         self._global_correct = None
         self.round = round
-        self._end_round(losses, traffic, start)
+        self._end_round(reports, start)
 
-    def _end_round(self, losses: Mapping[int, Mapping[str, float]], traffic: dict[str, int], start: float) -> None:
+    def _share_out(self, round: int) -> dict[int, int]:
+        """Decide which worker fits which participant, and bring states and messages there."""
+        if self.exchange.in_turn:
+            owners = dict.fromkeys(self.participants, MAIN)
+        else:
+            owners = self.workers.share_out({c: self._cost(round, c) for c in self.participants}, self.holders)
+        self.workers.move(self.holders, owners, self.runner.pool)
+        self.holders |= owners
+        self.exchange.address(owners)
+        return owners
+
+    def _cost(self, round: int, client: int) -> float:
+        """About how long a client's round takes, in forward passes of one sample; a step is three of them."""
+        tested = len(self.data.server_test) if self.evaluate.globally else int(self.num_test[client])
+        passes = len(self.evaluate.moments) if self.is_evaluated(round) else 0
+        return 3.0 * self.runner.module(client).fit_epochs * int(self.num_train[client]) + passes * tested
+
+    def _gather(self, own: list[ClientReport]) -> list[ClientReport]:
+        """Every worker's reports, in the order of clients; the main one tells its callbacks of the others'."""
+        if self.workers.size == 1:
+            return sorted(own, key=lambda report: report.client)
+        parts = self.workers.gather([replace(report, message=Message()) for report in own])
+        for report in [report for part in parts[1:] for report in part]:
+            self._call("on_client_fit_end", report)
+        return sorted((report for part in parts for report in part), key=lambda report: report.client)
+
+    def _end_round(self, reports: Sequence[ClientReport], start: float) -> None:
+        for report in reports:
+            self.board.record(report.client, report.scores, report.losses)
         evaluated = self.is_evaluated(self.round)
         if evaluated:
             self._evaluate_strangers()
-        row: dict[str, Any] = {"round": self.round, **traffic, "participants": len(losses)}
+        traffic = _traffic(reports)
+        row: dict[str, Any] = {"round": self.round, **traffic, "participants": len(reports)}
         if evaluated:
             row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
             row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
-        row |= mean_losses([losses[client] for client in sorted(losses)])
+        row |= mean_losses([report.losses for report in reports])
         elapsed = time.perf_counter() - start
         row["seconds"] = elapsed
         self.seconds += elapsed
         for name, value in traffic.items():
             self.traffic[name] += value
         self._call("on_round_end", row)
-        if self.checkpoints is not None and self.checkpoint.due(self.round, self.done):
-            self.checkpoints.save(self.round, self.state_dict(), self.runner.pool, self.checkpoint.keep)
+        self.stopping = self.workers.any_says(self.stopping)
+        if self.checkpoint.due(self.round, self.done):
+            self._save()
+
+    def _save(self) -> None:
+        if self.checkpoints is None:
+            return
+        if not self.workers.writes:
+            return
+        files = _union(self.workers.gather(self.runner.pool.flush(self.round)))
+        if self.workers.is_main:
+            self.checkpoints.save(self.round, self.state_dict(), files, self.checkpoint.keep)
+
+    def _hears_global(self, client: int) -> bool:
+        """Whether the client is about to predict as the global model does."""
+        return self.runner.module(client).received_is_global and self.exchange.hears_global(client)
 
     def _job(self, round: int, client: int) -> Job:
         received = self.evaluate.received and self.is_evaluated(round)
-        message = self.exchange.inbox(client)
-        known = received and self.runner.module(client).received_is_global and self.exchange.global_message() is message
-        if known:  # evaluated now: it needs the resident module, which the client's own state is about to enter
-            self._global_hits()
+        known = received and self._hears_global(client)
         last = not any(self._takes_part(client, later) for later in range(round + 1, self.rounds + 1))
         return Job(
             round,
             client,
-            message,
+            self.exchange.inbox(client),
             received=received,
             trained=self.evaluate.trained and self._is_last_before_evaluation(round, client),
             received_scores=(lambda module: self._global_scores(module, client)) if known else None,
             keep_model=self.models_folder / f"{client:05d}.pt" if last and self.models_folder is not None else None,
         )
 
-    def _record(self, report: ClientReport, job: Job, traffic: dict[str, int]) -> None:
-        self.board.record(report.client, report.scores, report.losses)
-        for direction, message in (("downlink", job.message), ("uplink", report.message)):
-            traffic[f"{direction}_params"] += message.num_params
-            traffic[f"{direction}_bytes"] += message.num_bytes
-
     def receive_once_more(self) -> dict[str, float]:
         """What every client's model scores after one more receive, without a fit: `final_received`."""
         if not self.evaluate.received:
             return {}
+        self.exchange.address(self.holders)
+        if any(map(self._hears_global, range(self.num_clients))):
+            self._global_hits()
+        own = {c: self._received_scores(c) for c in self.holders if self.holders[c] == self.workers.rank}
         scores = {name: np.full(self.num_clients, np.nan) for name in self.columns if is_received(name)}
-        for client in range(self.num_clients):
-            for name, value in self._received_scores(client).items():
+        for client, values in _union(self.workers.gather(own)).items():
+            for name, value in values.items():
                 scores[name][client] = value
         self.final_scores = scores
         return {n: v for name, values in scores.items() for n, v in self.board.spread(name, values).items()}
 
     def _received_scores(self, client: int) -> Scores:
-        message = self.exchange.inbox(client)
-        if self.runner.module(client).received_is_global and self.exchange.global_message() is message:
+        if self._hears_global(client):
             return self._global_scores(self.runner.module(client), client)
-        return self.runner.evaluate_received(client, message, self.rounds + 1)
+        return self.runner.evaluate_received(client, self.exchange.inbox(client), self.rounds + 1)
 
     # --- who takes part, who is evaluated ---------------------------------------------------------------------------
 
@@ -368,8 +440,11 @@ class FederatedLoop:
 
     def _evaluate_strangers(self) -> None:
         """Clients that never took part count with their initial model, once they have joined."""
-        for client in self.board.strangers(self._num_present(self.round)) if self.evaluate.trained else ():
-            self.board.record(client, self.runner.evaluate_resting(client, self.round))
+        strangers = self.board.strangers(self._num_present(self.round)) if self.evaluate.trained else []
+        own = strangers[self.workers.rank :: self.workers.size]
+        scores = {client: self.runner.evaluate_resting(client, self.round) for client in own}
+        for client, values in _union(self.workers.gather(scores)).items() if strangers else ():
+            self.board.record(client, values)
 
     @property
     def scores(self) -> dict[str, np.ndarray]:
@@ -387,12 +462,15 @@ class FederatedLoop:
         return float(hit.double().mean()) if len(hit) else None
 
     def _global_hits(self) -> Correct:
-        """What the global model gets right on the union of all test splits; computed once a round."""
+        """What the global model gets right on the union of all test splits; computed once a round, in parts."""
         message = self.exchange.global_message()
         assert message is not None
         if self._global_correct is None:
             module = self.runner.load_global(message)
-            self._global_correct = self.runner.evaluator.correct(module, self.data.server_test)
+            rank, size = self.workers.rank, self.workers.size
+            own = self.runner.evaluator.correct_batches(module, self.data.server_test, rank, size)
+            parts = self.workers.gather(own)
+            self._global_correct = {name: join_batches([part[name] for part in parts]) for name in own}
         return self._global_correct
 
     def _global_scores(self, module: ClientModule, client: int) -> Scores:
@@ -421,7 +499,8 @@ class FederatedLoop:
         require(state["partition"] == self.data.partition_hash, "--resume", "the checkpoint's partition is another one")
         self.round = state["round"]
         self.exchange.load_state_dict(_to(state["exchange"], self.runner.device))
-        self.runner.pool.restore(state["clients"])
+        rank = self.workers.rank
+        self.runner.pool.restore({c: file for c, file in state["clients"].items() if self.holders[c] == rank})
         same = state["board"]["scores"].keys() == self.scores.keys()
         require(same, "--resume", "the checkpoint evaluates other columns")
         self.board.load_state_dict(state["board"])
@@ -430,8 +509,9 @@ class FederatedLoop:
         self._global_correct = None
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *arguments)
+        with Waiting.context():  # somebody else's code may take its time
+            for callback in self.callbacks if self.workers.is_main else ():
+                getattr(callback, hook)(self, *arguments)
 
 
 def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -445,6 +525,21 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
+
+
+def _traffic(reports: Sequence[ClientReport]) -> dict[str, int]:
+    """Values and bytes sent down and up in a round, by column."""
+    sizes = {"uplink": [report.uplink for report in reports], "downlink": [report.downlink for report in reports]}
+    return {
+        f"{direction}_{unit}": sum(getattr(size, f"num_{unit}") for size in own)
+        for unit in ("params", "bytes")
+        for direction, own in sizes.items()
+    }
+
+
+def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    """Every worker's share, by client."""
+    return {client: value for part in parts for client, value in part.items()}
 
 
 def _to(state: Any, device: torch.device) -> Any:

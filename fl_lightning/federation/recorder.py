@@ -5,19 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch.loggers import Logger
 
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.files import write_text
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.report.record import MetricsFile, read_rows, summarise
+from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
 
 
-class Recorder(FederationCallback):
+class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     """Keeps `metrics.csv`, `clients.csv` and `summary.json`, and hands every row to the loggers.
+
+    Use it as a context manager around the run, so that the loggers are closed whatever ends it.
 
     Args:
         folder: the run's folder.
@@ -29,6 +38,10 @@ class Recorder(FederationCallback):
         self.folder = folder
         self.about = dict(about)
         self.loggers = list(loggers)
+        self._open = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._close("failed")
 
     def on_run_start(self, loop: FederatedLoop) -> None:  # noqa: D102
         self.metrics = MetricsFile(self.folder / "metrics.csv", loop.row_columns)
@@ -36,16 +49,35 @@ class Recorder(FederationCallback):
         self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.columns, "loss"])
         self.metrics.start(loop.round)
         self.clients.start(loop.round)
+        start = RunStart(
+            self.folder,
+            self.about,
+            loop.data.partition_hash,
+            loop.data.arrays.classes,
+            loop.data.class_counts(),
+            loop.rounds,
+            read_rows(self.metrics.path),
+            read_rows(self.clients.path),
+        )
+        for logger in self.loggers:
+            if isinstance(logger, RunLogger):
+                logger.begin(start)
 
     def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:  # noqa: D102
         self.metrics.append([row])
-        self.clients.append(self._client_rows(loop))
-        values = {
-            name: value for name, value in row.items() if isinstance(value, (int, float)) and math.isfinite(value)
-        }
+        clients = self._client_rows(loop)
+        self.clients.append(clients)
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        evaluated = loop.is_evaluated(loop.round)
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "round"}
         for logger in self.loggers:
-            logger.log_metrics({name: value for name, value in values.items() if name != "round"}, step=row["round"])
-            logger.save()
+            if isinstance(logger, RunLogger):
+                wanted = evaluated and logger.wants_shared(loop.round)
+                shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0]) if wanted else {}
+                logger.log_round(RoundRecord(numbers, clients, evaluated, shared))
+            else:
+                logger.log_metrics(finite, step=row["round"])
+                logger.save()
 
     def _client_rows(self, loop: FederatedLoop) -> list[dict[str, Any]]:
         evaluated, taking_part = loop.is_evaluated(loop.round), set(loop.participants)
@@ -58,10 +90,27 @@ class Recorder(FederationCallback):
         return rows
 
     def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:  # noqa: D102
-        self.write_summary(loop, summary, finished=True)
+        said = self.write_summary(loop, summary, finished=True)
         for logger in self.loggers:
-            logger.log_metrics({f"final/{name}": value for name, value in summary.items()}, step=loop.round)
-            logger.finalize("success")
+            if isinstance(logger, RunLogger):
+                logger.end(said)
+            else:
+                logger.log_metrics({f"final/{name}": value for name, value in summary.items()}, step=loop.round)
+        self._close("success")
+
+    def stop(self, loop: FederatedLoop) -> None:
+        """The run was stopped before its last round."""
+        said = self.write_summary(loop, {}, finished=False)
+        for logger in self.loggers:
+            if isinstance(logger, RunLogger):
+                logger.end(said)
+        self._close("aborted")
+
+    def _close(self, status: str) -> None:
+        if self._open:
+            self._open = False
+            for logger in self.loggers:
+                logger.finalize(status)
 
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
@@ -104,6 +153,40 @@ def communication(traffic: Mapping[str, int], rows: Sequence[Mapping[str, Any]])
         figures[f"{direction}_params_per_client"] = values / max(messages, 1)
         figures[f"{direction}_params_Mi_per_round"] = values / max(rounds, 1) / 2**20
     return figures
+
+
+def shared_by_class(message: Message | None, template: ClientModule) -> dict[str, np.ndarray]:
+    """What the global message says of each class, as plain arrays.
+
+    Args:
+        message: the global message; None where there is none.
+        template: a client, for the architecture that the message's weights are of.
+
+    Returns:
+        Artifact -> [C, K], NaN in the rows of classes that nobody holds. Where one of them relates classes to classes
+        (K = C), ``class_relation`` beside it is σ(W Wᵀ) of the global classification layer, if that is shared, too.
+    """
+    found = {}
+    for name, artifact in (message.artifacts if message is not None else {}).items():
+        if isinstance(artifact, ClassMeans) and artifact.mean.ndim > 1:
+            rows = artifact.mean.detach().flatten(1).float().cpu().numpy().copy()
+            rows[~artifact.valid.cpu().numpy()] = np.nan
+            found[name] = rows
+    if message is not None and any(rows.shape[0] == rows.shape[1] for rows in found.values()):
+        weight = message.weights.get(_classification_weight(template))
+        if weight is not None:
+            w = weight.detach().float().cpu()  # [C, D]
+            found["class_relation"] = torch.softmax(w @ w.t(), 1).numpy()
+    return found
+
+
+def _classification_weight(module: ClientModule) -> str:
+    """Name of the classification layer's weight in a message; empty where a model has no such layer."""
+    try:
+        layer = module.model.classification_layer
+    except ConfigError:
+        return ""
+    return next((f"{name}.weight" for name, part in module.named_modules() if part is layer), "")
 
 
 def _known(value: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings, OptimizerFactory
-from fl_lightning.core.message import Message
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.message import Message, Size
+from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.files import save_tensors
+from fl_lightning.federation.launch import num_devices
 from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
@@ -71,10 +76,23 @@ class Job:
 
 @dataclass
 class ClientReport:
-    """What one participant did in a round: what it sends, its scores by column, its losses and its local steps."""
+    """What one participant did in a round.
+
+    Args:
+        client: 0-based.
+        message: what it sends; empty where another worker fitted it, and only its size is known.
+        downlink: size of what it received.
+        uplink: size of what it sends.
+        scores: its accuracies, by column.
+        losses: mean over its samples, by name.
+        num_steps: local mini-batches.
+        seconds: how long it took.
+    """
 
     client: int
     message: Message
+    downlink: Size
+    uplink: Size
     scores: Scores
     losses: dict[str, float]
     num_steps: int
@@ -212,8 +230,8 @@ class Runner:
             with self._autocast():
                 message = module.send(data)
         self._keep(module, client, round, job.keep_model)
-        losses, steps = module.mean_losses(), module.num_steps
-        return ClientReport(client, message, scores, losses, steps, time.perf_counter() - start)
+        losses, steps, sizes = module.mean_losses(), module.num_steps, (job.message.size, message.size)
+        return ClientReport(client, message, *sizes, scores, losses, steps, time.perf_counter() - start)
 
     def evaluate_received(self, client: int, message: Message, round: int) -> Scores:
         """What the client's model would score after one more receive; its kept state does not change."""
@@ -259,7 +277,7 @@ class Runner:
             drop_single=self._has_batch_norm[self.architecture[data.client]],
         )
         self.trainer.fit(module, train_dataloaders=bundles)
-        module.to(self.device)  # Lightning's teardown moves a module to the CPU
+        module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
 
     def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
         names = module.private_names
@@ -313,18 +331,64 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     """The one Trainer of a worker.
 
     Raises:
-        ConfigError: if Lightning refuses a flag, or a GPU is asked for where there is none.
+        ConfigError: if Lightning refuses a flag, or a GPU is asked for, or float16, where there is none.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
     accelerator = flags.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
+    precision = _precision(flags.get("precision"), accelerator)
     try:
-        return L.Trainer(**{**TRAINER_DEFAULTS, **flags})
+        trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         raise ConfigError("trainer", str(error)) from error
+    strategy = trainer.strategy
+    strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
+    if isinstance(strategy, SingleDeviceStrategy):
+        # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
+        strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
+    return trainer
+
+
+def _precision(precision: Any, accelerator: Any) -> Any:
+    """The full name of a precision; float16 without a GPU is refused, where Lightning would take bfloat16 instead."""
+    named = SHORT_PRECISIONS.get(str(precision), precision)
+    known = precision is None or named in PRECISIONS
+    require(known, "trainer.precision", f"must be one of {', '.join(PRECISIONS)}", precision)
+    gpu = accelerator != "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available())
+    narrow = str(named).replace("16", "bf16", 1)
+    rule = f"float16 needs a GPU, and this run has none; use {narrow}"
+    require(gpu or not str(named).startswith("16"), "trainer.precision", rule, precision)
+    return named
+
+
+def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of a Trainer in one of several processes: its own device, or all of them for one fit.
+
+    Raises:
+        ConfigError: for a strategy that cannot share a fit.
+    """
+    if num_devices(flags) > 1:
+        allowed = flags.get("strategy", "auto") in ("auto", "ddp")
+        require(allowed, "trainer.strategy", "must be ddp where trainer.devices is above 1", flags.get("strategy"))
+        return {"strategy": UnwrappedDDP()}
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    plugins = flags.get("plugins") or []
+    here = [*(plugins if isinstance(plugins, list) else [plugins]), LightningEnvironment()]  # not torchrun's or SLURM's
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return {"plugins": here, **({"devices": [local]} if on_gpu else {})}
+
+
+class UnwrappedDDP(DDPStrategy):
+    """Lightning's DDP without the wrapper around the module: clients average their gradients (`core/devices.py`)."""
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
 
 
 def full_state(module: ClientModule) -> dict[str, Tensor]:
@@ -375,7 +439,7 @@ def _check_optimizer(module: ClientModule) -> None:
 
 
 def _reset(trainer: L.Trainer) -> None:
-    """Let a Trainer that has fitted fit again, from epoch 0 and step 0 and with a fresh gradient scaler."""
+    """Let a Trainer that has fitted fit again, from epoch 0 and step 0."""
     loop = trainer.fit_loop
     loop.epoch_progress.reset()
     loop.epoch_loop.batch_progress.reset()
@@ -383,6 +447,3 @@ def _reset(trainer: L.Trainer) -> None:
     loop.epoch_loop.manual_optimization.optim_step_progress.reset()
     loop.epoch_loop.automatic_optimization.optim_progress.reset()
     trainer.should_stop = False
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
-        scaler.load_state_dict({**scaler.state_dict(), "scale": scaler._init_scale, "_growth_tracker": 0})

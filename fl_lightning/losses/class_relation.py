@@ -8,13 +8,13 @@ equations and the authors' public code differ, each form is a switch; the defaul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.core.aggregation import ArtifactRule, ExactSum
+from fl_lightning.core.aggregation import ArtifactRule, ExactSum, Partial
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Term
@@ -92,10 +92,11 @@ def initial_soft_labels(initial: InitialSoftLabels, num_classes: int) -> ClassMe
     >>> initial_soft_labels("uniform", 2).mean.tolist(), initial_soft_labels("none", 2).valid.tolist()
     ([[0.5, 0.5], [0.5, 0.5]], [False, False])
     """
+    shape, wide = (num_classes, num_classes), torch.float32  # in half precision new tensors would be narrow
     rows = {
-        "none": torch.zeros(num_classes, num_classes),
-        "identity": torch.eye(num_classes),
-        "uniform": torch.full((num_classes, num_classes), 1 / num_classes),
+        "none": torch.zeros(shape, dtype=wide),
+        "identity": torch.eye(num_classes, dtype=wide),
+        "uniform": torch.full(shape, 1 / num_classes, dtype=wide),
     }
     count = torch.full((num_classes,), int(initial != "none"))
     return ClassMeans(rows[initial], count, sends_count=False)
@@ -141,15 +142,26 @@ class SoftLabelRule(ArtifactRule):
         self._fold(torch.where(count > 0, rows, 0.0), value.count)
 
     def _fold(self, sums: Tensor, count: Tensor) -> None:
+        self._fold_count(count)
+        self._sum.add(sums.reshape(-1), 1.0)
+
+    def _fold_count(self, count: Tensor) -> None:
         if self._count is None:
             self._count = torch.zeros_like(count)
         if count.shape != self._count.shape:
             shapes = f"{len(self._count)} and {len(count)}"
             raise ValueError(f"soft labels must have the same number of classes, got {shapes}")
-        self._sum.add(sums.reshape(-1), 1.0)
         self._count += count
 
-    def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102 - as the base says
+    def partial(self) -> Partial:  # noqa: D102 - as the base says
+        return {} if self._count is None else {"sum": self._sum.partial(), "count": self._count}
+
+    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+        if partial:
+            self._fold_count(partial["count"])
+            self._sum.merge(partial["sum"])
+
+    def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102
         if self._count is None:
             return previous
         num_classes = len(self._count)
@@ -214,6 +226,7 @@ class ClassRelation(Term):
 
     paper = "Liu et al., FedDW (arXiv:2412.04521, 2024)"
     reaches = ("model.head",)
+    accumulates = ("sums", "seen")
 
     def __init__(
         self,
@@ -278,7 +291,7 @@ class ClassRelation(Term):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._num_valid:
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         valid = None if self._num_valid == len(self.valid) else self.valid
         weight = client.model.classification_layer.weight
         return class_relation_loss(weight, self.soft_labels, valid, self.temperature, self.exclude_diagonal)
@@ -287,7 +300,7 @@ class ClassRelation(Term):
     def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
         if self.source == "running" and client.last_epoch:
             predictions = torch.softmax(widened(out.logits), 1)
-            self.sums = self.sums.to(accumulation_dtype(self.sums.device))  # fits in half precision start with less
+            self.sums = self.sums.to(accumulation_dtype(self.sums.device))
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 

@@ -231,7 +231,7 @@ class FeatureDistillation(Term):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._taught:
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         with torch.no_grad():
             target_maps, target_attention = self._maps(self.teacher.forward_features(out.x)[0], self.teacher_cbam)
         maps, attention = self._maps(out.features, self.cbam)

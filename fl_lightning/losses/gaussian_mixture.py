@@ -219,7 +219,8 @@ class GaussianMixture(Term):
     def _log_prior(self) -> Tensor | None:
         if self.class_prior == "uniform" and self.posterior_classes == "all":
             return None
-        frequency = self.class_count / self.class_count.sum().clamp(min=1)
+        count = self.class_count.float()  # in half precision a quotient of integers would be narrow
+        frequency = count / count.sum().clamp(min=1)
         prior = frequency.clamp(min=RAREST_CLASS) if self.class_prior == "local" else torch.ones_like(frequency)
         absent = (self.class_count == 0) & (self.posterior_classes == "present")
         return prior.log().masked_fill(absent, -torch.inf)

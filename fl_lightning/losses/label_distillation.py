@@ -134,6 +134,7 @@ class LabelDistillation(Term):
     """
 
     paper = "Jeong et al., arXiv:1811.11479, 2018"
+    accumulates = ("sums", "seen")
 
     def __init__(
         self,

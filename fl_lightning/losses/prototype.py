@@ -91,7 +91,7 @@ def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Te
     """
     _check_sizes("batch_prototype_distance", z, prototypes)
     z = widened(z)
-    count = torch.zeros(len(prototypes), device=z.device).index_add_(0, y, torch.ones(len(y), device=z.device))
+    count = torch.bincount(y, minlength=len(prototypes))
     sums = torch.zeros_like(prototypes, dtype=z.dtype).index_add(0, y, z)
     used = count > 0 if valid is None else (count > 0) & valid
     means = sums / count.clamp(min=1)[:, None]
@@ -226,6 +226,7 @@ class PrototypeTerm(Term, ABC):
         self.predicts = False
         """Whether the method predicts with the prototypes, and so needs them at weight 0, too."""
 
+    accumulates = ("sums", "seen")
     prototypes: Tensor  # [C, D], as received
     valid: Tensor  # [C] bool
     sums: Tensor  # [C, D], of the last epoch's embeddings

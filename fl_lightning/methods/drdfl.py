@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
+from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Latent, Term, term_sum
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.adversarial import Adversarial, UniformAdversarial
@@ -184,7 +185,9 @@ class DRDFL(ClientModule):
         """Line 7: the mean of own and received entries; what does not fit is left for the loader to refuse."""
         own = self.entries
         fits = {name for name, tensor in received.items() if name in own and own[name].shape == tensor.shape}
-        return {n: (own[n] + t.to(own[n])) / 2 if n in fits else t for n, t in received.items()}
+        return {
+            n: (widened(own[n]) + widened(t).to(own[n].device)) / 2 if n in fits else t for n, t in received.items()
+        }
 
     # --- the local fit: lines 8 to 18 ---------------------------------------------------------------------------------
 
@@ -243,8 +246,7 @@ class DRDFL(ClientModule):
         with self._single_sample(len(y)):
             out, values = self._sequential_step(x, y) if self.sequential else self._joint_step(x, y)
         self.log_losses({"loss": self._weighted(values), **values}, len(y))
-        for term in self._observers:
-            term.observe(self, out)
+        self.observe(out)
 
     def _sequential_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
         """One step a loss, each on latents of the weights as they then are."""
@@ -366,7 +368,7 @@ class DRDFL(ClientModule):
         """Class scores [B, C] from the reconstruction (of the latents' means), from the input, and from both."""
         reconstruction = self._decode(self.personanet(x), self.learngene(x)[0])
         if self.test_noise:  # from a stream of its own: an evaluation must not change what is trained
-            noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"))
+            noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"), dtype=torch.float32)
             reconstruction = reconstruction + self.noise_std * noise.to(reconstruction)
         scores = {"reconstruction": self.model(reconstruction), "input": self.model(x)}
         scores["both"] = sum(s.float().softmax(1) for s in scores.values()) / 2

@@ -141,5 +141,4 @@ class FedCPD(ClientModule):
         with self._single_sample(len(y)):
             out = self.forward_pass(x, y)
         self.optimize(self.composite_loss(out), body, only=True)
-        for term in self._observers:
-            term.observe(self, out)
+        self.observe(out)

@@ -209,8 +209,7 @@ class FedFed(ClientModule):
         if total.requires_grad:  # a pass whose weights are all 0 trains nothing
             self.optimize(total, self.optimizer)
         if out is not None:
-            for term in self._observers:
-                term.observe(self, out)
+            self.observe(out)
 
     def _mixup_step(self, x: Tensor, y: Tensor) -> tuple[None, dict[str, Tensor]]:
         """The classifier on images mixed with those of a shuffled batch."""

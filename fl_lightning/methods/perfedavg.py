@@ -165,8 +165,8 @@ class PerFedAvg(ClientModule):
         if log:
             self.log_losses({"loss": total, **values}, len(y))
         gradient = self.gradients(total, w)
-        for term in self._observers if observe else ():
-            term.observe(self, out)
+        if observe:
+            self.observe(out)
         return gradient
 
     @contextmanager

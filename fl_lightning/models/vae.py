@@ -157,5 +157,6 @@ def reparametrised(mean: Tensor, log_variance: Tensor) -> Tensor:
         mean: [B, D] μ.
         log_variance: [B, D] s.
     """
-    epsilon = torch.randn(mean.shape, device=mean.device)
-    return (mean + (0.5 * log_variance).exp() * epsilon).to(mean.dtype)
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    epsilon = torch.randn(mean.shape, device=mean.device, dtype=torch.float32)
+    return (mean + (0.5 * log_variance.to(wide)).exp() * epsilon).to(mean.dtype)

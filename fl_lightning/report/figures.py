@@ -25,6 +25,7 @@ CURVES = {
 }
 TERM_COLORS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0072B2")
 TERM_STYLES = ("--", "-.", ":")
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#000000")
 INK, GRID, BUBBLE = "#222222", "#DDDDDD", "#0072B2"
 DPI = 100
 MARKED_POINTS = 30  # curves of at most so many points show them
@@ -94,7 +95,12 @@ def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             _line(axes, rounds, values, label, color, style)
             drawn.append(values)
     _style(axes, "training loss", rows)
-    if drawn and min(map(np.min, drawn)) > 0 and max(map(np.max, drawn)) > LOG_RANGE * min(map(np.min, drawn)):
+    _log_if_wide(axes, drawn)
+
+
+def _log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> None:
+    low, high = min(map(np.min, drawn), default=0), max(map(np.max, drawn), default=0)
+    if low > 0 and high > LOG_RANGE * low:
         axes.set_yscale("log")
 
 
@@ -296,6 +302,203 @@ def partition_table(class_counts: np.ndarray, num_test: Sequence[int], classes: 
     sums = (str(total.sum()), str(sum(num_test)), str(int((total > 0).sum())))
     table.add_row("total", *sums, *cells(total), style="bold")
     return table
+
+
+# --- what clients share of the classes ------------------------------------------------------------------------------
+
+
+def class_relation_map(matrix: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
+    """Draw how classes relate to classes as a heat map; shares are drawn from 0 to 1, other numbers around 0.
+
+    Args:
+        matrix: [C, C], row i what class i says of every class; NaN rows are absent and stay grey.
+        path: the PNG to write.
+        classes: [C] class names.
+        title: the picture's title.
+
+    Returns:
+        `path`.
+    """
+    from matplotlib.figure import Figure
+
+    known = matrix[np.isfinite(matrix)]
+    share = not len(known) or (known.min() >= 0 and known.max() <= 1)
+    limit = 1.0 if share else float(np.abs(known).max())
+    figure = Figure(figsize=(5.6, 4.8), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    colors, low = ("viridis", 0.0) if share else ("RdBu_r", -limit)
+    axes.set_facecolor("#BBBBBB")
+    image = axes.imshow(np.ma.masked_invalid(matrix), colors, vmin=low, vmax=limit, interpolation="nearest")
+    ticks = _ticks(len(matrix), 20)
+    labels = _short_names(classes)
+    axes.set_xticks(ticks, [labels[t] for t in ticks], fontsize=8, rotation=90, parse_math=False)
+    axes.set_yticks(ticks, [labels[t] for t in ticks], fontsize=8, parse_math=False)
+    axes.tick_params(length=2)
+    axes.set_title(title, fontsize=11, color=INK, loc="left", parse_math=False)
+    figure.colorbar(image, ax=axes, fraction=0.046).ax.tick_params(labelsize=8)
+    return _save(figure, path)
+
+
+def class_projection(rows: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
+    """Draw one point a class: the two directions in which the points differ most (PCA).
+
+    Args:
+        rows: [C, D], NaN rows are absent and left out.
+        path: the PNG to write.
+        classes: [C] class names; each point has its own.
+        title: the picture's title.
+
+    Returns:
+        `path`.
+    """
+    from matplotlib.figure import Figure
+
+    there = np.flatnonzero(np.isfinite(rows).all(1))
+    points, shares = principal_plane(rows[there])
+    figure = Figure(figsize=(5.6, 4.8), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    colors = [TERM_COLORS[index % len(TERM_COLORS)] for index in there]
+    axes.scatter(points[:, 0], points[:, 1], s=60, c=colors or None, linewidths=0)
+    labels = _short_names(classes)
+    for index, (x, y) in zip(there, points, strict=True):
+        where: dict[str, Any] = {"textcoords": "offset points", "xytext": (6, 4), "parse_math": False}
+        axes.annotate(labels[index], (x, y), color=INK, fontsize=9, **where)
+    axes.set_xlabel(f"first component, {100 * shares[0]:.0f} % of the variance", color=INK)
+    axes.set_ylabel(f"second component, {100 * shares[1]:.0f} %", color=INK)
+    axes.margins(0.12)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=11, color=INK, loc="left", parse_math=False)
+    return _save(figure, path)
+
+
+def principal_plane(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Project points onto their first two principal components.
+
+    Args:
+        rows: [n, D] points.
+
+    Returns:
+        [n, 2] coordinates and [2] shares of the variance; what there is too little of is 0. Each component points to
+        where its largest entry is positive, so that pictures of successive rounds can be compared.
+
+    >>> points, shares = principal_plane(np.array([[0.0, 0.0], [2.0, 0.0], [4.0, 0.0]]))
+    >>> points.tolist(), shares.tolist()
+    ([[-2.0, 0.0], [0.0, 0.0], [2.0, 0.0]], [1.0, 0.0])
+    """
+    points, shares = np.zeros((len(rows), 2)), np.zeros(2)
+    if len(rows) < 2:
+        return points, shares
+    centred = rows.astype(np.float64) - rows.mean(0, dtype=np.float64)
+    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    total = float((sizes**2).sum())
+    for index, direction in enumerate(directions[:2]):
+        sign = math.copysign(1.0, direction[np.abs(direction).argmax()])
+        points[:, index] = centred @ (sign * direction)
+        shares[index] = sizes[index] ** 2 / total if total else 0.0
+    return points, shares
+
+
+def _short_names(classes: Sequence[str]) -> list[str]:
+    """Class names, or their indices where one of them is too long."""
+    short = max(map(len, map(str, classes))) <= NAME_LENGTH
+    return list(map(str, classes)) if short else list(map(str, range(len(classes))))
+
+
+# --- runs beside each other -----------------------------------------------------------------------------------------
+
+
+def panel_grid(
+    panels: Sequence[tuple[str, Sequence[str], bool]],
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: Path,
+    title: str,
+) -> Path:
+    """Draw panels of columns over rounds, four in a row: a colour a run, a line style a column.
+
+    Args:
+        panels: each panel's title, the columns that it draws (one that ends in ``*`` stands for all that start so), and
+            whether they are fractions, drawn in percent.
+        runs: name of a run -> its rows of ``metrics.csv``.
+        path: the PNG to write.
+        title: the picture's title.
+
+    Returns:
+        `path`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
+
+    height = -(-len(panels) // 4)
+    figure = Figure(figsize=(12.8, 0.6 + 2.35 * height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
+    grid = figure.subplots(height, 4, squeeze=False).ravel()
+    colors = dict(zip(runs, (color for _ in runs for color in RUN_COLORS), strict=False))
+    for axes, (name, columns, is_share) in zip(grid, panels, strict=False):
+        _draw_panel(axes, columns, runs, colors, 100.0 if is_share else 1.0)
+        axes.set_title(f"{name}, %" if is_share else name, fontsize=10, color=INK, loc="left", parse_math=False)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    handles = [Line2D([], [], color=colors[run], linewidth=2.5, label=run) for run in runs]
+    figure.legend(handles=handles, loc="upper right", ncols=len(runs), frameon=False, fontsize=10)
+    return _save(figure, path)
+
+
+def _draw_panel(
+    axes: Axes,
+    columns: Sequence[str],
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    colors: Mapping[str, str],
+    factor: float,
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    styles: dict[str, str] = {}
+    drawn = []
+    for run, rows in runs.items():
+        for column in _matching(columns, rows):
+            rounds, values = _points(rows, column)
+            if len(rounds):
+                style = styles.setdefault(column, ("-", "--", ":", "-.")[len(styles) % 4])
+                axes.plot(rounds, factor * values, style, color=colors[run], linewidth=1.6)
+                drawn.append(values)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, length=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(styles) > 1:
+        names = [Line2D([], [], color=INK, linestyle=s, linewidth=1.2, label=_tail(n)) for n, s in styles.items()]
+        axes.legend(handles=names, frameon=False, fontsize=7, handlelength=2.4, labelspacing=0.25)
+    if not drawn:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not in these runs", transform=axes.transAxes, ha="center", va="center", color="#777777")
+    elif factor == 1.0:
+        low, high = min(map(np.min, drawn)), max(map(np.max, drawn))
+        if high >= 1000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if low >= 0 and high > 0:
+            axes.set_ylim(0, 1.08 * high)
+        _log_if_wide(axes, drawn)
+
+
+def _matching(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of `rows` that are meant: ``loss/*`` stands for all that start so."""
+    there = dict.fromkeys(key for row in rows for key in row)
+    return [
+        name
+        for column in columns
+        for name in there
+        if name == column or (column.endswith("*") and name.startswith(column[:-1]))
+    ]
+
+
+def _tail(column: str) -> str:
+    return column.rpartition("/")[2]
 
 
 def _checked(class_counts: np.ndarray, classes: Sequence[str]) -> np.ndarray:

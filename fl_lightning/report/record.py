@@ -31,12 +31,7 @@ class MetricsFile:
     def start(self, after_round: int) -> None:
         """Keep the rows of rounds 1 to `after_round` and drop the others, atomically."""
         kept = [row for row in read_rows(self.path) if row.get("round") is not None and row["round"] <= after_round]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        with temporary.open("w", newline="") as file:
-            file.write(self._lines([dict(zip(self.columns, self.columns, strict=True)), *kept]))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_whole(self.path, self._lines([dict(zip(self.columns, self.columns, strict=True)), *kept]))
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add rows and sync."""
@@ -50,6 +45,16 @@ class MetricsFile:
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerows([_cell(row.get(name)) for name in self.columns] for row in rows)
         return buffer.getvalue()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is either whole or as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _cell(value: Any) -> str:

@@ -72,10 +72,10 @@ class Workplace:
         config = yaml.safe_load((self.path / "exp.yaml").read_text())
         self.write("exp.yaml", merged(config, sections))
 
-    def start(self, *argv, env=None, die_at=None) -> Running:
-        """Start a command."""
+    def start(self, *argv, env=None, die_at=None, out="out") -> Running:
+        """Start a command; `out` tells the output of several that run at once apart."""
         environment = {**self.environment, **(env or {})}
-        return Running(argv, self.path, environment, self.path.parent / f"{self.name}.out", die_at, self.draws)
+        return Running(argv, self.path, environment, self.path.parent / f"{self.name}.{out}", die_at, self.draws)
 
     def call(self, *argv, env=None, die_at=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""

@@ -92,6 +92,7 @@ def child(argv, cwd, env, out, err, die_at, draws) -> None:
     from fl_lightning import cli
 
     torch.set_num_threads(1)
+    torch.cuda._is_in_bad_fork = lambda: False  # the server has looked for a GPU; there is none to be shared
     if not draws:
         cli.draw_run = lambda *arguments: None
     atexit._clear()  # the server's

@@ -3,8 +3,6 @@
 import csv
 import importlib.util
 import json
-import math
-import struct
 
 import pytest
 
@@ -73,45 +71,3 @@ def test_run_with_a_logger_can_be_overwritten(workplace):
     workplace.fit("--quiet")
     workplace.fit("--quiet", "--overwrite")
     assert list(workplace.run.rglob("lightning_logs/*/metrics.csv"))
-
-
-def records(log: bytes):
-    """The records of W&B's offline file: LevelDB's log format after a header of 7 bytes."""
-    position, block, parts = 7, 32768, []
-    while position + 7 <= len(log):
-        if block - position % block < 7:
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack("<IHB", log[position : position + 7])
-        parts.append(log[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield b"".join(parts)
-            parts = []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-def test_wandb_logger_receives_the_values_offline(workplace):
-    init = {"project": "tests", "offline": True}
-    workplace.change(logger={"class_path": "WandbLogger", "init_args": init}, federation={"rounds": 2})
-    workplace.draws = False
-    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": None}
-    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet", env=variables)
-    if code != 0 and "wandb" in err.lower() and "service" in err.lower():
-        pytest.skip(f"wandb cannot start here: {err.splitlines()[-1]}")
-    assert code == 0, err
-    file = next(workplace.run.rglob("run-*.wandb"))
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    logged = {}
-    for data in records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-            logged.setdefault(int(values["trainer/global_step"]), {}).update(values)
-    for round, values in expected(workplace).items():
-        for name, value in values.items():
-            assert math.isclose(logged[round][name], value)

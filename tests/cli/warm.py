@@ -2,10 +2,12 @@
 
 import matplotlib.pyplot  # noqa: F401
 import sklearn.datasets  # noqa: F401
+import wandb.sdk.launch  # noqa: F401 - wandb.init imports it, in seconds
 
 import fl_lightning.experiment
 import fl_lightning.report.console
-import fl_lightning.report.figures  # noqa: F401
+import fl_lightning.report.figures
+import fl_lightning.report.wandb  # noqa: F401
 from fl_lightning.cli import config_parser
 from fl_lightning.federation.runner import make_trainer
 

@@ -29,7 +29,7 @@ def save_rounds(checkpoints, pool, rounds, keep=2):
     for round in rounds:
         pool.put(0, {"head": torch.full((3,), float(round))}, round)
         pool.put(round % 3 + 1, {"head": torch.full((3,), float(round))}, round)
-        checkpoints.save(round, {"exchange": {"w": torch.full((2,), float(round))}}, pool, keep)
+        checkpoints.save(round, {"exchange": {"w": torch.full((2,), float(round))}}, pool.flush(round), keep)
 
 
 def client_files(checkpoints):
@@ -191,6 +191,18 @@ def test_failing_checkpoint_leaves_the_ones_before(checkpoints, pool, monkeypatc
     fresh = ClientPool(again.clients)
     fresh.restore(again.load(again.find("auto"))["clients"])
     assert fresh.get(0)["head"].tolist() == [2.0] * 3
+
+
+def test_pruning_leaves_foreign_files_and_what_other_workers_write_already(checkpoints, pool):
+    save_rounds(checkpoints, pool, [1], keep=1)
+    for name in ("notes.txt", "00007-r0002.pt"):
+        (checkpoints.clients / name).write_text("")
+    checkpoints.prune(1, up_to=1)
+    assert (checkpoints.clients / "notes.txt").exists()
+    assert (checkpoints.clients / "00007-r0002.pt").exists()
+    checkpoints.prune(1)  # after a kill, nobody is writing
+    assert (checkpoints.clients / "notes.txt").exists()
+    assert not (checkpoints.clients / "00007-r0002.pt").exists()
 
 
 @pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5]), (0, [])])

@@ -87,22 +87,31 @@ def test_restore_takes_the_named_versions_and_forgets_what_came_after(pool, asse
     assert pool.get(1) is None
 
 
-def test_discard_deletes_versions_that_nobody_names(pool, files):
-    for round in (1, 2, 3):
-        pool.put(0, state(round), round)
-        pool.put(round, state(round), round)
-        last = pool.flush(round)
-    pool.discard_except({"00000-r0002.pt"})
-    assert files() == sorted({"00000-r0002.pt", *last.values()})
-
-
-def test_discard_leaves_foreign_files_alone(pool, files, tmp_path):
+def test_state_moves_to_another_pool_with_its_file(pool, files, tmp_path, assert_identical):
     pool.put(0, state(1), 1)
-    pool.flush(1)
-    (tmp_path / "clients" / "notes.txt").write_text("mine")
-    pool.discard_except(set())
-    assert "notes.txt" in files()
-    assert pool.get(0) is not None
+    pool.put(1, state(2), 1)
+    named = pool.flush(1)
+    other = ClientPool(tmp_path / "clients")
+    other.adopt(0, pool.release(0))
+    assert pool.get(0) is None
+    assert_identical(other.get(0), state(1))
+    assert {**pool.flush(2), **other.flush(2)} == named  # nothing changed, so nothing is written again
+
+
+def test_moved_state_on_disk_keeps_the_version_that_a_checkpoint_names(tmp_path, assert_identical):
+    here, there = (ClientPool(tmp_path / "clients", on_disk=True) for _ in range(2))
+    here.put(0, state(1), 1)
+    here.flush(1)
+    there.adopt(0, here.release(0))
+    there.put(0, state(2), 2)
+    assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == ["00000-r0001.pt", "00000-r0002.pt"]
+    assert_identical(there.get(0), state(2))
+
+
+def test_client_without_a_state_moves_as_such(pool, tmp_path):
+    other = ClientPool(tmp_path / "clients")
+    other.adopt(5, pool.release(5))
+    assert other.get(5) is None
 
 
 def test_pool_on_disk_holds_nothing_in_memory(tmp_path, assert_identical):
@@ -124,7 +133,6 @@ def test_pool_in_memory_writes_nothing_before_it_is_flushed(tmp_path):
 def test_pool_without_a_folder_works_in_memory(assert_identical):
     pool = ClientPool(None)
     pool.put(0, state(1), 1)
-    pool.discard_except(set())
     assert_identical(pool.get(0), state(1))
 
 

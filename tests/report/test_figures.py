@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fl_lightning.report.figures import learning_curves, partition_bubbles, partition_table
+from fl_lightning.report.figures import (
+    class_projection,
+    class_relation_map,
+    learning_curves,
+    partition_bubbles,
+    partition_table,
+    principal_plane,
+)
 
 BLUE, SKY, ORANGE, GREEN = (0, 114, 178), (86, 180, 233), (213, 94, 0), (0, 158, 115)
 
@@ -180,3 +187,50 @@ def test_partition_table_of_ten_named_classes_fits_into_100_columns():
 def test_partition_table_has_a_row_for_each_of_many_clients():
     table = partition_table(np.ones((100, 100), dtype=int), [1] * 100, [str(c) for c in range(100)])
     assert table.row_count == 101
+
+
+# --- what is shared of the classes ----------------------------------------------------------------------------------
+
+
+def test_relation_of_classes_is_drawn_with_its_absent_rows(tmp_path):
+    matrix = np.eye(3)
+    matrix[1] = np.nan
+    image = pixels(class_relation_map(matrix, tmp_path / "map.png", ["a", "b", "$x_1$"], "soft labels, $ round 1"))
+    assert has(image, (187, 187, 187))
+    assert has(image, (253, 231, 37))  # viridis at 1
+    assert has(image, (68, 1, 84))  # and at 0
+
+
+@pytest.mark.parametrize("classes", [1, 2, 100])
+def test_relation_of_any_number_of_classes(tmp_path, classes):
+    pixels(class_relation_map(np.full((classes, classes), -2.0), tmp_path / "map.png", ["n" * 20] * classes, ""))
+    pixels(class_relation_map(np.full((classes, classes), np.nan), tmp_path / "nan.png", ["n"] * classes, ""))
+
+
+def test_plane_keeps_the_distances_of_points_that_lie_in_one():
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=(6, 2)) @ np.linalg.qr(rng.normal(size=(9, 9)))[0][:2] + 5
+    points, shares = principal_plane(flat)
+    distances = [np.linalg.norm(x[:, None] - x[None], axis=-1) for x in (flat, points)]
+    np.testing.assert_allclose(distances[0], distances[1], atol=1e-12)
+    assert shares.sum() == pytest.approx(1)
+    assert shares[0] >= shares[1]
+
+
+def test_plane_is_that_of_scikit_learn():
+    from sklearn.decomposition import PCA
+
+    rows = np.random.default_rng(1).normal(size=(8, 20))
+    points, shares = principal_plane(rows)
+    reference = PCA(2).fit(rows)
+    np.testing.assert_allclose(np.abs(points), np.abs(reference.transform(rows)), atol=1e-9)
+    np.testing.assert_allclose(shares, reference.explained_variance_ratio_)
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 5])
+def test_projection_draws_the_classes_that_somebody_holds(tmp_path, there):
+    rows = np.random.default_rng(0).normal(size=(5, 3))
+    rows[there:] = np.nan
+    image = pixels(class_projection(rows, tmp_path / "points.png", list("abcde"), "prototypes"))
+    assert has(image, (230, 159, 0)) is (there > 0)
+    assert has(image, ORANGE) is (there == 5)

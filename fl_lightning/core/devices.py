@@ -1,0 +1,87 @@
+"""One local fit on several devices: each takes its part of every mini-batch, and gradients are averaged.
+
+Lightning's DDP wrapper expects one backward pass a step that reaches every parameter. Phases, several losses a step and
+gradients for some parameters only are what clients are made of, so they average what an optimizer is about to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fl_lightning.core.precision import widened
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+
+
+class SharedFit:
+    """The devices of one fit, seen from one of them; all call each method together.
+
+    Args:
+        rank: this device.
+        size: how many there are, at least 2.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.factor = 1.0
+        """What a mean over this device's part is worth, so that the average over devices is the mini-batch's mean."""
+        self.counts = True
+
+    def part(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """This device's part of a mini-batch: every `size`-th sample.
+
+        Where there are fewer samples than devices, those that are left over see one that does not count.
+        """
+        self.counts = self.rank < len(y)
+        own = slice(self.rank, None, self.size) if self.counts else slice(0, 1)
+        self.factor = len(y[own]) * self.size / len(y) if self.counts else 0.0
+        return x[own], y[own]
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Replace gradients by their average over devices; a parameter without one anywhere keeps none."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            own = [parameter for parameter in parameters if parameter.dtype == dtype]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+            flat = widened(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            there = torch.tensor([p.grad is not None for p in own], dtype=flat.dtype, device=flat.device)
+            whole = self.total(torch.cat([flat, there]))
+            sums = whole[: -len(own)].div_(self.size).split([p.numel() for p in own])
+            for parameter, total, known in zip(own, sums, whole[-len(own) :].tolist(), strict=True):
+                parameter.grad = total.view_as(parameter).to(dtype, copy=True) if known else None
+
+    @torch.no_grad()
+    def agree(self, client: ClientModule) -> None:
+        """Make the client the same on all devices, at the end of a fit.
+
+        Parameters are already, but for what a library may round elsewhere; running statistics are averaged, what terms
+        have added up over samples is added up, and counters take the largest.
+        """
+        for parameter in client.parameters():
+            first = widened(parameter.data).clone()
+            dist.broadcast(first, 0)
+            parameter.data.copy_(first)
+        added = {id(getattr(term, name)) for term in client.all_terms for name in term.accumulates}
+        for buffer in client.buffers():
+            if id(buffer) in added:
+                buffer.copy_(self.total(buffer))
+            elif buffer.is_floating_point():
+                buffer.copy_(self.total(widened(buffer)) / self.size)
+            else:
+                whole = buffer.long()
+                dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+                buffer.copy_(whole)
+
+    @staticmethod
+    def total(value: Tensor) -> Tensor:
+        """Sum over devices."""
+        value = value.clone()
+        dist.all_reduce(value)
+        return value

@@ -1,0 +1,197 @@
+"""Optimizer steps under mixed and half precision: in float32, of unscaled gradients.
+
+Micikevicius et al., "Mixed Precision Training", ICLR 2018: a step that is small beside its weight is lost in half
+precision, and so is a small gradient in float16. Hence float32 copies of the weights to step on, and a scaled loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+
+from fl_lightning.core.precision import keeps_float32
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+"""What `trainer.precision` may be; Lightning's short forms (32, "bf16", …) are allowed, too."""
+SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class CarefulSteps(Precision):
+    """Optimizer steps of a client under mixed or half precision.
+
+    With a scaler, its scale changes once an effective mini-batch, after all optimizers' steps: several may follow one
+    backward pass, and one may step several times, and what was scaled together must be unscaled by the same number. The
+    scale is a buffer of the client, ``loss_scale`` (the scale, and steps since it changed): neither the order of
+    clients nor a resumption changes it, and a client need not search for it in every fit.
+    """
+
+    scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give a client its loss scale."""
+        if self.scaler is not None and self.scales and "loss_scale" not in module._buffers:
+            module.register_buffer("loss_scale", torch.tensor([self.scaler.get_scale(), 0.0]))
+        return self._convert(module)
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def start_fit(self, module: nn.Module) -> None:
+        """Take up the client's loss scale."""
+        self._prepared: dict[int, _OneStep] = {}
+        self._taken: list[_OneStep] = []
+        if self.scaler is not None and self.scales:
+            scale, steps = module.get_buffer("loss_scale").tolist()
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(steps)})
+
+    def end_fit(self, module: nn.Module) -> None:
+        """Leave the loss scale with the client."""
+        if self.scaler is not None and self.scales:
+            state = self.scaler.state_dict()
+            module.get_buffer("loss_scale").copy_(torch.tensor([state["scale"], state["_growth_tracker"]]))
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of an optimizer that is about to step, so that they can be clipped."""
+        if self.scaler is not None and self.scales and _has_gradient(optimizer):
+            # Torch keeps one state an optimizer and refuses a second step before the next update.
+            self._prepared[id(optimizer)] = step = _OneStep(optimizer)
+            self.scaler.unscale_(step)  # type: ignore[arg-type]
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **arguments: Any
+    ) -> Any:
+        """Step, unless a gradient is not finite where losses are scaled."""
+        closure()
+        if id(optimizer) not in self._prepared:
+            self.prepare_step(optimizer)
+        self._after_closure(model, optimizer)
+        step = self._prepared.pop(id(optimizer), None)
+        if self.scaler is None or step is None:
+            return optimizer.step(**arguments)
+        self._taken.append(step)
+        return self.scaler.step(step, **arguments)  # type: ignore[arg-type]
+
+    def end_batch(self) -> None:
+        """Let the scale follow the steps of an effective mini-batch."""
+        if self.scaler is not None and self._taken:
+            self.scaler.update()
+            self._taken.clear()
+
+
+class _OneStep:
+    """An optimizer as the scaler sees it, for one step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.step = optimizer.step
+
+
+class MixedSteps(CarefulSteps, MixedPrecision):
+    """Lightning's mixed precision: weights in float32, forward passes under autocast."""
+
+
+class HalfLayers(CarefulSteps, HalfPrecision):
+    """Lightning's half precision for layers; `keeps_float32` says what stays wide, and optimizers step in float32.
+
+    During a fit every parameter in half precision has a float32 copy on which optimizers step (clipping, momentum and
+    weight decay included) and of which it is the rounded value; the copies end with the fit. Under float16 the loss is
+    scaled.
+
+    Args:
+        precision: ``bf16-true`` or ``16-true``.
+        device: the training device's type, for the scaler.
+        scaler: scales the loss; by default one under ``16-true``.
+    """
+
+    def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        super().__init__(precision)  # type: ignore[arg-type]
+        self.scaler = torch.amp.GradScaler(device) if scaler is None and precision == "16-true" else scaler
+        self._copies: dict[int, Tensor] = {}
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        """Narrow all layers but those that keep float32."""
+        for part in module.modules():
+            if not keeps_float32(part):
+                part._apply(self._narrowed, recurse=False)
+        return module
+
+    def _narrowed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._desired_input_dtype) if tensor.is_floating_point() else tensor
+
+    def start_fit(self, module: nn.Module) -> None:
+        """Begin with the rounded weights: nothing but the client's state crosses a round."""
+        super().start_fit(module)
+        self._copies.clear()
+        self._stored: dict[int, Tensor] = {}
+
+    def end_fit(self, module: nn.Module) -> None:
+        """Drop the copies."""
+        super().end_fit(module)
+        self._copies.clear()
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:  # type: ignore[override]
+        """Scale the loss under float16."""
+        return super().pre_backward(tensor if self.scaler is None else self.scaler.scale(tensor), module)
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Put parameters and gradients of an optimizer that is about to step into float32."""
+        for parameter in _parameters(optimizer):
+            if parameter.dtype in _HALF and parameter.grad is not None:
+                gradient, narrow = parameter.grad.float(), parameter.data
+                parameter.grad = None
+                self._stored[id(parameter)] = narrow
+                parameter.data = self._copy(parameter)
+                parameter.grad = gradient
+        super().prepare_step(optimizer)
+
+    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        """The float32 copy; what changed the parameter since the last step (a clamp, loaded weights) wins over it."""
+        narrow = parameter.data
+        known = self._copies.get(id(parameter))
+        return narrow.float() if known is None else torch.where(known.to(narrow.dtype) == narrow, known, narrow.float())
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **arguments: Any
+    ) -> Any:
+        """Step in float32, then round the parameters."""
+        result = super().optimizer_step(optimizer, model, closure, **arguments)
+        for parameter in _parameters(optimizer):
+            narrow = self._stored.pop(id(parameter), None)
+            if narrow is not None:
+                self._copies[id(parameter)] = wide = parameter.data
+                parameter.grad = None
+                parameter.data = narrow.copy_(wide)
+        return result
+
+
+def careful(plugin: Precision, device: str) -> Precision:
+    """Lightning's mixed or half precision with steps that are right for clients; any other plugin as it is.
+
+    Args:
+        plugin: the Trainer's.
+        device: the training device's type.
+    """
+    if type(plugin) is MixedPrecision:
+        return MixedSteps(plugin.precision, plugin.device, plugin.scaler)
+    return HalfLayers(plugin.precision, device) if type(plugin) is HalfPrecision else plugin
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters(optimizer))

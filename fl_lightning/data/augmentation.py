@@ -1,0 +1,248 @@
+"""Augmentation of training images by torchvision's transforms: parameters drawn for every image, from a seed.
+
+A v2 transform draws once for whatever it is given, so a batch would be flipped as one. Flips and crops, which most
+papers use, are done here for a whole batch with a draw an image; every other transform is called image by image.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.seeding import isolated_streams
+
+KEY = "data.augmentation"
+LIBRARY = "torchvision.transforms.v2"
+"""Where names without a module are looked for; imported late, because it takes seconds."""
+
+Stage = Callable[[Tensor, int], Tensor]
+"""From a batch and a seed to the augmented batch."""
+
+
+class Augmentation:
+    """Transforms one after another, on one mini-batch of training images at a time.
+
+    Args:
+        transforms: from an image [C, H, W] to an image of the same shape and type, as torchvision's v2 transforms are.
+    """
+
+    def __init__(self, transforms: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self.transforms = list(transforms)
+        stages: list[Stage] = []
+        singly: list[Callable[[Tensor], Tensor]] = []  # consecutive ones share a loop over the images
+        for transform in transforms:
+            stage = _batched(transform)
+            if stage is None:
+                if not singly:
+                    singly = []
+                    stages.append(_one_by_one(singly))
+                singly.append(transform)
+            else:
+                singly = []
+                stages.append(stage)
+        self._stages = stages
+
+    def __call__(self, x: Tensor, seed: int) -> Tensor:
+        """Augment a mini-batch; the result depends on both arguments and on nothing else.
+
+        Args:
+            x: [B, C, H, W] images.
+            seed: of the draws.
+        """
+        for index, stage in enumerate(self._stages):
+            x = stage(x, seed + index)
+        return x
+
+    def check(self, x: Tensor) -> None:
+        """Try a few images, so that what cannot work is refused before training.
+
+        Args:
+            x: [n, ...] some of the inputs.
+
+        Raises:
+            ConfigError: if the inputs are no images, or the transforms fail on them or change their shape or type.
+        """
+        if x.ndim != 4:
+            raise ConfigError(KEY, f"needs images [C, H, W], but a sample of this data set is {_kind(x)}")
+        try:
+            augmented = self(x, 0)
+        except Exception as error:  # whatever a transform raises
+            reason = str(error).split("\n")[0]
+            raise ConfigError(KEY, f"{self} fails on images of {_kind(x)}: {reason}") from error
+        if augmented.shape != x.shape or augmented.dtype != x.dtype:
+            rule = "must keep an image's shape and type"
+            raise ConfigError(KEY, f"{rule}, but {self} turns {_kind(x)} into {_kind(augmented)}")
+
+    def __str__(self) -> str:
+        return ", ".join(getattr(t, "__name__", type(t).__name__) for t in self.transforms)
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}"
+
+
+# --- how a transform is applied ---------------------------------------------------------------------------------------
+
+
+def _one_by_one(transforms: Sequence[Callable[[Tensor], Tensor]]) -> Stage:
+    def stage(x: Tensor, seed: int) -> Tensor:
+        images = []
+        with isolated_streams(seed, "augment"):  # transforms draw from the global streams
+            for image in x:
+                for transform in transforms:
+                    image = transform(image)
+                if not isinstance(image, Tensor):
+                    raise TypeError(f"one image must come out for one image, not a {type(image).__name__}")
+                images.append(image)
+        return torch.stack(images)
+
+    return stage
+
+
+def _batched(transform: Any) -> Stage | None:
+    """A transform for a whole batch with a draw an image; None where there is none that does exactly the same."""
+    if type(transform).__module__.partition(".")[0] != "torchvision":
+        return None
+    from torchvision.transforms import v2
+
+    if type(transform) in (v2.RandomHorizontalFlip, v2.RandomVerticalFlip):
+        return _flips(transform.p, -1 if type(transform) is v2.RandomHorizontalFlip else -2)
+    if type(transform) is v2.RandomCrop and transform.padding_mode == "constant" and not transform.pad_if_needed:
+        fill = transform.fill
+        if isinstance(fill, (int, float)):
+            height, width = transform.size
+            return _crops(height, width, _sides(transform.padding), fill)
+    return None
+
+
+def _sides(padding: Any) -> list[int]:
+    """Left, right, top and bottom, from one number, (left and right, top and bottom), or (left, top, right, bottom)."""
+    if padding is None:
+        return [0, 0, 0, 0]
+    numbers = [padding] if isinstance(padding, int) else list(padding)
+    left, top, right, bottom = numbers if len(numbers) == 4 else (numbers * 4)[:4]
+    return [left, right, top, bottom]
+
+
+def _flips(probability: float, axis: int) -> Stage:
+    def stage(x: Tensor, seed: int) -> Tensor:
+        drawn = torch.rand(len(x), generator=torch.Generator().manual_seed(seed)) < probability
+        return torch.where(drawn.to(x.device)[:, None, None, None], x.flip(axis), x)
+
+    return stage
+
+
+def _crops(height: int, width: int, sides: list[int], fill: float) -> Stage:
+    def stage(x: Tensor, seed: int) -> Tensor:
+        padded = F.pad(x, sides, value=fill) if any(sides) else x
+        rows, columns = padded.shape[2] - height + 1, padded.shape[3] - width + 1
+        if rows < 1 or columns < 1:
+            raise ValueError(f"a crop of {height}x{width} is larger than the padded image")
+        generator = torch.Generator().manual_seed(seed)
+        top = torch.randint(rows, (len(x),), generator=generator).to(x.device)
+        left = torch.randint(columns, (len(x),), generator=generator).to(x.device)
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view [B, C, rows, columns, height, width]
+        return windows[torch.arange(len(x), device=x.device), :, top, left]
+
+    return stage
+
+
+# --- from a configuration ---------------------------------------------------------------------------------------------
+
+
+def build_augmentation(given: Sequence[Any] | None) -> Augmentation | None:
+    """The augmentation that a list of transforms or of their descriptions says; None for none.
+
+    Raises:
+        ConfigError: for what is no transform.
+    """
+    if not given:
+        return None
+    return Augmentation([_build(node) if isinstance(node, (str, Mapping)) else node for node in given])
+
+
+def described(given: Any) -> list[dict[str, Any]]:
+    """Descriptions of transforms with full class paths, checked: what a run's `config.yaml` holds.
+
+    Args:
+        given: a list of names or of ``{class_path, init_args}``.
+
+    Raises:
+        ConfigError: for an unknown class or argument, or an argument that the class refuses.
+    """
+    if not isinstance(given, (list, tuple)):
+        raise ConfigError(KEY, "must be a list of transforms (class_path and init_args, or names)", given)
+    nodes = [_described(node) for node in given]
+    for node in nodes:
+        _build(node)
+    return nodes
+
+
+def _described(node: Any) -> dict[str, Any]:
+    node = {"class_path": node} if isinstance(node, str) else node
+    if not isinstance(node, Mapping) or not isinstance(node.get("class_path"), str):
+        raise ConfigError(KEY, "each transform must be a name, or hold one under class_path", node)
+    for key in node:
+        if key not in ("class_path", "init_args"):
+            raise ConfigError(f"{KEY}.{key}", "there is no such key; a transform has class_path and init_args")
+    cls, path = _find(node["class_path"])
+    arguments = dict(node.get("init_args") or {})
+    allowed = inspect.signature(cls).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values())
+    for name, value in arguments.items():
+        if name not in allowed and not open_ended:
+            hint = suggest(name, allowed) if allowed else "it takes no arguments"
+            raise ConfigError(f"{KEY}.{name}", f"there is no such key of {cls.__name__}; {hint}")
+        if name == "transforms" and isinstance(value, (list, tuple)):
+            arguments[name] = [_described(inner) for inner in value]
+    # What is left out and what is said as it is by default are the same configuration.
+    said = {name: value for name, value in arguments.items() if not _is_default(value, allowed.get(name))}
+    return {"class_path": path, **({"init_args": said} if said else {})}
+
+
+def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    default = inspect.Parameter.empty if parameter is None else parameter.default
+    return type(_enumerated(value, parameter)) is type(default) and _enumerated(value, parameter) == default
+
+
+def _enumerated(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """The member of an enumeration that a text stands for, where the default is one: ``bilinear``, ``cifar10``."""
+    default = None if parameter is None else parameter.default
+    if not isinstance(value, str) or not isinstance(default, Enum):
+        return value
+    name = value.rpartition(".")[2].lower()
+    return next((member for member in type(default) if name in (member.name.lower(), member.value)), value)
+
+
+def _find(name: str) -> tuple[Any, str]:
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or LIBRARY), last, None)
+    except ImportError as error:
+        raise ConfigError(KEY, f"cannot import the class: {error}", name) from error
+    if not isinstance(found, type) or not (issubclass(found, nn.Module) or "__call__" in vars(found)):
+        library = importlib.import_module(module or LIBRARY)
+        names = [n for n, value in vars(library).items() if isinstance(value, type) and not n.startswith("_")]
+        raise ConfigError(KEY, f"there is no transform of that name; {suggest(last, names)}", name)
+    return found, f"{module or LIBRARY}.{last}"
+
+
+def _build(node: Any) -> Any:
+    node = _described(node)
+    cls, _ = _find(node["class_path"])
+    parameters = inspect.signature(cls).parameters
+    arguments = {n: _enumerated(value, parameters.get(n)) for n, value in (node.get("init_args") or {}).items()}
+    if isinstance(arguments.get("transforms"), list):
+        arguments["transforms"] = [_build(inner) for inner in arguments["transforms"]]
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(KEY, f"{cls.__name__}: {error}") from error

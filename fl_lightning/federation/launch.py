@@ -1,0 +1,275 @@
+"""Starting a run's processes: with Lightning's own launchers here, or by torchrun or SLURM, which did so already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import active_children
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.transport import WorkerLost
+from fl_lightning.federation.watch import LOST
+
+NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
+GRACE = 5.0  # seconds in which whoever knows better why a run ends may say so first
+
+
+class Team(NamedTuple):
+    """How many processes a run has, who starts them, and how many threads each may use on the CPU.
+
+    Args:
+        size: processes in all, on all machines.
+        threads: threads of each; None leaves torch's own choice.
+        nodes: machines; more than one only where `outside`.
+        outside: whether torchrun or SLURM started the processes.
+        cuda: whether each has a GPU.
+    """
+
+    size: int = 1
+    threads: int | None = None
+    nodes: int = 1
+    outside: bool = False
+    cuda: bool = False
+
+
+def plan(
+    workers: int | str | None, threads: int | None, participants: int, trainer: Mapping[str, Any], in_turn: bool
+) -> Team:
+    """Decide on a run's processes.
+
+    Args:
+        workers: as configured: a number, ``auto``, or None for one, or for all that torchrun or SLURM started.
+        threads: as configured.
+        participants: clients of a round.
+        trainer: the Trainer's flags.
+        in_turn: whether clients must wait for each other, so that there is no use for more than one.
+
+    Raises:
+        ConfigError: if there are fewer GPUs than workers, or the number is not the one that was started.
+    """
+    cuda = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    size, nodes = started_outside()
+    devices = num_devices(trainer)
+    if devices > 1:
+        one = "must be 1 where trainer.devices spreads one client over several devices"
+        require(workers in (None, "auto", 1), "federation.workers", one, workers)
+        return Team(max(size, devices), threads or (None if size > 1 else share(devices)), nodes, size > 1, cuda)
+    if size > 1:
+        same = f"must be auto or the number of processes that were started ({size})"
+        require(workers in (None, "auto", size), "federation.workers", same, workers)
+        return Team(size, threads, nodes, outside=True, cuda=cuda)
+    if workers is None:
+        return Team(threads=threads)
+    gpus = torch.cuda.device_count() if cuda else 0
+    if workers == "auto":
+        number = 1 if in_turn else min(participants, gpus if cuda else num_cores())
+        return Team(number, threads or (None if cuda else share(number)), cuda=cuda)
+    number = int(workers)
+    few = f"there {'is one GPU' if gpus == 1 else f'are {gpus} GPUs'}, and each worker needs one"
+    require(not cuda or number <= gpus, "federation.workers", few, workers)
+    return Team(number, threads or (None if cuda else 1), cuda=cuda)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share(processes: int) -> int:
+    """Threads for each of so many processes."""
+    return max(1, num_cores() // processes)
+
+
+def num_devices(trainer: Mapping[str, Any]) -> int:
+    """Devices of one fit; 1 unless the Trainer's flags ask for a number of them."""
+    devices = trainer.get("devices", 1)
+    if isinstance(devices, str) and devices.lstrip("-").isdigit():
+        devices = int(devices)
+    if devices in ("auto", -1):
+        return max(1, torch.cuda.device_count())
+    return len(devices) if isinstance(devices, (list, tuple)) else int(devices) if isinstance(devices, int) else 1
+
+
+def started_outside() -> tuple[int, int]:
+    """Processes that torchrun or SLURM started for this run, and on how many machines; (1, 1) where neither did."""
+    if TorchElasticEnvironment.detect():
+        size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return size, max(1, size // local)
+    if SLURMEnvironment.detect():
+        try:
+            size = SLURMEnvironment().world_size()
+        except RuntimeError as error:  # Lightning's word on how the job was asked for
+            raise ConfigError("federation.workers", str(error)) from error
+        return size, int(os.environ.get("SLURM_NNODES", "1")) if size > 1 else 1
+    return 1, 1
+
+
+def is_main() -> bool:
+    """Whether this process is the run's only or first one; known before the processes have met."""
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment().global_rank() == 0
+    return not SLURMEnvironment.detect() or SLURMEnvironment().global_rank() == 0
+
+
+def _quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
+
+
+def _fabric(team: Team, start_method: str) -> Fabric:
+    _quiet()
+    backend = "cpu:gloo,cuda:nccl" if team.cuda else "gloo"
+    strategy = DDPStrategy(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
+    here = None if team.outside else LightningEnvironment()
+    return Fabric(
+        accelerator="cuda" if team.cuda else "cpu",
+        devices=team.size // team.nodes,
+        num_nodes=team.nodes,
+        strategy=strategy,
+        plugins=here,
+    )
+
+
+def join(team: Team) -> None:
+    """Meet the other processes that torchrun or SLURM started."""
+    _fabric(team, "popen").launch()
+    use_threads(team)
+
+
+def use_threads(team: Team) -> None:
+    """Take the team's number of threads."""
+    if team.threads is not None:
+        torch.set_num_threads(team.threads)
+
+
+def launch(
+    function: Callable[..., int], team: Team, *arguments: Any, advice: str = "", start_method: str | None = None
+) -> int:
+    """Run a function in every process of a team that is started here, and return what the main one returns.
+
+    Ctrl-C and SIGTERM go on to the main process once; a second one ends all at once.
+
+    Args:
+        function: a module's function; in each process the others are reached through `torch.distributed`.
+        team: the processes.
+        arguments: what the function is called with, to be pickled where processes are spawned.
+        advice: what the user can do when a worker is lost, for the error's line.
+        start_method: ``fork`` or ``spawn``; None takes what works here.
+
+    Returns:
+        An exit code: the function's own, 2 after bad input, 1 if a process was lost, 130 if stopped at once.
+    """
+    start_method = start_method or best_start_method(team)
+    with _forward_signals():
+        try:
+            return _fabric(team, start_method).launch(_enter, team, function, arguments)
+        except _StoppedAtOnce:
+            return 130
+        except ProcessRaisedException as error:
+            print(error, file=sys.stderr)
+            who = f"worker {error.error_index} of {team.size} failed"
+        except ProcessExitedException as error:
+            if error.exit_code in (2, LOST):  # it has said why
+                return 2 if error.exit_code == 2 else 1
+            name = getattr(error, "signal_name", None)
+            how = f"was killed by {name}" if name else f"ended with exit code {error.exit_code}"
+            who = f"worker {error.error_index} of {team.size} (process {error.error_pid}) {how}"
+    print(f"\nfl-lightning: error: {who}; {advice}", file=sys.stderr, flush=True)
+    return 1
+
+
+def best_start_method(team: Team) -> str:
+    """``fork`` where that works, because a forked process has everything imported already."""
+    forks = sys.platform == "linux" and not team.cuda and not torch.cuda._is_in_bad_fork()
+    return "fork" if forks else "spawn"
+
+
+def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+    """What a started process does."""
+    _Started.here = True
+    os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the first process alone, which hands it on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    use_threads(team)
+    with speak_for_the_team(fabric.global_rank == 0):
+        return function(*arguments)
+
+
+@contextmanager
+def speak_for_the_team(is_main: bool) -> Iterator[None]:
+    """End a process of a team that met bad input or lost another one: with one line in all, and at once.
+
+    The others may be waiting for this one, so it does not end in good order.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if not is_main:
+            time.sleep(
+                GRACE
+            )  # the main process says the same, unless it is only this one's machine that lacks something
+        print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    except WorkerLost as error:
+        time.sleep(GRACE)  # who started the processes knows which one
+        print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+
+class _Started:
+    """Whether `launch` started this process."""
+
+    here = False
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask this process to stop after the present round."""
+    return (signal.SIGINT,) if _Started.here else (signal.SIGINT, signal.SIGTERM)  # SIGTERM ends a worker at once
+
+
+class _StoppedAtOnce(BaseException):
+    pass
+
+
+@contextmanager
+def _forward_signals() -> Iterator[None]:
+    """Hand the first signal on to the main worker; the second one kills all."""
+    seen = 0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        seen += 1
+        children = sorted(active_children(), key=lambda child: child.pid or 0)
+        if seen == 1 and children:
+            os.kill(children[0].pid or 0, signal.SIGINT)
+            return
+        for child in children:
+            child.kill()
+        print("stopped at once; the rounds before this one are saved", file=sys.stderr, flush=True)
+        raise _StoppedAtOnce
+
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            previous[number] = signal.signal(number, handle)
+        except ValueError:  # not in the main thread: the caller handles signals
+            break
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

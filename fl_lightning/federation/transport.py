@@ -1,0 +1,139 @@
+"""Nested containers of tensors from one process to another: one small pickle, and one buffer for all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class WorkerLost(RuntimeError):
+    """Another process of the run is gone."""
+
+
+class Waiting:
+    """What to do while this process waits for others; set by whoever watches it."""
+
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A stretch that needs the other processes.
+
+    Raises:
+        WorkerLost: if one of them is gone.
+    """
+    try:
+        with Waiting.context():
+            yield
+    except RuntimeError as error:  # gloo's own type, NCCL's is one of its children
+        raise WorkerLost(f"a worker is gone ({str(error).splitlines()[0][:120]})") from error
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor stood: its place in the buffer, its type and shape. One without values (meta) has no place."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_meta: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the buffer."""
+        return 0 if self.is_meta else self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def pack(state: Any) -> tuple[Any, list[Tensor], int]:
+    """Take the tensors out of nested dictionaries, lists and tuples.
+
+    Returns:
+        The containers with a `Slot` for every tensor, the tensors in order, and the size of their buffer in bytes.
+    """
+    tensors: list[Tensor] = []
+    size = 0
+
+    def visit(node: Any) -> Any:
+        nonlocal size
+        if isinstance(node, Tensor):
+            slot = Slot(size, node.dtype, tuple(node.shape), node.is_meta)
+            size += slot.num_bytes
+            if not node.is_meta:
+                tensors.append(node)
+            return slot
+        if isinstance(node, Mapping):
+            return {key: visit(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(visit(value) for value in node)
+        return node
+
+    return visit(state), tensors, size
+
+
+def unpack(skeleton: Any, buffer: Tensor) -> Any:
+    """The inverse of `pack`; tensors are on the buffer's device."""
+    if isinstance(skeleton, Slot):
+        if skeleton.is_meta:
+            return torch.empty(skeleton.shape, dtype=skeleton.dtype, device="meta")
+        part = buffer[skeleton.start : skeleton.start + skeleton.num_bytes].clone()  # a clone is aligned
+        return part.view(skeleton.dtype).reshape(skeleton.shape)
+    if isinstance(skeleton, Mapping):
+        return {key: unpack(value, buffer) for key, value in skeleton.items()}
+    if isinstance(skeleton, (list, tuple)):
+        return type(skeleton)(unpack(value, buffer) for value in skeleton)
+    return skeleton
+
+
+def _buffer(tensors: list[Tensor], device: torch.device) -> Tensor:
+    flat = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def send(state: Any, target: int, device: torch.device) -> None:
+    """Send a nested state to one process, its tensors by way of `device`."""
+    skeleton, tensors, size = pack(state)
+    with together():
+        dist.send_object_list([skeleton, size], target)
+        if size:
+            dist.send(_buffer(tensors, device), target)
+
+
+def receive(source: int, device: torch.device) -> Any:
+    """Take what `source` sends; its tensors are on `device`."""
+    head: list[Any] = [None, None]
+    with together():
+        dist.recv_object_list(head, source)
+        skeleton, size = head
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            dist.recv(buffer, source)
+    return unpack(skeleton, buffer)
+
+
+def broadcast(state: Any, device: torch.device) -> Any:
+    """Give the main process's state to all; returns it. The main process gets its own back, not a copy."""
+    is_main = dist.get_rank() == 0
+    skeleton, tensors, size = pack(state) if is_main else (None, [], 0)
+    head: list[Any] = [skeleton, size]
+    with together():
+        dist.broadcast_object_list(head, 0)
+        skeleton, size = head
+        buffer = _buffer(tensors, device) if is_main else torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            dist.broadcast(buffer, 0)
+    return state if is_main else unpack(skeleton, buffer)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every process's value, by rank, on every process; for small things."""
+    values: list[Any] = [None] * dist.get_world_size()
+    with together():
+        dist.all_gather_object(values, value)
+    return values

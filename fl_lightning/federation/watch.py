@@ -1,0 +1,138 @@
+"""A look at the other processes of a run, so that one that died or hangs ends the run instead of holding it up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from fl_lightning.federation.transport import Waiting, gather
+
+PERIOD = 1.0  # seconds between two looks
+_HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
+LOST = 70  # exit code of a process that gave the run up because another one is lost
+
+
+class Watch(threading.Thread):
+    """Says every second that this process is alive, and ends it when another one has been silent for too long.
+
+    A process counts as alive while its main thread computes or waits for other processes. A thread can be stuck in a
+    message from a process that will never send it, where no exception reaches it: so the end is `os._exit`, after one
+    line. What is on disk is whole at any moment.
+
+    Args:
+        limit: seconds of silence after which a process counts as lost.
+        advice: what the user can do, said at the end of the line.
+    """
+
+    def __init__(self, limit: float, advice: str) -> None:
+        super().__init__(daemon=True, name="watch")
+        self.limit = limit
+        self.advice = advice
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.store = dist.distributed_c10d._get_default_store()
+        main = threading.main_thread().ident
+        self.clock = time.pthread_getcpuclockid(main) if _HAS_CLOCK and main is not None else None
+        self.parent = os.getppid()
+        self._waiting = 0
+        self._stopped = threading.Event()
+        self._beat = 0
+        self._computed = -1.0
+        self._looked = time.monotonic()
+        self._who: list[dict[str, Any]] = []
+        me = {"pid": os.getpid(), "host": socket.gethostname()}
+        self.store.set(f"who/{self.rank}", json.dumps(me))
+        self._say()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The main thread waits for others, or is in somebody else's code: silence means nothing."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Say and look, once a second."""
+        threading.Thread(target=self._see_the_store, daemon=True, name="watch-store").start()
+        self._who = [json.loads(self.store.get(f"who/{rank}")) for rank in range(self.size)]
+        heard: dict[int, bytes] = {}
+        since = dict.fromkeys(range(self.size), time.monotonic())
+        while not self._stopped.wait(PERIOD):
+            if os.getppid() != self.parent:
+                self._end("the process that started the workers is gone", speaks=self.rank == 0)
+            try:
+                self._say()
+                beats = [self.store.get(f"beat/{rank}") for rank in range(self.size)]
+            except Exception:  # the store is in the main process: torch raises several types when it is gone
+                if not self._stopped.wait(3 * PERIOD):  # the main process may have ended in good order
+                    self._end("worker 0 is gone", speaks=self.rank == 1)
+                return
+            self._looked = time.monotonic()
+            for rank, beat in enumerate(beats):
+                if heard.get(rank) != beat:
+                    heard[rank], since[rank] = beat, time.monotonic()
+                elif rank != self.rank and time.monotonic() - since[rank] > self.limit:
+                    self._lose(rank)
+
+    def _see_the_store(self) -> None:
+        """The store is in the main process: where that one is stopped, a look never returns."""
+        while not self._stopped.wait(PERIOD):
+            if time.monotonic() - self._looked > self.limit:
+                self._lose(0)
+
+    def _say(self) -> None:
+        computed = time.clock_gettime(self.clock) if self.clock is not None else time.monotonic()
+        if self._waiting or computed > self._computed:
+            self._beat += 1
+            self.store.set(f"beat/{self.rank}", str(self._beat))
+        self._computed = computed
+
+    def _lose(self, rank: int) -> None:
+        where = ""
+        if self._who:
+            pid, host = self._who[rank]["pid"], self._who[rank]["host"]
+            where = f" (process {pid} on {host})"
+            if host == socket.gethostname():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)  # it may be stopped, and deaf to anything milder
+        silent = f"worker {rank} of {self.size}{where} gave no sign of life for {self.limit:.0f} s"
+        self._end(silent, speaks=self.rank == (1 if rank == 0 else 0))
+
+    def _end(self, what: str, speaks: bool = True) -> None:
+        if speaks:
+            print(f"\nfl-lightning: error: {what}; {self.advice}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(PERIOD)  # let the one that speaks do so first
+        os._exit(LOST)
+
+
+@contextmanager
+def watched(limit: float, advice: str) -> Iterator[None]:
+    """Watch the other processes for the length of a run, where there are any; all leave it together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    watch = Watch(limit, advice)
+    Waiting.context = watch.waiting
+    watch.start()
+    try:
+        yield
+        gather(None)
+    finally:
+        Waiting.context = nullcontext
+        watch.stop()

@@ -1,0 +1,236 @@
+"""The processes that share out a round's clients, on `torch.distributed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fl_lightning.core.message import Message
+from fl_lightning.federation import transport
+from fl_lightning.federation.exchange import Exchange
+
+MAIN = 0
+"""Rank of the process that holds the exchange, writes the run's folder and calls the callbacks."""
+
+
+class Workers:
+    """The processes of a run, seen from one of them. Unless said otherwise, all of them must call a method together.
+
+    Args:
+        rank: this process among those that share out clients.
+        size: how many there are; 1 shares nothing out and needs no process group.
+        is_main: whether this process writes files and calls callbacks.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, is_main: bool = True) -> None:
+        self.rank = rank
+        self.size = size
+        self.is_main = is_main
+        self.is_team = size > 1 or not is_main
+        self.writes = size > 1 or is_main
+        """Whether this process keeps clients' states that no other one keeps."""
+
+    @classmethod
+    def present(cls, spread: bool = True) -> Workers:
+        """The processes that were started.
+
+        Args:
+            spread: share clients out among them; otherwise each runs the whole federation, because their Trainers
+                share every fit.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        workers = cls(rank, size, rank == MAIN) if spread else cls(is_main=rank == MAIN)
+        workers.is_team = size > 1
+        return workers
+
+    def share_out(self, costs: Mapping[int, float], holders: Mapping[int, int]) -> dict[int, int]:
+        """Which worker takes which client: the dearest first, each to the worker with the least to do so far.
+
+        Not collective; the same on every process.
+
+        Args:
+            costs: client -> how long it takes, in any unit.
+            holders: client -> the worker that has its private state; it is preferred where two have as little to do.
+        """
+        load = [0.0] * self.size
+        owners = {}
+        for client in sorted(costs, key=lambda client: (-costs[client], client)):
+            holder = holders.get(client, MAIN)
+            worker = min(range(self.size), key=lambda worker: (load[worker], worker != holder, worker))
+            load[worker] += costs[client]
+            owners[client] = worker
+        return {client: owners[client] for client in costs}
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank; for small things."""
+        return [value] if self.size == 1 else transport.gather(value)
+
+    def main_says(self, value: Any) -> Any:
+        """The main process's value, on every process; for small things."""
+        return transport.gather(value)[MAIN] if self.is_team else value
+
+    def any_says(self, value: bool) -> bool:
+        """Whether `value` is true on any process."""
+        return any(transport.gather(value)) if self.is_team else value
+
+    def move(self, holders: Mapping[int, int], owners: Mapping[int, int], pool: Any) -> None:
+        """Bring clients' private states to the workers that need them.
+
+        Args:
+            holders: client -> worker that has the state.
+            owners: client -> worker that needs it.
+            pool: this process's `ClientPool`.
+        """
+        cpu = torch.device("cpu")
+        for client in sorted(owners):
+            there, here = holders[client], owners[client]
+            if there == here:
+                continue
+            if self.rank == there:
+                transport.send(pool.release(client), here, cpu)
+            elif self.rank == here:
+                pool.adopt(client, transport.receive(there, cpu))
+
+    def reduce(self, part: Callable[[], Any], merge: Callable[[Any], None], device: torch.device) -> None:
+        """Merge every process's part into the main one's, two by two, so that nobody ever holds more than two.
+
+        Args:
+            part: this process's part, in plain containers.
+            merge: folds another process's part into this one's.
+            device: where parts travel.
+        """
+        step = 1
+        while step < self.size:
+            if self.rank % (2 * step) == step:
+                transport.send(part(), self.rank - step, device)
+            elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
+                merge(transport.receive(self.rank + step, device))
+            step *= 2
+
+
+class SharedExchange(Exchange):
+    """Carries messages between clients of several workers: the exchange itself is on the main one.
+
+    Where messages only meet in means, each worker folds in its own clients and the sums are merged; otherwise the main
+    process gets every message. Either way the result is the one of a single process, bit for bit.
+
+    Args:
+        exchange: how messages travel; set up on every process, its later state is the main one's.
+        workers: the processes.
+        device: where messages travel.
+    """
+
+    def __init__(self, exchange: Exchange, workers: Workers, device: torch.device) -> None:
+        self.exchange = exchange
+        self.workers = workers
+        self.device = device
+        self.keeps_shared = exchange.keeps_shared  # type: ignore[misc]
+        self._outbox: dict[int, Message] = {}
+        self._inbox: dict[int, Message] = {}
+        self._hears_global: dict[int, bool] = {}
+        self._global: Message | None = None
+        self._share_global()
+
+    def setup(self, template: Any, num_clients: int, seed: int) -> None:
+        """Set up already."""
+
+    @property
+    def in_turn(self) -> bool:  # noqa: D102 - as the base says
+        return self.exchange.in_turn
+
+    def _share_global(self) -> None:
+        message = self.exchange.global_message() if self.workers.is_main else None
+        state = transport.broadcast(None if message is None else message.state_dict(), self.device)
+        self._global = message if self.workers.is_main or state is None else Message.from_state_dict(state)
+
+    def address(self, owners: Mapping[int, int]) -> None:
+        """Bring every client's inbox to the worker that owns it."""
+        messages: list[Message] = []
+        places: dict[int, int] = {}
+        if self.workers.is_main:
+            index: dict[int, int] = {}
+            for client in owners:
+                message = self.exchange.inbox(client)
+                if message is self._global:
+                    places[client] = -1
+                    continue
+                if id(message) not in index:
+                    index[id(message)] = len(messages)
+                    messages.append(message)
+                places[client] = index[id(message)]
+        places = self.workers.gather(places)[MAIN]
+        wanted: dict[int, set[int]] = {}
+        for client, place in places.items():
+            wanted.setdefault(place, set()).add(owners[client])
+        here = {place: self._carry(messages, place, wanted[place]) for place in sorted(wanted) if place >= 0}
+        self._inbox = {
+            client: self._global if place < 0 else here[place]  # type: ignore[misc]
+            for client, place in places.items()
+            if owners[client] == self.workers.rank
+        }
+        self._hears_global = {client: place < 0 for client, place in places.items()}
+
+    def _carry(self, messages: Sequence[Message], place: int, workers: set[int]) -> Message | None:
+        if self.workers.is_main:
+            for worker in sorted(workers - {MAIN}):
+                transport.send(messages[place].state_dict(), worker, self.device)
+            return messages[place]
+        if self.workers.rank in workers:
+            return Message.from_state_dict(transport.receive(MAIN, self.device))
+        return None
+
+    def inbox(self, client: int) -> Message:  # noqa: D102
+        return self.exchange.inbox(client) if self.workers.is_main else self._inbox[client]
+
+    def hears_global(self, client: int) -> bool:  # noqa: D102
+        return self._hears_global[client]
+
+    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
+        self.exchange.open(round, participants)
+        self._outbox = {}
+
+    def post(self, client: int, message: Message) -> None:  # noqa: D102
+        if self.exchange.works_in_parts or self.exchange.in_turn:
+            self.exchange.post(client, message)
+        else:
+            self._outbox[client] = message
+
+    def close(self) -> None:  # noqa: D102
+        if self.exchange.works_in_parts:
+            self.workers.reduce(self.exchange.partial, self.exchange.merge, self.device)
+        elif not self.in_turn:
+            self._collect()
+        if self.workers.is_main:
+            self.exchange.close()
+        self._share_global()
+
+    def _collect(self) -> None:
+        """Bring all messages to the main process, in the order of clients."""
+        by_worker = self.workers.gather(list(self._outbox))
+        senders = {client: worker for worker, clients in enumerate(by_worker) for client in clients}
+        for client in sorted(senders):
+            if self.workers.is_main and senders[client] == MAIN:
+                self.exchange.post(client, self._outbox[client])
+            elif self.workers.is_main:
+                state = transport.receive(senders[client], self.device)
+                self.exchange.post(client, Message.from_state_dict(state))
+            elif senders[client] == self.workers.rank:
+                transport.send(self._outbox[client].state_dict(), MAIN, self.device)
+        self._outbox = {}
+
+    def global_message(self) -> Message | None:  # noqa: D102
+        return self._global
+
+    def state_dict(self) -> dict[str, Any]:
+        """The main process's; empty elsewhere."""
+        return self.exchange.state_dict() if self.workers.is_main else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        if self.workers.is_main:
+            self.exchange.load_state_dict(state)
+        self._share_global()

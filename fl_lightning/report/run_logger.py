@@ -1,0 +1,76 @@
+"""What a logger can take of a run beside a row of numbers a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What is known of a run when its first round, or the first one after a resume, is about to begin.
+
+    Args:
+        folder: the run's folder.
+        about: what ``summary.json`` says of the run beside its numbers (name, method, seed, versions, git commit).
+        partition_hash: of who holds what.
+        classes: [C] class names.
+        class_counts: [N, C] training samples of each client and class.
+        rounds: the rounds that the run will have.
+        rows: the rows of ``metrics.csv`` so far; rounds of an earlier process that a checkpoint covers.
+        client_rows: the rows of ``clients.csv`` so far.
+    """
+
+    folder: Path
+    about: Mapping[str, Any]
+    partition_hash: str
+    classes: Sequence[str]
+    class_counts: np.ndarray
+    rounds: int
+    rows: Sequence[Row] = ()
+    client_rows: Sequence[Row] = ()
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round, as plain numbers and arrays.
+
+    Args:
+        row: its row of ``metrics.csv``; None where nothing applies.
+        client_rows: its rows of ``clients.csv``.
+        evaluated: whether clients were evaluated in it.
+        shared: what the federation shares of each class, by name: [C, K], NaN in the rows of absent classes. Rows of
+            C numbers say how a class relates to all others, others are points (prototypes).
+    """
+
+    row: Row
+    client_rows: Sequence[Row] = ()
+    evaluated: bool = True
+    shared: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class RunLogger(ABC):
+    """A logger that takes whole rounds, and what surrounds them; other loggers get a row of numbers a round."""
+
+    @abstractmethod
+    def begin(self, start: RunStart) -> None:
+        """The run, or its continuation, begins."""
+
+    @abstractmethod
+    def wants_shared(self, round: int) -> bool:
+        """Whether `RoundRecord.shared` of an evaluated round would be used; it takes time to gather."""
+
+    @abstractmethod
+    def log_round(self, record: RoundRecord) -> None:
+        """A round is done."""
+
+    @abstractmethod
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """The run is done, or was stopped; `summary` is what ``summary.json`` says."""

@@ -1,0 +1,365 @@
+"""Weights & Biases: every number of a run against its rounds, tables and pictures beside them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+
+from fl_lightning.errors import require
+from fl_lightning.report import figures, wandb_access
+from fl_lightning.report.record import summarise, write_whole
+from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
+from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
+
+CLASS_PATH = "fl_lightning.report.wandb.WandbLogger"
+STATE_FILE = "wandb.json"
+"""In the run's folder: W&B's id of the run, so that a resumed run goes on under it."""
+HISTOGRAMS = ("Local-T", "Local-T_received")
+BINS = 20
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _harmless(method: Method) -> Method:
+    """Let no error of W&B's reach the run: the first one is said in one line and is the end of W&B, not of the run."""
+
+    @functools.wraps(method)
+    def call(self: WandbLogger, *arguments: Any, **options: Any) -> Any:
+        if self.lost:
+            return None
+        try:
+            return method(self, *arguments, **options)
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    return call  # type: ignore[return-value]
+
+
+class WandbLogger(RunLogger, LightningWandbLogger):
+    """Weights & Biases, with the rounds of a federation as its step axis.
+
+    Offline by itself where there is no key or no network; no failure of W&B ends a run. A resumed run goes on under the
+    same id: rounds that W&B has are not logged again, and those that a kill took from it are logged again from the
+    run's own files.
+
+    Args:
+        project: W&B's project.
+        entity: user or team; by default your own.
+        name: the run's name; by default its name in `output`.
+        group: by default the method's name.
+        tags: words to find the run by.
+        notes: a longer description.
+        job_type: what kind of run it is.
+        offline: record into the run's folder only, for ``wandb sync``.
+        id: W&B's id of the run; by default a new one, which the run's folder keeps.
+        version: another word for `id`.
+        save_dir: where W&B's files lie; by default in the run's folder.
+        pictures_every: rounds between pictures of what clients share, >= 0; 0 draws none. They are also drawn in the
+            first and the last round.
+    """
+
+    def __init__(
+        self,
+        project: str = "fl-lightning",
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        job_type: str | None = None,
+        offline: bool = False,
+        id: str | None = None,
+        version: str | None = None,
+        save_dir: str = ".",
+        pictures_every: int = 10,
+    ) -> None:
+        require(pictures_every >= 0, "logger.pictures_every", "must be >= 0", pictures_every)
+        given = {"entity": entity, "group": group, "tags": tags, "notes": notes, "job_type": job_type}
+        super().__init__(name=name, save_dir=save_dir, id=version or id, offline=offline, project=project, **given)
+        self._id: str | None = version or id
+        self._experiment: Any = None
+        self.folder = Path(save_dir)
+        self.pictures_every = pictures_every
+        self.config: dict[str, Any] = {}
+        self.lost = False
+        self.is_offline = False
+        self._draws = True  # tables and pictures
+        self._logged = 0  # rounds that W&B has
+        self._best: dict[str, float] = {}
+        self._rounds = 0
+
+    # --- a run's life -----------------------------------------------------------------------------------------------
+
+    def log_hyperparams(self, params: Any, *arguments: Any, **options: Any) -> None:
+        """Keep the run's configuration for `begin`."""
+        self.config |= dict(params)
+
+    @_harmless
+    def begin(self, start: RunStart) -> None:
+        """Start W&B's run, or go on with it, and log the rounds that it does not have."""
+        self._start, self._rounds = start, start.rounds
+        self._id = self._id or _kept_id(start.folder) or secrets.token_hex(4)
+        write_whole(start.folder / STATE_FILE, json.dumps({"id": self._id}) + "\n")
+        self._drop_empty_files()
+        earlier = run_files(self.folder, self._id)
+        self._connect(earlier)
+        if self.lost:
+            return
+        run = self._experiment
+        run.define_metric("round")
+        run.define_metric("*", step_metric="round")
+        run.config.update(self._facts(), allow_val_change=True)
+        if self.is_offline:
+            self._logged = max((row["_step"] for path in earlier for row in read_history(path)), default=0)
+        else:
+            self._logged = max(0, run.starting_step - 1)
+        self._catch_up()
+
+    def wants_shared(self, round: int) -> bool:
+        """Now and then, and in the first and the last round."""
+        every = self.pictures_every
+        return self._draws and not self.lost and every > 0 and (round % every == 0 or round in (1, self._rounds))
+
+    @_harmless
+    def log_round(self, record: RoundRecord) -> None:
+        """Log a round under its number as W&B's step; a round that W&B has is left alone."""
+        round = record.row["round"]
+        if round > self._logged:
+            numbers = {name: value for name, value in record.row.items() if value is not None}
+            self._log(numbers, record)
+            self._logged = round
+        self._note_best([record.row])
+
+    def _log(self, numbers: dict[str, Any], record: RoundRecord) -> None:
+        """Log numbers with their tables and pictures; where these fail, the numbers alone from then on."""
+        failure = None
+        step = record.row["round"]
+        if self._draws:
+            try:
+                with tempfile.TemporaryDirectory() as folder, self._own_data_folder():
+                    more = self._of_clients(record.client_rows) if record.evaluated else {}
+                    more |= self._pictures(record, Path(folder))
+                    self._experiment.log({**numbers, **more}, step=step, commit=True)
+                return
+            except Exception as error:  # e.g. W&B asks its server about each table, at once
+                failure, self._draws = error, False
+        self._experiment.log(numbers, step=step, commit=True)
+        if failure is not None:
+            _say(f"a table or picture failed ({_described(failure)}); from round {step} on, it gets the numbers alone")
+
+    @_harmless
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Put what ``summary.json`` says into W&B's summary of the run."""
+        parts = {part: summary.get(part) or {} for part in ("mean_last_10", "final_received", "communication")}
+        values = {f"{part}/{name}": value for part, own in parts.items() for name, value in own.items()}
+        plain = {name: summary[name] for name in ("rounds", "finished", "clients") if name in summary}
+        self._experiment.summary.update({**values, **plain, "seconds_total": summary.get("seconds")})
+
+    @_harmless
+    def finalize(self, status: str) -> None:
+        """Close W&B's run and wait until all is sent, two minutes at most."""
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=0 if status == "success" else 1)
+            self._experiment = None
+
+    @_harmless
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log values of your own, e.g. from a callback, before the round's own are logged."""
+        if self._experiment is not None:
+            at = {} if step is None else {"round": step}
+            self._experiment.log({**metrics, **at}, step=step)
+
+    def give_up(self, error: Exception) -> None:
+        """Say what W&B failed at, and go on without it."""
+        self.lost = True
+        run, self._experiment = self._experiment, None
+        _say(f"failed ({_described(error)}); the run goes on without it, all its numbers are in its folder")
+        try:
+            if run is not None and not isinstance(error, TimeoutError):
+                run.finish(exit_code=1)
+        except Exception:
+            import wandb
+
+            try:
+                wandb.teardown(exit_code=1)  # or else it would complain at the process's end
+            except Exception:
+                return
+
+    @property
+    def experiment(self) -> Any:
+        """W&B's run; None before the run begins, after its end, and where W&B failed."""
+        return self._experiment
+
+    # --- where it goes ----------------------------------------------------------------------------------------------
+
+    def _connect(self, earlier: Sequence[Path]) -> None:
+        """Start W&B's run: online where that is possible, else offline, with a line that says so."""
+        import wandb
+
+        base = wandb.setup(settings=wandb_access.settings()).settings
+        if base.mode == "disabled":
+            self.lost = True
+            return
+        reason = self._why_offline(base, earlier)
+        if not reason:
+            try:
+                self._experiment = self._init("online")
+                return
+            except wandb.Error as error:
+                reason = f"it refused ({_described(error)})"
+        self.is_offline = True
+        self._experiment = self._init("offline")
+        where = f"{self.folder}/wandb/offline-run-*-{self._id}"
+        _say(f"{reason}, so this run is recorded offline; to send it: wandb sync {where}")
+
+    def _why_offline(self, base: Any, earlier: Sequence[Path]) -> str:
+        """Why W&B cannot or shall not be online; empty if it can."""
+        if self._offline or base.mode in ("offline", "dryrun"):
+            return "offline was asked for"
+        if any(map(is_unsent, earlier)):
+            return "parts of it were recorded offline and are not sent yet"
+        if not wandb_access.has_key(base.base_url):
+            return "there is no key (wandb login)"
+        return "" if wandb_access.is_reachable(base.base_url) else f"{base.base_url} cannot be reached"
+
+    def _init(self, mode: str) -> Any:
+        import wandb
+
+        about = self._start.about
+        given = {name: value for name, value in self._wandb_init.items() if value is not None}
+        defaults = {"name": about["name"], "group": about["method"]}
+        options = {**defaults, **given, "dir": str(self.folder), "id": self._id, "resume": "allow"}
+        return wandb.init(**options, settings=wandb_access.settings(mode=mode))
+
+    def _drop_empty_files(self) -> None:
+        """Delete what a kill left before anything was written: ``wandb sync`` would stumble over it."""
+        for path in run_files(self.folder, str(self._id)):
+            if path.stat().st_size <= 7 and is_unsent(path):
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+    @contextmanager
+    def _own_data_folder(self) -> Iterator[None]:
+        """Let W&B keep the tables that it has yet to send in the run's folder, too."""
+        name = "WANDB_DATA_DIR"
+        if name in os.environ:
+            yield
+            return
+        os.environ[name] = str((self.folder / "wandb" / "data").absolute())
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        about = self._start.about
+        more = {name: about.get(name) for name in ("seed", "git_commit", "versions")}
+        facts = {"method_name": about["method"], "partition_hash": self._start.partition_hash, **more}
+        return {**self.config, **facts, "num_clients": len(self._start.class_counts)}
+
+    def _catch_up(self) -> None:
+        """Log what W&B lacks of the rounds so far, and say again what stands in its summary."""
+        rows, clients = self._start.rows, _by_round(self._start.client_rows)
+        for row in rows:
+            if row["round"] > self._logged:
+                own = clients.get(row["round"], [])
+                evaluated = any(row.get(name) is not None for name in HISTOGRAMS)
+                self.log_round(RoundRecord(row, own, evaluated))
+        if rows and self._experiment is not None:
+            last = {name: value for row in rows for name, value in row.items() if value is not None}
+            self._note_best(rows)
+            self._experiment.summary.update(last)
+
+    def _note_best(self, rows: Sequence[Row]) -> None:
+        """Keep the best round of every accuracy in W&B's summary."""
+        if self._experiment is None:
+            return
+        better: dict[str, Any] = {}
+        for name, best in summarise([dict(row) for row in rows])["best"].items():
+            if best["value"] > self._best.get(name, -math.inf):
+                self._best[name] = best["value"]
+                better |= {f"best/{name}": best["value"], f"best_round/{name}": best["round"]}
+        if better:
+            self._experiment.summary.update(better)
+
+    def _of_clients(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """A table of the clients, and histograms over them."""
+        import wandb
+
+        if not rows:
+            return {}
+        held = (self._start.class_counts > 0).sum(1)
+        names = [name for name in rows[0] if name != "round"]
+        columns = [*names[:4], "classes", *names[4:]]
+        cells = [{**row, "classes": int(held[row["client"]])} for row in rows]
+        table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
+        found: dict[str, Any] = {"clients/table": table}
+        for name in HISTOGRAMS:
+            known = [row[name] for row in rows if row.get(name) is not None]
+            if known:
+                counts = np.histogram(known, bins=BINS, range=(0, 1))
+                found[f"clients/{name}"] = wandb.Histogram(np_histogram=counts)
+        return found
+
+    def _pictures(self, record: RoundRecord, folder: Path) -> dict[str, Any]:
+        """Who holds what, once, and what is shared of the classes."""
+        import wandb
+
+        round, classes, about = record.row["round"], self._start.classes, self._start.about
+        paths: dict[str, Path] = {}
+        if self._logged == 0:
+            title = f"{about['name']}: who holds what"
+            paths["clients/partition"] = figures.partition_bubbles(
+                self._start.class_counts, folder / "partition.png", classes, title
+            )
+        for name, rows in record.shared.items():
+            title = f"{name.replace('_', ' ')}, round {round}"
+            draw = figures.class_relation_map if rows.shape[1] == len(rows) else figures.class_projection
+            paths[f"shared/{name}"] = draw(rows, folder / f"{name}.png", classes, title)
+        return {name: wandb.Image(str(path)) for name, path in paths.items()}
+
+
+def takes_place_of(name: str) -> bool:
+    """Whether `WandbLogger` is meant by a name: it stands in for Lightning's own, too."""
+    package, _, last = name.rpartition(".")
+    lightning = package.startswith(("lightning.pytorch.loggers", "pytorch_lightning.loggers"))
+    return name == "wandb" or (last == "WandbLogger" and (not package or lightning))
+
+
+def _say(text: str) -> None:
+    print(f"W&B: {text}", file=sys.stderr, flush=True)
+
+
+def _described(error: Exception) -> str:
+    return " ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
+
+
+def _by_round(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["round"], []).append(row)
+    return found
+
+
+def _kept_id(folder: Path) -> str | None:
+    """The id that an earlier process of the run kept."""
+    try:
+        kept = json.loads((folder / STATE_FILE).read_text())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return kept if isinstance(kept, str) and kept else None

@@ -1,0 +1,54 @@
+"""How W&B is reached: its settings, whether there is a key, whether anybody answers."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+SETTINGS: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "init_timeout": 30.0,
+    "finish_timeout": 120.0,
+    "finish_timeout_raises": True,
+    "x_transaction_log_flush_interval": 1.0,  # W&B's own 15 s would lose as much to a kill
+}
+REACHED_WITHIN = 5.0  # seconds
+
+
+def settings(**more: Any) -> Any:
+    """Settings of this W&B; one that an older version does not know is left out."""
+    import wandb
+
+    known = wandb.Settings.model_fields
+    return wandb.Settings(**{name: value for name, value in {**SETTINGS, **more}.items() if name in known})
+
+
+def has_key(base_url: str) -> bool:
+    """Whether W&B would find a key without asking: in the environment, or in the user's netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc.netrc(path).authenticators(urllib.parse.urlsplit(base_url).hostname or ""):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def is_reachable(base_url: str, timeout: float = REACHED_WITHIN) -> bool:
+    """Whether anything answers there, through a proxy where one is set; asks once."""
+    try:
+        urllib.request.urlopen(base_url, timeout=timeout).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

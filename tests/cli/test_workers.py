@@ -1,0 +1,238 @@
+"""Many processes behind one command: the same run, and an orderly end when one of them is lost."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.run_files import read_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
+TWO = ("--federation.workers", "2")
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(workplace):
+    workplace.draws = False
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it is gone
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def started(place, *argv, after="round-0002.ckpt"):
+    """A long run on two workers that has saved a round; returns it with the processes of its workers."""
+    run = place.start("fit", "--config", "exp.yaml", "--federation.rounds", "400", *TWO, *argv)
+    run.wait_until(lambda: (place.run / "checkpoints" / after).exists() or done(place, after))
+    return run, children(run.process.pid)
+
+
+def done(place, name):
+    """Whether a checkpoint of that round or a later one is there."""
+    return any(path.name >= name for path in (place.run / "checkpoints").glob("round-*.ckpt"))
+
+
+def rounds_saved(place) -> int:
+    return max(int(path.stem.partition("-")[2]) for path in (place.run / "checkpoints").glob("round-*.ckpt"))
+
+
+@pytest.fixture
+def assert_resumes(make_workplace, assert_same_run):
+    """A broken run goes on where it stopped and ends as one that was never broken, on one process."""
+
+    def check(place):
+        rounds = rounds_saved(place) + 2
+        place.fit("--quiet", "--resume", "auto", "--federation.rounds", str(rounds), *TWO)
+        straight = make_workplace("straight")
+        straight.draws = False
+        straight.fit("--quiet", "--federation.rounds", str(rounds), "--federation.workers", "1")
+        assert_same_run(place.run, straight.run)
+
+    return check
+
+
+def test_two_workers_make_the_run_of_one(workplace, finished, assert_same_run):
+    out = workplace.fit(*TWO)
+    assert "Local-T" in out
+    assert out.count("folder  runs/run") == 1
+    assert_same_run(workplace.run, finished.run)
+
+
+def test_auto_is_as_many_as_keep_the_cores_busy(workplace, finished, assert_same_run):
+    workplace.fit("--quiet", "--federation.workers", "auto", "--federation.threads", "1")
+    assert_same_run(workplace.run, finished.run)
+
+
+def test_killed_worker_ends_the_run_with_a_line_and_a_checkpoint(workplace, assert_resumes):
+    run, workers = started(workplace)
+    assert len(workers) == 2
+    start = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    code, _, err = run.result()
+    assert time.monotonic() - start < 60
+    assert code == 1
+    assert "Traceback" not in err
+    line = next(line for line in err.splitlines() if "error" in line)
+    assert line == (
+        f"fl-lightning: error: worker 1 of 2 (process {workers[1]}) was killed by SIGKILL; "
+        "the rounds before are saved; continue with"
+    )
+    assert "fl-lightning fit --config runs/run/config.yaml --resume auto" in err
+    assert_resumes(workplace)
+
+
+def test_killed_main_worker_ends_the_run(workplace):
+    run, workers = started(workplace)
+    os.kill(workers[0], signal.SIGKILL)
+    code, _, err = run.result()
+    assert code == 1
+    assert "worker" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_worker_that_hangs_ends_the_run(workplace, rank):
+    run, workers = started(workplace, "--federation.worker_timeout", "5")
+    start = time.monotonic()
+    os.kill(workers[rank], signal.SIGSTOP)
+    code, _, err = run.result()
+    assert time.monotonic() - start < 60
+    assert code == 1
+    assert f"worker {rank} of 2 (process {workers[rank]} on" in err
+    assert "gave no sign of life for 5 s; the rounds before are saved" in err
+    assert rounds_saved(workplace) >= 2
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
+def test_interrupt_stops_after_the_round(workplace, assert_resumes):
+    run, _ = started(workplace)
+    run.interrupt()
+    code, out, err = run.result()
+    assert code == 130
+    assert re.search(r"stopping once round \d+ is saved", err)
+    assert f"stopped after round {rounds_saved(workplace)}, which is saved" in out
+    assert_resumes(workplace)
+
+
+def test_second_interrupt_stops_at_once(workplace):
+    run, workers = started(workplace)
+    run.interrupt()
+    run.interrupt()
+    code, _, err = run.result()
+    assert code == 130
+    assert "stopped" in err or "stopping" in err
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
+def test_workers_do_not_outlive_the_command(workplace):
+    run, workers = started(workplace)
+    run.kill()
+    run.process.join()
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_failure_in_a_worker_shows_its_error(workplace):
+    workplace.write(
+        "mine.py",
+        "from fl_lightning.methods.fedavg import FedAvg\n"
+        "class Breaks(FedAvg):\n"
+        "    def send(self, data):\n"
+        "        if data.client == 3 and self.round == 2:\n"
+        "            raise ValueError('the sky fell')\n"
+        "        return super().send(data)\n",
+    )
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--method", "mine.Breaks", *TWO)
+    assert code == 1
+    assert "round 2, client 3, send: the sky fell" in err
+    assert re.search(r"fl-lightning: error: worker [01] of 2 failed; the rounds before are saved", err)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--federation.workers", "0"], "federation.workers: must be auto or a number >= 1, got 0"),
+        (["--federation.threads", "0"], "federation.threads: must be >= 1, got 0"),
+        (["--federation.worker_timeout", "1"], "federation.worker_timeout: must be >= 5 seconds, got 1.0"),
+        (
+            ["--federation.workers", "2", "--trainer.devices", "2"],
+            "federation.workers: must be 1 where trainer.devices spreads one client over several devices, got 2",
+        ),
+        (
+            ["--trainer.devices", "2", "--trainer.strategy", "fsdp"],
+            "trainer.strategy: must be ddp where trainer.devices is above 1, got 'fsdp'",
+        ),
+        ([*TWO, "--data.num_clients", "2000"], "data.partition"),
+        ([*TWO, "--trainer.precision", "16-mixed"], "trainer.precision"),
+    ],
+)
+def test_bad_input_is_answered_once_before_anything_starts(workplace, options, line):
+    before = workplace.files()
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", *options)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert line in err
+    assert workplace.files() == before
+
+
+def test_occupied_folder_is_refused_by_one_line(workplace):
+    workplace.fit("--quiet")
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", *TWO)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "holds a run" in err
+
+
+def test_one_client_on_two_devices(workplace, finished):
+    """The same mini-batches in two parts: the same run, but for rounding."""
+    workplace.fit("--quiet", "--trainer.devices", "2", "--trainer.strategy", "ddp")
+    shared, alone = read_run(workplace.run), read_run(finished.run)
+    column = shared["metrics.csv"][0].index("loss")
+    for here, there in zip(shared["metrics.csv"][1:], alone["metrics.csv"][1:], strict=True):
+        assert float(here[column]) == pytest.approx(float(there[column]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_torchrun_makes_the_same_run(workplace, finished, environment, assert_same_run):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "fl_lightning", "fit", "--config", "exp.yaml"]
+    variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
+    done = subprocess.run(command, cwd=workplace.path, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("folder  runs/run") == 1
+    assert_same_run(workplace.run, finished.run)
+
+
+def test_tasks_of_slurm_make_the_same_run(workplace, finished, assert_same_run):
+    """Two tasks as srun starts them: the same command, and variables that say which one it is."""
+    job = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
+    variables = [{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    tasks = []
+    for rank in (0, 1):
+        tasks.append(workplace.start("fit", "--config", "exp.yaml", env=variables[rank], out=f"task-{rank}"))
+    results = [task.result() for task in tasks]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert ["folder  runs/run" in out for _, out, _ in results] == [True, False]
+    assert_same_run(workplace.run, finished.run)

@@ -1,0 +1,130 @@
+"""One client's fit on two devices: the mini-batches of one device, in parts."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from fl_lightning.core.devices import SharedFit
+from fl_lightning.federation import transport
+from fl_lightning.federation.launch import Team, launch
+from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.prototype import PrototypeAlignment
+from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.feddw import FedDW
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+
+CASES = {
+    "FedAvg": (FedAvg, {}),
+    "FedRep": (FedRep, {}),
+    "FedProto": (FedProto, {}),
+    "FedDW": (FedDW, {}),
+    "running sums": (
+        FedAvg,
+        {"extra_terms": [PrototypeAlignment(collection="running"), ClassRelation(source="running")]},
+    ),
+    "FedCPD": (FedCPD, {"mid_channels": 4}),
+    "DRDFL": (DRDFL, {}),
+}
+ALIKE = ("FedAvg", "FedRep", "FedProto", "FedDW", "running sums")
+"""Cases whose losses are means over samples: those of a mini-batch's parts have the mini-batch's loss as their mean."""
+TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+
+
+@pytest.fixture(scope="module")
+def set_up_case(set_up_federation, mlp):
+    def set_up(name, folder, **options):
+        kind, arguments = CASES[name]
+        adam = (lambda parameters: torch.optim.Adam(parameters, lr=1e-3)) if kind is DRDFL else None
+        method = lambda: kind(mlp(), **arguments)  # noqa: E731
+        return set_up_federation(method, rounds=2, folder=folder, optimizer=adam, **options)
+
+    return set_up
+
+
+@pytest.fixture(scope="module")
+def shared(set_up_case, tmp_path_factory):
+    """All cases on two devices; a folder a case."""
+    folder = tmp_path_factory.mktemp("devices")
+
+    def run_all():
+        for name in CASES:
+            loop = set_up_case(name, folder / name, trainer=TWO)
+            final = loop.run()
+            message = loop.exchange.global_message()
+            state = {} if message is None else dict(message.weights)
+            both = transport.gather((final, loop.board.scores, state))
+            if loop.workers.is_main:
+                torch.save({"final": final, "rows": loop.diary.rows, "weights": state}, folder / f"{name}.pt")
+                torch.save(both, folder / f"{name}-both.pt")
+        return 0
+
+    assert launch(run_all, Team(2, threads=1)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(set_up_case):
+    """The same on one device."""
+    loops = {name: set_up_case(name, None) for name in ALIKE}
+    for loop in loops.values():
+        loop.final = loop.run()
+    return loops
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_devices_end_with_the_same(shared, name, assert_identical):
+    first, second = torch.load(shared / f"{name}-both.pt", weights_only=False)
+    assert_identical(first[0], second[0])
+    assert {n: v.tolist() for n, v in first[1].items()} == {n: v.tolist() for n, v in second[1].items()}
+    assert_identical(first[2], second[2])
+    rows = torch.load(shared / f"{name}.pt")["rows"]
+    assert [row["round"] for row in rows] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_two_devices_train_what_one_trains(shared, alone, name):
+    """Equal but for rounding: sums over parts are made in another order."""
+    left = torch.load(shared / f"{name}.pt")
+    for here, there in zip(alone[name].diary.rows, left["rows"], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
+        assert here["uplink_params"] == there["uplink_params"]
+    weights = alone[name].exchange.state_dict()["message"]["weights"]
+    for entry, tensor in weights.items():
+        torch.testing.assert_close(left["weights"][entry], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_running_sums_hold_all_samples(shared, alone):
+    """Soft labels of the last epoch's own predictions: half of them on each device, all of them in the message."""
+    here = alone["running sums"].final
+    assert torch.load(shared / "running sums.pt")["final"] == pytest.approx(here, abs=0.1)
+
+
+def test_only_the_main_process_writes(shared):
+    checkpoints = sorted(path.name for path in (shared / "FedRep" / "checkpoints").glob("*.ckpt"))
+    assert checkpoints == ["round-0001.ckpt", "round-0002.ckpt"]
+    assert len(list((shared / "FedRep" / "models").glob("*.pt"))) == 4
+
+
+def test_parts_make_up_the_mini_batch():
+    x, y = torch.arange(5.0), torch.arange(5)
+    parts = [SharedFit(rank, 2) for rank in range(2)]
+    own = [device.part(x, y) for device in parts]
+    assert [y.tolist() for _, y in own] == [[0, 2, 4], [1, 3]]
+    mean = sum(device.factor * part.mean() for device, (part, _) in zip(parts, own, strict=True)) / 2
+    assert float(mean) == pytest.approx(2.0)
+
+
+def test_device_without_a_sample_sees_one_that_does_not_count():
+    x, y = torch.ones(2), torch.tensor([4, 5])
+    devices = [SharedFit(rank, 3) for rank in range(3)]
+    assert [device.part(x, y)[1].tolist() for device in devices] == [[4], [5], [4]]
+    assert [device.factor for device in devices] == [1.5, 1.5, 0.0]
+    assert [device.counts for device in devices] == [True, True, False]

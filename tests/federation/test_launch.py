@@ -1,0 +1,128 @@
+"""How many processes a run has, and who starts them."""
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation import launch as launching
+from fl_lightning.federation.launch import Team, is_main, launch, num_devices, plan, started_outside
+
+SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
+SLURM |= {"SLURM_NTASKS_PER_NODE": "4"}
+TORCHRUN = {"RANK": "2", "LOCAL_RANK": "2", "GROUP_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+CPU = {"accelerator": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _four_cores_and_nobody_else(monkeypatch):
+    monkeypatch.setattr(launching, "num_cores", lambda: 4)
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))] + list(TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that there are two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def planned(workers=None, threads=None, participants=20, trainer=CPU, in_turn=False):
+    return plan(workers, threads, participants, trainer, in_turn)
+
+
+def test_one_process_unless_told_otherwise():
+    assert planned() == Team(1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "participants", "size", "threads"),
+    [("auto", 20, 4, 1), ("auto", 2, 2, 2), ("auto", 1, 1, 4), (1, 20, 1, 1), (2, 20, 2, 1), (6, 2, 6, 1)],
+)
+def test_cpu_workers_and_their_threads(workers, participants, size, threads):
+    assert planned(workers, participants=participants) == Team(size, threads)
+
+
+def test_configured_threads_win():
+    assert planned("auto", threads=3).threads == 3
+    assert planned(2, threads=3) == Team(2, 3)
+
+
+def test_clients_that_wait_for_each_other_need_one_worker():
+    assert planned("auto", in_turn=True) == Team(1, 4)
+
+
+def test_every_gpu_has_a_worker(gpus):
+    assert planned("auto", trainer={}) == Team(2, None, cuda=True)
+    assert planned("auto", participants=1, trainer={}) == Team(1, None, cuda=True)
+    assert planned("auto", trainer=CPU) == Team(4, 1)
+
+
+def test_more_workers_than_gpus_are_refused(gpus):
+    with pytest.raises(ConfigError, match=r"federation\.workers: there are 2 GPUs, and each worker needs one, got 3"):
+        planned(3, trainer={"accelerator": "gpu"})
+
+
+@pytest.mark.parametrize(("devices", "number"), [(1, 1), (3, 3), ("2", 2), ([0, 1], 2), ("auto", 1)])
+def test_devices_of_one_fit(devices, number):
+    assert num_devices({"devices": devices}) == number
+
+
+def test_devices_of_one_fit_are_processes():
+    assert planned(trainer={**CPU, "devices": 2}) == Team(2, 2)
+
+
+def test_torchrun_decides_how_many(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert started_outside() == (4, 1)
+    assert planned("auto") == planned() == planned(4) == Team(4, None, 1, outside=True)
+    assert not is_main()
+    with pytest.raises(ConfigError, match=r"must be auto or the number of processes that were started \(4\), got 2"):
+        planned(2)
+
+
+def test_slurm_decides_how_many(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert started_outside() == (8, 2)
+    assert planned("auto") == Team(8, None, 2, outside=True)
+    assert not is_main()
+
+
+def test_slurm_job_that_lightning_refuses_gives_one_line(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE")
+    with pytest.raises(ConfigError, match=r"federation\.workers: .*--ntasks-per-node=8"):
+        planned("auto")
+
+
+def test_slurm_job_of_one_task_is_an_ordinary_process(monkeypatch):
+    for name, value in {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert planned("auto") == Team(4, 1)
+    assert is_main()
+
+
+def sum_of_ranks() -> int:
+    """What the processes of `test_spawned_…` do."""
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    return int(total) if torch.get_num_threads() == 1 else -1
+
+
+@pytest.mark.slow
+def test_spawned_processes_meet():
+    """As on a GPU, and on other systems."""
+    assert launch(sum_of_ranks, Team(2, threads=1), start_method="spawn") == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_forked_processes_meet():
+    assert launch(sum_of_ranks, Team(3, threads=1)) == 6

@@ -1,0 +1,234 @@
+"""One run on 1, 2 or 3 processes: the same numbers, bit for bit, whatever the method."""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+
+import pytest
+import torch
+
+import fl_lightning.methods
+from fl_lightning.core.aggregation import TensorMean
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import Message
+from fl_lightning.core.server import Server
+from fl_lightning.federation import transport
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.exchange import Ring
+from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.workers import Workers
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedrep import FedRep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+
+
+def find_methods():
+    found = {}
+    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
+        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+            if issubclass(kind, ClientModule) and kind.__module__ == info.name and not inspect.isabstract(kind):
+                found[name] = kind
+    return found
+
+
+class Keeps(Server):
+    """A server that must see every client's message itself: it averages those of even clients only."""
+
+    def collect(self, client, message):
+        self.order = [*getattr(self, "order", []), client]
+        if client % 2 == 0:
+            super().collect(client, message)
+
+
+class Picky(FedAvg):
+    def make_server(self, initial):
+        return Keeps(initial, self.artifact_rules())
+
+
+class StopsAfter(FederationCallback):
+    def __init__(self, round):
+        self.round = round
+
+    def on_round_end(self, loop, row):
+        if row["round"] == self.round:
+            loop.stop()
+
+
+CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | {
+    "half of the clients": (FedRep, {"participation": 0.5}),
+    "states on disk": (FedRep, {"participation": 0.5, "pool": "disk"}),
+    "a server that sees all": (Picky, {}),
+    "no evaluation": (FedAvg, {"evaluate_every": 2}),
+    "a ring in turn": (FedRep, {"exchange": Ring("sequential")}),
+    "half of a ring": (FedRep, {"exchange": Ring(), "participation": 0.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def set_up_case(set_up_federation, conv_net):
+    """A case's loop, in a folder: `set_up(name, folder)`."""
+
+    def set_up(name, folder, callbacks=()):
+        kind, options = CASES[name]
+        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+        method = lambda: kind(conv_net())  # noqa: E731
+        return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, callbacks=callbacks, **options)
+
+    return set_up
+
+
+@pytest.fixture(scope="module")
+def run_cases(set_up_case, tmp_path_factory):
+    """Run all cases, one after another, on so many processes; returns the folder that holds a folder a case.
+
+    `before` is a folder of runs that were stopped after round 1, to be resumed.
+    """
+
+    def run_all(folder, before, stop):
+        for name in CASES:
+            loop = set_up_case(name, folder / name, [StopsAfter(1)] if stop else [])
+            if before is not None:
+                checkpoints = Checkpoints(before / name / "checkpoints")
+                loop.load_state_dict(checkpoints.load(checkpoints.find("auto")))
+            final = loop.run()
+            if loop.workers.is_main:
+                torch.save({"final": final, "rows": loop.diary.rows}, folder / f"{name}.pt")
+        return 0
+
+    def run(size, before=None, stop=False):
+        folder = tmp_path_factory.mktemp(f"workers-{size}")
+        if before is not None:  # a run goes on in its own folder: its clients' states are there
+            for name in CASES:
+                (before / name).rename(folder / name)
+            before = folder
+        if size == 1:
+            run_all(folder, before, stop)
+        else:
+            assert launch(run_all, Team(size, threads=1), folder, before, stop) == 0
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(run_cases):
+    """Folders of the same runs on 1 process, on 2, and begun on 3 and ended on 2, and on 1 and 3."""
+    return {
+        "1": run_cases(1),
+        "2": run_cases(2),
+        "3, then 2": run_cases(2, before=run_cases(3, stop=True)),
+        "1, then 3": run_cases(3, before=run_cases(1, stop=True)),
+    }
+
+
+def read(folder, name):
+    """All that a run leaves behind: rows, final scores, checkpoint, private states, models."""
+    checkpoints = Checkpoints(folder / name / "checkpoints")
+    state = checkpoints.load(checkpoints.find("auto"))
+    files = state.pop("clients")
+    state.pop("seconds")
+    state["board"] |= {name: state["board"][name].nan_to_num(-1.0) for name in ("losses", "last_trained")}
+    state["board"]["scores"] = {name: value.nan_to_num(-1.0) for name, value in state["board"]["scores"].items()}
+    clients = {client: torch.load(checkpoints.clients / file) for client, file in files.items()}
+    models = {path.name: torch.load(path) for path in sorted((folder / name / "models").glob("*.pt"))}
+    left = torch.load(folder / f"{name}.pt")
+    rows = {row["round"]: {k: v for k, v in row.items() if k != "seconds"} for row in left["rows"]}
+    return {"rows": rows, "final": left["final"], "state": state, "clients": clients, "models": models}
+
+
+@pytest.mark.parametrize("workers", ["2", "3, then 2", "1, then 3"])
+@pytest.mark.parametrize("name", CASES)
+def test_result_does_not_depend_on_the_number_of_workers(runs, name, workers, assert_identical):
+    alone, together = read(runs["1"], name), read(runs[workers], name)
+    if "then" in workers:
+        del alone["rows"][1]
+    assert_identical(together, alone)
+
+
+def test_all_states_are_in_the_checkpoint(runs):
+    assert sorted(read(runs["2"], "FedRep")["clients"]) == [0, 1, 2, 3]
+
+
+# --- what a process tells the others --------------------------------------------------------------------------------
+
+
+def share(rank_of_costs, size=2, holders=None):
+    return Workers(0, size).share_out(dict(enumerate(rank_of_costs)), holders or {})
+
+
+def test_clients_are_shared_out_by_cost():
+    assert share([5.0, 4.0, 3.0, 3.0, 3.0]) == {0: 0, 1: 1, 2: 1, 3: 0, 4: 1}
+
+
+def test_client_stays_where_its_state_is_if_that_costs_nothing():
+    assert share([1.0, 1.0], holders={0: 1, 1: 0}) == {0: 1, 1: 0}
+
+
+def test_more_workers_than_clients_leave_some_without():
+    assert share([1.0, 2.0], size=4) == {0: 1, 1: 0}
+
+
+def test_one_process_shares_nothing_out():
+    assert Workers().share_out({0: 1.0, 7: 3.0}, {}) == {0: 0, 7: 0}
+
+
+def test_packed_state_comes_back(assert_identical):
+    state = {
+        "a": torch.arange(3),
+        "b": [torch.tensor(1.5, dtype=torch.float64), None, "x"],
+        "c": {7: torch.ones(2, 2, dtype=torch.bfloat16).T, "d": torch.zeros(0), "e": torch.tensor([True])},
+    }
+    skeleton, tensors, size = transport.pack(state)
+    again = transport.unpack(skeleton, transport._buffer(tensors, torch.device("cpu")))
+    assert size == 3 * 8 + 8 + 4 * 2 + 1
+    assert again["b"][1:] == [None, "x"]
+    assert_identical({**again, "b": again["b"][0]}, {**state, "b": state["b"][0]})
+
+
+def test_tensor_without_values_travels_as_its_shape():
+    skeleton, tensors, size = transport.pack({"t": torch.empty(1000, device="meta", dtype=torch.float16)})
+    assert (tensors, size) == ([], 0)
+    there = transport.unpack(skeleton, torch.empty(0, dtype=torch.uint8))["t"]
+    assert (there.shape, there.dtype, there.is_meta) == ((1000,), torch.float16, True)
+
+
+# --- sums in parts --------------------------------------------------------------------------------------------------
+
+
+def test_means_in_parts_equal_the_mean(assert_identical):
+    """Three servers fold in one message each; merged in another order they give what one gives."""
+    generator = torch.Generator().manual_seed(0)
+    messages = {
+        client: Message(
+            {"w": torch.randn(50, generator=generator) * 10.0**client, "steps": torch.tensor(client)},
+            {"t": torch.randn(4, generator=generator)},
+            num_samples=3 + 7 * client,
+        )
+        for client in range(3)
+    }
+    whole = Server(Message()).aggregate(messages)
+    parts = [Server(Message()) for _ in messages]
+    for client in (2, 0, 1):
+        parts[client].collect(client, messages[client])
+    parts[1].merge(parts[2].partial())
+    parts[1].merge(parts[0].partial())
+    parts[1].close_round()
+    assert_identical(parts[1].message.state_dict(), whole.state_dict())
+
+
+def test_server_of_its_own_kind_does_not_work_in_parts():
+    assert Server(Message()).works_in_parts
+    assert not Keeps(Message()).works_in_parts
+
+
+def test_rule_that_needs_every_value_keeps_a_server_from_working_in_parts():
+    class Last(TensorMean):
+        merge = TensorMean.__mro__[1].merge  # the base's: refuses
+
+    assert Server(Message(), {"t": TensorMean}).works_in_parts
+    assert not Server(Message(), {"t": Last}).works_in_parts
+    with pytest.raises(NotImplementedError, match="Last"):
+        Last().merge({})

@@ -1,0 +1,152 @@
+"""Every method under mixed and half precision. Methods find themselves, as in test_contract.py."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+
+from fl_lightning import catalog
+from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.precision import keeps_float32
+from fl_lightning.core.steps import HalfLayers
+from fl_lightning.federation.callbacks import FederationCallback
+
+METHODS = [entry.name for entry in catalog.entries("methods")]
+PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+"""Precision -> dtype of a layer's weights."""
+
+
+def kind(name):
+    module, _, last = next(e.class_path for e in catalog.entries("methods") if e.name == name).rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+class WatchesLosses(FederationCallback):
+    """Remembers the dtype of every loss that was logged."""
+
+    def __init__(self):
+        self.dtypes = set()
+
+    def on_client_fit_end(self, loop, report):
+        module = loop.runner.module(report.client)
+        self.dtypes |= {value.dtype for pairs in module._losses.values() for value, _ in pairs}
+
+
+@pytest.fixture(scope="module")
+def run_method(conv_net, set_up_federation):
+    """Set a method's federation up, on a model with a convolution, batch norm and dropout, with Adam."""
+
+    def set_up(name, precision, **options):
+        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+        trainer = precision if isinstance(precision, dict) else {"precision": precision}
+        return set_up_federation(lambda: kind(name)(conv_net()), optimizer=adam, trainer=trainer, **options)
+
+    return set_up
+
+
+@pytest.fixture(scope="module", params=[(name, precision) for name in METHODS for precision in PRECISIONS], ids=str)
+def finished(request, run_method):
+    """Three rounds of one method under one precision, with what was seen on the way."""
+    name, precision = request.param
+    watch = WatchesLosses()
+    loop = run_method(name, precision, rounds=3, callbacks=[watch])
+    loop.final = loop.run()
+    loop.watch, loop.precision = watch, precision
+    return loop
+
+
+def floats(tensors):
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def test_three_rounds_train(finished):
+    assert [row["round"] for row in finished.diary.rows] == [1, 2, 3]
+    for row in finished.diary.rows:
+        assert math.isfinite(row["loss"])
+        assert 0 <= row["Local-T"] <= 1
+    first, last = finished.diary.rows[0]["loss"], finished.diary.rows[-1]["loss"]
+    assert last != first
+    for client in range(finished.num_clients):
+        assert all(tensor.isfinite().all() for tensor in (finished.runner.pool.get(client) or {}).values())
+
+
+def test_losses_are_float32(finished):
+    assert finished.watch.dtypes == {torch.float32}
+
+
+def test_layers_are_narrow_and_statistics_wide(finished):
+    module = finished.runner.modules[0]
+    assert module.model.head.weight.dtype == PRECISIONS[finished.precision]
+    wide = [part for part in module.modules() if keeps_float32(part)]
+    assert wide
+    for part in wide:
+        own = {**part._parameters, **part._buffers}
+        assert {t.dtype for t in own.values() if t is not None and t.is_floating_point()} <= {
+            torch.float32,
+            torch.float64,
+        }
+
+
+def test_artifacts_travel_in_float32(finished):
+    for message in finished.diary.sent.values():
+        for artifact in message.artifacts.values():
+            tensor = artifact.mean if isinstance(artifact, ClassMeans) else artifact
+            assert not tensor.is_floating_point() or tensor.dtype == torch.float32
+
+
+def test_weights_travel_as_they_are_kept(finished):
+    module = finished.runner.modules[0]
+    own = {name: tensor.dtype for name, tensor in module.entries.items()}
+    for messages in (finished.diary.sent, finished.diary.received):
+        for message in messages.values():
+            assert {name: tensor.dtype for name, tensor in message.weights.items()} == {
+                n: own[n] for n in message.weights
+            }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", METHODS)
+def test_run_resumes_exactly(name, precision, run_method, outcome, assert_identical, tmp_path):
+    options = {"rounds": 3, "participation": 0.5}
+    straight = run_method(name, precision, **options)
+    straight.final = straight.run()
+    first = run_method(name, precision, folder=tmp_path, **options)
+    first.advance()
+    first.advance()  # lost: the second round is done again
+    second = run_method(name, precision, folder=tmp_path, **options)
+    second.load_state_dict(second.checkpoints.load(tmp_path / "checkpoints" / "round-0001.ckpt"))
+    second.final = second.run()
+    second.diary.rows = first.diary.rows[:1] + second.diary.rows
+    assert_identical(outcome(second), outcome(straight))
+    assert_identical(second.final, straight.final)
+
+
+@pytest.mark.parametrize("plugin", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("name", METHODS)
+def test_float16_trains_with_a_scaled_loss(name, plugin, run_method, outcome, assert_identical):
+    """On the CPU, where only a test may: the same plugins as on a GPU."""
+
+    def trainer():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+        return {
+            "plugins": [MixedPrecision("16-mixed", "cpu", scaler) if plugin == "16-mixed" else HalfPrecision(plugin)]
+        }
+
+    loop = run_method(name, trainer(), rounds=2)
+    loop.run()
+    assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
+    assert loop.diary.rows[0]["loss"] != loop.diary.rows[1]["loss"]
+    states = [loop.runner.pool.get(client) for client in range(4)]
+    assert all(tensor.isfinite().all() for state in states for tensor in state.values())
+    assert all(state["loss_scale"][0] >= 1 for state in states)
+    assert not any("loss_scale" in message.weights for message in loop.diary.sent.values())
+    backwards = run_method(name, trainer(), rounds=2)
+    backwards.fit_order = lambda clients: clients[::-1]
+    backwards.run()
+    assert_identical(outcome(backwards), outcome(loop))
+
+
+def test_half_precision_is_refined_for_every_run(run_method):
+    assert isinstance(run_method(METHODS[0], "bf16-true").runner.trainer.precision_plugin, HalfLayers)
