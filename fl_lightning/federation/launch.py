@@ -127,7 +127,8 @@ def is_main() -> bool:
 
 def _quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
+        for part in ("rank_zero", "distributed"):
+            logging.getLogger(f"{name}.utilities.{part}").setLevel(logging.WARNING)
 
 
 def _fabric(team: Team, start_method: str) -> Fabric:

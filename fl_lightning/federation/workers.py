@@ -87,14 +87,15 @@ class Workers:
             pool: this process's `ClientPool`.
         """
         cpu = torch.device("cpu")
+        moves: dict[tuple[int, int], list[int]] = {}
         for client in sorted(owners):
-            there, here = holders[client], owners[client]
-            if there == here:
-                continue
-            if self.rank == there:
-                transport.send(pool.release(client), here, cpu)
-            elif self.rank == here:
-                pool.adopt(client, transport.receive(there, cpu))
+            moves.setdefault((holders[client], owners[client]), []).append(client)
+        for (there, here), clients in sorted(moves.items()):  # in one order everywhere, so that nobody waits in a circle
+            if there != here and self.rank == there:
+                transport.send({client: pool.release(client) for client in clients}, here, cpu)
+            elif there != here and self.rank == here:
+                for client, released in transport.receive(there, cpu).items():
+                    pool.adopt(client, released)
 
     def reduce(self, part: Callable[[], Any], merge: Callable[[Any], None], device: torch.device) -> None:
         """Merge every process's part into the main one's, two by two, so that nobody ever holds more than two.
