@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/methods.py [--root FOLDER] [--samples 7000] [--rounds 20] [--methods FedProx …]
 
 Every run is the command line's own (`fl-lightning fit --config experiments/fedcpd/fmnist_dirichlet01.yaml`) with the
-method's defaults: 20 clients, Dirichlet(0.1), CNN, SGD 0.01, batch 10. `--samples` takes a stratified, seeded sample of so
-many images instead of all 70,000. FedProto runs as `experiments/fedproto/pfllib.yaml` says, DRDFL with Adam 0.001 as in its
-own experiments. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
-each; seconds are those of runs beside others.
+method's defaults: 20 clients, Dirichlet(0.1), CNN, SGD 0.01, batch 10. `--samples` takes a stratified, seeded sample of
+so many images instead of all 70,000. FedProto runs as `experiments/fedproto/pfllib.yaml` says, DRDFL with Adam 0.001 as
+in its own experiments. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side,
+one thread each; seconds are those of runs beside others.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Experiment:
                 load_full_state(module, load_tensors(file, "evaluate"))
             else:  # a client that never took part
                 module.receive(type(loop.exchange.inbox(client))(), loop.data.clients[client])
-            for name, value in loop.runner.evaluator.client(module, client, "trained", loop.round).items():
+            for name, value in loop.runner.evaluator.client(module, client, "trained").items():
                 scores[name][client] = value
         return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
 

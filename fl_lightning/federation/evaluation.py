@@ -52,9 +52,9 @@ class Evaluator:
         self.globally = globally
         self._positions: dict[int, Tensor] = {}
 
-    def client(self, module: ClientModule, client: int, moment: Moment, round: int) -> Scores:
+    def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
-        with self._adapted(module, client, moment, round):
+        with self._adapted(module, client, moment):
             if self.globally:
                 return self.scores(module, client, moment, self.correct(module, self.data.server_test))
             return self._local(module, moment, self.correct(module, self.data.clients[client].test))
@@ -92,10 +92,10 @@ class Evaluator:
             self._positions[client] = torch.searchsorted(self.data.server_test.cpu(), own)
         return self._positions[client]
 
-    def _adapted(self, module: ClientModule, client: int, moment: Moment, round: int) -> AbstractContextManager[None]:
+    def _adapted(self, module: ClientModule, client: int, moment: Moment) -> AbstractContextManager[None]:
         if type(module).adapt is ClientModule.adapt:
             return _Unchanged()
-        return _ThrowAway(self, module, client, moment, round)
+        return _ThrowAway(self, module, client, moment)
 
 
 def join_batches(parts: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -118,10 +118,11 @@ class _Unchanged(AbstractContextManager[None]):
 class _ThrowAway(AbstractContextManager[None]):
     """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed."""
 
-    def __init__(self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment, round: int) -> None:
+    def __init__(self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment) -> None:
         self.module = module
         self.data = evaluator.data.clients[client]
-        self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", round, client)
+        # The same in every round: who sits out keeps its figures, and `evaluate` need not know when they were made.
+        self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", client=client)
         self.context = evaluator.context
 
     def __enter__(self) -> None:

@@ -442,7 +442,7 @@ class FederatedLoop:
         """Clients that never took part count with their initial model, once they have joined."""
         strangers = self.board.strangers(self._num_present(self.round)) if self.evaluate.trained else []
         own = strangers[self.workers.rank :: self.workers.size]
-        scores = {client: self.runner.evaluate_resting(client, self.round) for client in own}
+        scores = {client: self.runner.evaluate_resting(client) for client in own}
         for client, values in _union(self.workers.gather(scores)).items() if strangers else ():
             self.board.record(client, values)
 

@@ -219,12 +219,12 @@ class Runner:
             if job.received and job.received_scores is not None:
                 scores.update(job.received_scores(module))
             elif job.received:
-                scores.update(self.evaluator.client(module, client, "received", round))
+                scores.update(self.evaluator.client(module, client, "received"))
         with self._step(job, "fit"):
             self.fit(module, data, round)
         with self._step(job, "evaluation after the fit"):
             if job.trained:
-                scores.update(self.evaluator.client(module, client, "trained", round))
+                scores.update(self.evaluator.client(module, client, "trained"))
         with self._step(job, "send"):
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
@@ -237,13 +237,13 @@ class Runner:
         """What the client's model would score after one more receive; its kept state does not change."""
         module = self.load(client)
         self._receive(module, message, self.data.clients[client], round)
-        return self.evaluator.client(module, client, "received", round)
+        return self.evaluator.client(module, client, "received")
 
-    def evaluate_resting(self, client: int, round: int) -> Scores:
+    def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model."""
         module = self.load(client)
         module.receive(Message(), self.data.clients[client])
-        return self.evaluator.client(module, client, "trained", round)
+        return self.evaluator.client(module, client, "trained")
 
     def load_global(self, message: Message) -> ClientModule:
         """The global model: the first architecture's initial state with the global message's weights."""

@@ -90,7 +90,9 @@ class Workers:
         moves: dict[tuple[int, int], list[int]] = {}
         for client in sorted(owners):
             moves.setdefault((holders[client], owners[client]), []).append(client)
-        for (there, here), clients in sorted(moves.items()):  # in one order everywhere, so that nobody waits in a circle
+        for (there, here), clients in sorted(
+            moves.items()
+        ):  # in one order everywhere, so that nobody waits in a circle
             if there != here and self.rank == there:
                 transport.send({client: pool.release(client) for client in clients}, here, cpu)
             elif there != here and self.rank == here:

@@ -54,7 +54,7 @@ def test_local_and_global_accuracy_equal_a_pass_by_hand(evaluated, batch_size):
     loop, evaluator, module = evaluated(evaluate=EvaluationPolicy(batch_size=batch_size))
     union = torch.cat([client.test for client in loop.data.clients])
     for client in range(4):
-        scores = evaluator.client(module, client, "trained", 1)
+        scores = evaluator.client(module, client, "trained")
         assert scores["Local-T"] == pytest.approx(accuracy(module, loop.data, loop.data.clients[client].test))
         assert scores["Global-T"] == pytest.approx(accuracy(module, loop.data, union))
 
@@ -63,19 +63,19 @@ def test_local_accuracy_is_the_same_without_the_union(evaluated, mlp):
     _, with_union, module = evaluated()
     _, alone, other = evaluated(evaluate=EvaluationPolicy(globally=False))
     for client in range(4):
-        scores = alone.client(other, client, "trained", 1)
+        scores = alone.client(other, client, "trained")
         assert set(scores) == {"Local-T"}
-        assert scores["Local-T"] == with_union.client(module, client, "trained", 1)["Local-T"]
+        assert scores["Local-T"] == with_union.client(module, client, "trained")["Local-T"]
 
 
 def test_columns_are_named_after_the_moment(evaluated):
     _, evaluator, module = evaluated()
-    assert set(evaluator.client(module, 0, "received", 1)) == {"Local-T_received", "Global-T_received"}
+    assert set(evaluator.client(module, 0, "received")) == {"Local-T_received", "Global-T_received"}
 
 
 def test_all_ways_to_predict_are_scored(evaluated, mlp):
     _, evaluator, module = evaluated(lambda: FedProto(mlp()))
-    scores = evaluator.client(module, 0, "trained", 1)
+    scores = evaluator.client(module, 0, "trained")
     bases = ("Local-T", "Global-T")
     assert set(scores) == {base + way for base in bases for way in ("", "/prototype", "/classifier")}
     assert scores["Local-T"] == scores["Local-T/prototype"]
@@ -85,7 +85,7 @@ def test_all_ways_to_predict_are_scored(evaluated, mlp):
 def test_client_without_test_samples_has_a_global_accuracy_only(make_data, evaluated):
     data = make_data(counts=((1, 0, 0, 0), (8, 8, 8, 8), (4, 4, 0, 0), (0, 0, 4, 4)))
     _, evaluator, module = evaluated(data=data)
-    scores = evaluator.client(module, 0, "trained", 1)
+    scores = evaluator.client(module, 0, "trained")
     assert np.isnan(scores["Local-T"])
     assert 0 <= scores["Global-T"] <= 1
 
@@ -96,18 +96,18 @@ def test_evaluation_leaves_module_and_random_streams_alone(conv_net, evaluated, 
     module.train()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     stream = torch.get_rng_state()
-    first = evaluator.client(module, 1, "trained", 1)
+    first = evaluator.client(module, 1, "trained")
     assert module.training
     assert_identical(dict(module.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), stream)
-    assert evaluator.client(module, 1, "trained", 1) == first
+    assert evaluator.client(module, 1, "trained") == first
 
 
 def test_adaptation_runs_on_a_throw_away_copy(mlp, evaluated, assert_identical):
     loop, evaluator, module = evaluated(lambda: Tuned(mlp()))
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    scores = evaluator.client(module, 3, "trained", 1)
+    scores = evaluator.client(module, 3, "trained")
     assert_identical(dict(module.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert repr(np.random.get_state()) == repr(streams[1])
@@ -125,7 +125,7 @@ def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     stream = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="cannot predict"):
-        evaluator.client(module, 0, "trained", 1)
+        evaluator.client(module, 0, "trained")
     assert_identical(dict(module.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), stream)
 

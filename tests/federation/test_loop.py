@@ -132,7 +132,7 @@ def test_newcomers_count_with_the_initial_model(mlp, run_federation, set_up_fede
     (fitted,) = loop.draw_participants(1)
     untouched = set_up_federation(lambda: FedAvg(mlp()))
     for client in set(range(4)) - {fitted}:
-        initial = untouched.runner.evaluator.client(untouched.runner.load(client), client, "trained", 1)
+        initial = untouched.runner.evaluator.client(untouched.runner.load(client), client, "trained")
         assert loop.scores["Local-T"][client] == initial["Local-T"]
         assert loop.scores["Global-T"][client] == initial["Global-T"]
     assert loop.diary.rows[0]["Local-T"] == pytest.approx(loop.scores["Local-T"].mean())

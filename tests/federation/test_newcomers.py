@@ -67,7 +67,7 @@ def test_newcomer_that_was_not_drawn_yet_counts_with_its_initial_model(mlp, run_
     loop = run_federation(lambda: FedAvg(mlp()), rounds=3, participation=0.3, **LAST_JOINS)
     assert 3 not in loop.draw_participants(3)
     fresh = set_up_federation(lambda: FedAvg(mlp()))
-    initial = fresh.runner.evaluator.client(fresh.runner.load(3), 3, "trained", 1)
+    initial = fresh.runner.evaluator.client(fresh.runner.load(3), 3, "trained")
     assert loop.diary.rows[-1]["Local-T_newcomers"] == initial["Local-T"]
     assert "Local-T_newcomers" not in loop.diary.rows[1]
 

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from functools import lru_cache
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
+    pytest.mark.xdist_group("workers"),  # one process of pytest-xdist makes the runs that all tests look at
+]
 
 
 def find_methods():
@@ -124,6 +128,7 @@ def runs(run_cases):
     }
 
 
+@lru_cache(maxsize=8)
 def read(folder, name):
     """All that a run leaves behind: rows, final scores, checkpoint, private states, models."""
     checkpoints = Checkpoints(folder / name / "checkpoints")
@@ -144,7 +149,7 @@ def read(folder, name):
 def test_result_does_not_depend_on_the_number_of_workers(runs, name, workers, assert_identical):
     alone, together = read(runs["1"], name), read(runs[workers], name)
     if "then" in workers:
-        del alone["rows"][1]
+        alone = {**alone, "rows": {2: alone["rows"][2]}}
     assert_identical(together, alone)
 
 

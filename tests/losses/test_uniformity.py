@@ -69,7 +69,9 @@ def test_gradients_match_finite_differences():
 
 
 @pytest.mark.parametrize("loss", [uniformity_loss, prediction_variance_loss, lambda z: uniformity_loss(z, True)])
-@pytest.mark.parametrize("batch", [torch.randn(1, 4), torch.zeros(5, 4), torch.full((5, 4), 3.0)], ids=str)
+@pytest.mark.parametrize(
+    "batch", [noise(1, 4), torch.zeros(5, 4), torch.full((5, 4), 3.0)], ids=["one", "zeros", "equal"]
+)
 def test_batches_without_a_spread_give_finite_losses_and_gradients(loss, batch):
     """One sample, dead embeddings: the public code gives NaN."""
     values = batch.clone().requires_grad_()

@@ -25,7 +25,9 @@ def find_methods():
 METHODS = find_methods()
 
 
-@pytest.fixture(scope="module", params=sorted(METHODS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(METHODS)]
+)
 def method(request, conv_net):
     """A factory of clients of one method, on a model with batch norm and dropout."""
     return lambda: METHODS[request.param](conv_net())
