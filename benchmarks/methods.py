@@ -1,12 +1,14 @@
-"""Every method under FedCPD's FashionMNIST protocol: accuracies and seconds a round, in one table.
+"""Every method under a paper's protocol: accuracies, values sent and seconds a round, in one table.
 
-    OMP_NUM_THREADS=1 python benchmarks/methods.py [--root FOLDER] [--samples 7000] [--rounds 20] [--methods FedProx …]
+    OMP_NUM_THREADS=1 python benchmarks/methods.py [--protocol fedcpd] [--root FOLDER] [--samples 7000] [--rounds 20] …
 
-Every run is the command line's own (`fl-lightning fit --config experiments/fedcpd/fmnist_dirichlet01.yaml`) with the
-method's defaults: 20 clients, Dirichlet(0.1), CNN, SGD 0.01, batch 10. `--samples` takes a stratified, seeded sample of
-so many images instead of all 70,000. FedProto runs as `experiments/fedproto/pfllib.yaml` says, DRDFL with Adam 0.001 as
-in its own experiments. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side,
-one thread each; seconds are those of runs beside others.
+Every run is the command line's own (`fl-lightning fit --config experiments/…`). ``fedcpd`` is FashionMNIST with 20
+clients, Dirichlet(0.1), CNN, SGD 0.01 and batch 10, for all methods with their defaults (FedProto as
+`experiments/fedproto/pfllib.yaml` says, DRDFL with Adam 0.001 as in its own experiments). ``drdfl`` is CIFAR-10 with 20
+clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables with their files
+in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified, seeded sample of so
+many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
+each; seconds are those of runs beside others.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +28,89 @@ from results import save
 from fl_lightning import catalog
 
 HERE = Path(__file__).resolve().parent
-PROTOCOL = HERE.parent / "experiments/fedcpd/fmnist_dirichlet01.yaml"
-OVERLAYS: dict[str, list[str]] = {
-    "FedProto": ["--config", str(HERE.parent / "experiments/fedproto/pfllib.yaml")],
-    "DRDFL": ["--method=DRDFL", "--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.001"],
+EXPERIMENTS = HERE.parent / "experiments"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is run and shown.
+
+    Args:
+        file: the experiment.
+        images: of the whole data set.
+        sample: options that take a sample of them; the number follows.
+        options: options of every run.
+        overlays: method -> options that choose it, where these are not its name alone.
+        methods: those of the table; empty for all.
+        columns: columns of the last evaluated round, the one that sorts first.
+        mean: columns whose mean over the last ten evaluated rounds is shown, too.
+    """
+
+    file: Path
+    images: int
+    sample: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    overlays: dict[str, list[str]] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    mean: tuple[str, ...] = ()
+
+
+def overlay(name: str) -> list[str]:
+    return ["--config", str(EXPERIMENTS / name)]
+
+
+PROTOCOLS = {
+    "fedcpd": Protocol(
+        EXPERIMENTS / "fedcpd/fmnist_dirichlet01.yaml",
+        70_000,
+        ("--data.dataset", "subsets.FashionMNISTSample", "--data.dataset.normalize", "half"),
+        overlays={
+            "FedProto": overlay("fedproto/pfllib.yaml"),
+            "DRDFL": ["--method=DRDFL", "--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.001"],
+        },
+        columns=("Local-T_received", "Local-T_received_weighted", "Local-T", "Server-T"),
+    ),
+    "drdfl": Protocol(
+        EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
+        60_000,
+        ("--data.dataset", "subsets.ImageFolderSample", "--data.dataset.normalize", "standard"),
+        options=("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128"),
+        overlays={
+            "DRDFL": [],
+            **{
+                name: overlay(f"drdfl/methods/{name.lower()}.yaml")
+                for name in ("Local", "FedRep", "FedNova", "FedBN", "FedFed", "DFedPGP", "FedCVAE", "DisPFL")
+            },
+        },
+        methods=("Local", "FedRep", "FedNova", "FedBN", "FedFed", "DFedPGP", "FedCVAE", "DisPFL", "DRDFL"),
+        columns=("Local-T", "Global-T"),
+        mean=("Local-T", "Global-T"),
+    ),
 }
-COLUMNS = ("Local-T_received", "Local-T_received_weighted", "Local-T", "Server-T")
 
 
-def words(method: str, options: argparse.Namespace) -> list[str]:
-    found = ["--config", str(PROTOCOL), *OVERLAYS.get(method, [f"--method={method}"])]
+def words(method: str, protocol: Protocol, options: argparse.Namespace) -> list[str]:
+    found = ["--config", str(protocol.file), *protocol.overlays.get(method, [f"--method={method}"]), *protocol.options]
     found += ["--federation.rounds", str(options.rounds), "--federation.evaluate_every", str(options.evaluate_every)]
     found += ["--federation.checkpoint.every", str(options.rounds), "--trainer.accelerator", "cpu"]
+    if options.epochs:
+        found += ["--federation.local_epochs", str(options.epochs)]
     if options.samples:
-        found += ["--data.dataset", "subsets.FashionMNISTSample", "--data.dataset.samples", str(options.samples)]
-        found += ["--data.dataset.normalize", "half", "--data.partition.min_samples", "10"]
+        found += [*protocol.sample, "--data.dataset.samples", str(options.samples)]
+        found += ["--data.partition.min_samples", "10"]
     if options.root:
         found += ["--data.dataset.root", str(Path(options.root).resolve())]
     return found
 
 
-def run(method: str, options: argparse.Namespace) -> Path:
+def run(method: str, protocol: Protocol, options: argparse.Namespace) -> Path:
     """Run one method, unless its run has ended already; returns its folder."""
     output = Path(options.output).resolve()
     name = f"{method}-{options.samples or 'all'}-{options.rounds}"
     summary = output / name / "summary.json"
     if not (summary.is_file() and json.loads(summary.read_text())["finished"]):
-        command = [sys.executable, "-m", "fl_lightning", "fit", *words(method, options)]
+        command = [sys.executable, "-m", "fl_lightning", "fit", *words(method, protocol, options)]
         command += ["--output", str(output), "--name", name, "--quiet", "--overwrite"]
         path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -59,52 +118,60 @@ def run(method: str, options: argparse.Namespace) -> Path:
     return output / name
 
 
-def figures(folder: Path) -> dict[str, Any]:
-    """Per cent of the last evaluated round, and seconds and values sent a round."""
+def figures(folder: Path, protocol: Protocol) -> dict[str, Any]:
+    """Per cent, values sent and seconds a round."""
     summary = json.loads((folder / "summary.json").read_text())
-    last = {name: round(100 * summary["last"][name], 2) for name in COLUMNS if name in summary["last"]}
+    found: dict[str, Any] = {}
+    for heading, columns in (("last", protocol.columns), ("mean_last_10", protocol.mean)):
+        for name in columns:
+            value = summary[heading].get(name)
+            label = name if heading == "last" else f"{name} mean of ten"
+            found[label] = None if value is None else round(100 * value, 2)
     final = summary["final_received"].get("Local-T_received")
-    sent = summary["communication"]["uplink_params_per_client"]
-    seconds = summary["seconds"] / summary["rounds"]
-    return {
-        **last,
-        "final_received": None if final is None else round(100 * final, 2),
-        "values sent": round(sent),
-        "seconds": round(seconds, 1),
-    }
+    found["final received"] = None if final is None else round(100 * final, 2)
+    found["personal params"] = round(summary["parameters"]["personal"])
+    found["values sent"] = round(summary["communication"]["uplink_params_per_client"])
+    found["comm. Mi"] = round(summary["communication"]["uplink_params_Mi_per_round"], 2)
+    found["seconds"] = round(summary["seconds"] / summary["rounds"], 1)
+    return found
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """The figures as Markdown, best received accuracy first."""
-    columns = [*COLUMNS, "final_received", "values sent", "seconds"]
+def table(found: dict[str, dict[str, Any]], protocol: Protocol) -> str:
+    """The figures as Markdown, in the protocol's order, or best first."""
+    columns = [name for name in next(iter(found.values())) if any(own[name] is not None for own in found.values())]
     lines = [f"| method | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 1)}"]
-    for method in sorted(found, key=lambda method: -found[method].get("Local-T_received", 0)):
-        cells = [found[method].get(column) for column in columns]
+    order = sorted(found, key=lambda method: -(found[method][protocol.columns[0]] or 0))
+    for method in list(found) if protocol.methods else order:
+        cells = [found[method][column] for column in columns]
         lines.append(f"| {method} | {' | '.join('–' if cell is None else str(cell) for cell in cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", default=None, help="folder that holds FashionMNIST/raw")
-    parser.add_argument("--samples", type=int, default=0, help="images of a stratified sample; 0 takes all 70,000")
+    parser.add_argument("--protocol", default="fedcpd", choices=sorted(PROTOCOLS))
+    parser.add_argument("--root", default=None, help="folder of the data: FashionMNIST/raw in it, or train/ and test/")
+    parser.add_argument("--samples", type=int, default=0, help="images of a stratified sample; 0 takes all")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=0, help="local epochs; 0 takes the protocol's")
     parser.add_argument("--evaluate-every", type=int, default=5)
     parser.add_argument("--methods", nargs="*", default=None)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", default=str(HERE.parent / "runs" / "methods"), help="folder of the runs")
     options = parser.parse_args()
-    methods = options.methods or [entry.name for entry in catalog.entries("methods")]
+    protocol = PROTOCOLS[options.protocol]
+    methods = options.methods or protocol.methods or [entry.name for entry in catalog.entries("methods")]
 
     def one(method: str) -> dict[str, Any]:
-        numbers = figures(run(method, options))
+        numbers = figures(run(method, protocol, options), protocol)
         print(method, numbers, flush=True)
         return numbers
 
     with ThreadPoolExecutor(options.jobs) as pool:
         found = dict(zip(methods, pool.map(one, methods), strict=True))
-    print(table(found))
-    save("methods", {"images": options.samples or 70_000, "rounds": options.rounds, "methods": found})
+    print(table(found, protocol))
+    about = {"images": options.samples or protocol.images, "rounds": options.rounds, "epochs": options.epochs or None}
+    save(f"methods_{options.protocol}", {**about, "methods": found})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,18 @@ import torch
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.datasets import FashionMNIST
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.normalization import Normalize
 from fl_lightning.errors import require
+
+
+def stratified(whole: Arrays, samples: int, seed: int) -> Arrays:
+    """Equally many images of every class, in the order of the whole set, both official parts merged."""
+    labels, rng = whole.y.numpy(), np.random.default_rng(seed)
+    each = samples // len(whole.classes)
+    drawn = [rng.permutation(np.flatnonzero(labels == label))[:each] for label in range(len(whole.classes))]
+    rows = torch.from_numpy(np.sort(np.concatenate(drawn)))
+    return Arrays(whole.x[rows], whole.y[rows], len(rows), whole.classes, whole.mean, whole.std)
 
 
 class FashionMNISTSample(FashionMNIST):
@@ -39,9 +49,25 @@ class FashionMNISTSample(FashionMNIST):
 
     def arrays(self) -> Arrays:
         """The sample, in the order of the whole set."""
-        whole = super().arrays()
-        labels, rng = whole.y.numpy(), np.random.default_rng(self.sample_seed)
-        each = self.samples // len(whole.classes)
-        drawn = [rng.permutation(np.flatnonzero(labels == label))[:each] for label in range(len(whole.classes))]
-        rows = torch.from_numpy(np.sort(np.concatenate(drawn)))
-        return Arrays(whole.x[rows], whole.y[rows], len(rows), whole.classes, whole.mean, whole.std)
+        return stratified(super().arrays(), self.samples, self.sample_seed)
+
+
+class ImageFolderSample(ImageFolder):
+    """A stratified sample of a folder of images: equally many of every class, both parts merged.
+
+    Args:
+        root: folder that holds ``train/<class>/`` and, where there is one, ``test/<class>/``.
+        samples: images in all, a multiple of the number of classes.
+        sample_seed: seed of the draw.
+        normalize: ``standard`` or ``half``, as for `ImageFolder`.
+    """
+
+    def __init__(self, root: str, samples: int = 5000, sample_seed: int = 0, normalize: Normalize = "standard") -> None:
+        super().__init__(root, normalize=normalize)
+        require(samples >= 10, "data.dataset.samples", "must be >= 10", samples)
+        self.samples = samples
+        self.sample_seed = sample_seed
+
+    def arrays(self) -> Arrays:
+        """The sample, in the order of the whole set."""
+        return stratified(super().arrays(), self.samples, self.sample_seed)

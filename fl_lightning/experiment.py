@@ -38,6 +38,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.files import load_tensors, write_text
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside, stop_signals
 from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
@@ -51,6 +52,7 @@ _OWN_FILES = (
     "partition.json",
     "metrics.csv",
     "clients.csv",
+    "topology.csv",
     "summary.json",
     "curves.png",
     "partition.png",
@@ -81,6 +83,7 @@ class Experiment:
         federation = {key: build(value, f"federation.{key}") for key, value in config["federation"].items()}
         federation["evaluate"] = EvaluationPolicy(**federation["evaluate"])
         federation["newcomers"] = Newcomers(**federation["newcomers"])
+        federation["failures"] = Failures(**federation["failures"])
         federation["checkpoint"] = CheckpointPolicy(**federation["checkpoint"])
         self.loop: FederatedLoop = construct(FederatedLoop, "federation", **federation)
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}

@@ -29,6 +29,7 @@ GROUPS = {
     "federation": "fl_lightning.federation.loop.FederatedLoop",
     "federation.evaluate": "fl_lightning.federation.loop.EvaluationPolicy",
     "federation.newcomers": "fl_lightning.federation.loop.Newcomers",
+    "federation.failures": "fl_lightning.federation.failures.Failures",
     "federation.checkpoint": "fl_lightning.federation.checkpoint.CheckpointPolicy",
 }
 """Keys whose members are the parameters of one class."""

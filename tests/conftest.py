@@ -114,10 +114,10 @@ def conv_net():
 
 
 class Diary(FederationCallback):
-    """Remembers the rows, and each participant's message and report, by (round, client)."""
+    """Remembers the rows, each participant's message and report, by (round, client), and who sent to whom, by round."""
 
     def __init__(self) -> None:
-        self.rows, self.received, self.sent, self.reports = [], {}, {}, {}
+        self.rows, self.received, self.sent, self.reports, self.hops = [], {}, {}, {}, {}
 
     def on_round_start(self, loop, round, participants):
         for client in participants:
@@ -129,6 +129,7 @@ class Diary(FederationCallback):
 
     def on_round_end(self, loop, row):
         self.rows.append(dict(row))
+        self.hops[row["round"]] = list(loop.exchange.hops)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.aggregation import ArtifactRule
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.mixing import MeanMixer, Mixer
 from fl_lightning.core.server import RuleFactory, Server
 from fl_lightning.core.steps import CarefulSteps
 from fl_lightning.core.term import CrossEntropy, Forward, Term, term_sum
@@ -97,6 +99,8 @@ class ClientModule(L.LightningModule):
     """The client's own tensors are statistics, no layers (core/precision.py)."""
     exchange: ClassVar[str] = "Star"
     """How the method's messages travel where the configuration does not say."""
+    takes_newcomers: ClassVar[bool] = True
+    """Whether a client may join after the first rounds, from what others have sent."""
 
     def __init__(
         self, model: SplitModel, terms: Sequence[Term] = (), extra_terms: Sequence[Term] | None = None
@@ -215,6 +219,16 @@ class ClientModule(L.LightningModule):
         """The method's server. Default: weighted mean of weights, artifacts by the rules of their terms."""
         return Server(initial, self.artifact_rules())
 
+    def make_mixer(self) -> Mixer | None:
+        """The method's rule without a server. Default: mean with the neighbours, artifacts by the rules of the server.
+
+        Returns:
+            None for a method whose server does more than to average, or remembers: it cannot do without.
+        """
+        server = self.make_server(self.initial_message())
+        stateless = all(type(rule()).memory is ArtifactRule.memory for rule in server.rules.values())
+        return MeanMixer(server.rules) if type(server) is Server and stateless else None
+
     def artifact_rules(self) -> dict[str, RuleFactory]:
         """How a server merges the terms' artifacts."""
         return {name: rule for term in self.exchanging_terms for name, rule in term.rules().items()}
@@ -332,6 +346,7 @@ class ClientModule(L.LightningModule):
             epoch -= self._plan[index].epochs
             index += 1
         planned = self._plan[index]
+        self.phase = planned.phase
         trained = {id(p) for p in planned.parameters}
         for parameter in self._trainable:
             parameter.requires_grad_(id(parameter) in trained)

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, NamedTuple
 
 from fl_lightning.core.client import ClientModule
-from fl_lightning.core.message import Message
+from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.server import Server
-from fl_lightning.errors import require_choices
+
+
+class Hop(NamedTuple):
+    """One message on its way from one client to another.
+
+    Args:
+        sender: 0-based client.
+        receiver: 0-based client.
+        share: the message's share in the receiver's mean.
+        num_params: values sent.
+        num_bytes: their bytes.
+    """
+
+    sender: int
+    receiver: int
+    share: float
+    num_params: int
+    num_bytes: int
 
 
 class Exchange(ABC):
@@ -23,6 +40,8 @@ class Exchange(ABC):
     paper: ClassVar[str] = ""
     keeps_shared: ClassVar[bool] = False
     """Whether a client's next receive may leave its shared weights as they are, so that they must be kept for it."""
+    between_clients: ClassVar[bool] = False
+    """Whether messages go from client to client, so that there are `hops` to write down."""
 
     @abstractmethod
     def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:
@@ -47,6 +66,25 @@ class Exchange(ABC):
     def global_message(self) -> Message | None:
         """The message that all clients will hear, where there is such a one."""
         return None
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def uplink(self, client: int, message: Message) -> Size:
+        """What `client` sends in the open round by posting `message`: every copy of it counts."""
+        return message.size
+
+    def downlink(self, client: int) -> Size:
+        """What was sent to `client` for it to have its `inbox`."""
+        return self.inbox(client).size
+
+    def pulled(self) -> Size:
+        """What was sent at the start of the open round beyond what participants post in it."""
+        return NOTHING
+
+    @property
+    def hops(self) -> Sequence[Hop]:
+        """Who sent what to whom in the round that was closed last; empty where all goes through a server."""
+        return ()
 
     def hears_global(self, client: int) -> bool:
         """Whether what `client` will hear is the global message."""
@@ -127,66 +165,3 @@ class Star(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
         self.server.load_state_dict(state)
-
-
-Schedule = Literal["parallel", "sequential"]
-
-
-class Ring(Exchange):
-    """A directed ring without a server: client m hears from client m − 1 (mod N), and from nobody else.
-
-    A client that did not finish the round before is skipped: its successor hears from the nearest predecessor that did.
-    Who would hear only itself hears nothing. In the first round nobody has finished one, so nothing is heard.
-
-    Args:
-        schedule: ``parallel`` delivers what the predecessor finished in the round before (all exchange at the end of a
-            round); ``sequential`` lets clients train one after another around the ring, each hearing what its
-            predecessor has just finished in the same round, and the first one the last one's of the round before.
-    """
-
-    paper = "Guo et al. (2025), Algorithm 1 (parallel) and Figure 1 (sequential)"
-    keeps_shared = True
-
-    def __init__(self, schedule: Schedule = "parallel") -> None:
-        require_choices("federation.exchange", schedule=(schedule, Schedule))
-        self.schedule = schedule
-
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
-        self.num_clients = num_clients
-        self._finished: dict[int, Message] = {}  # of the last closed round
-        self._posted: dict[int, Message] = {}  # of the round that is open
-        self._active: set[int] = set(range(num_clients))
-
-    @property
-    def in_turn(self) -> bool:  # noqa: D102
-        return self.schedule == "sequential"
-
-    def inbox(self, client: int) -> Message:  # noqa: D102
-        for step in range(1, self.num_clients):
-            predecessor = (client - step) % self.num_clients
-            if predecessor in self._posted and self.schedule == "sequential":
-                return self._posted[predecessor]
-            if predecessor in self._finished and (predecessor in self._active or self.schedule == "parallel"):
-                return self._finished[predecessor]
-        return Message()
-
-    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
-        self._posted, self._active = {}, set(participants)
-
-    def post(self, client: int, message: Message) -> None:  # noqa: D102
-        self._posted[client] = message
-
-    def close(self) -> None:  # noqa: D102
-        self._finished, self._posted = self._posted or self._finished, {}
-        self._active = set(self._finished)
-
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
-        return {str(client): message.state_dict() for client, message in self._finished.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
-        self._finished = {int(client): Message.from_state_dict(message) for client, message in state.items()}
-        self._active = set(self._finished)
-
-
-EXCHANGES: dict[str, type[Exchange]] = {"Star": Star, "Ring": Ring}
-"""What `ClientModule.exchange` may say."""

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from fl_lightning.core.client import ClientModule, OptimizerFactory
-from fl_lightning.core.message import Message
+from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
-from fl_lightning.federation.exchange import EXCHANGES, Exchange
+from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.peers import EXCHANGES
 from fl_lightning.federation.runner import ClientReport, Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
 from fl_lightning.federation.transport import Waiting
@@ -94,6 +96,7 @@ class FederatedLoop:
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         exchange: how messages travel; null takes the method's own way (mostly a star around a server).
         newcomers: clients that join later.
+        failures: clients that are out for rounds.
         init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
             private initial weights.
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
@@ -119,6 +122,7 @@ class FederatedLoop:
         evaluate_every: int = 1,
         exchange: Exchange | None = None,
         newcomers: Newcomers = Newcomers(),
+        failures: Failures = Failures(),  # noqa: B008 - frozen
         init: Literal["common", "own"] = "common",
         pool: Literal["memory", "disk"] = "memory",
         checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
@@ -149,6 +153,7 @@ class FederatedLoop:
         require(early, "federation.newcomers.after", f"must be < federation.rounds ({rounds})", newcomers.after)
         self.configured_exchange = exchange
         self.newcomers = newcomers
+        self.failures = failures
         self.init = init
         self.pool = pool
         self.checkpoint = checkpoint
@@ -193,6 +198,7 @@ class FederatedLoop:
         self.num_founders = self.num_clients - self.newcomers.clients
         some = f"must be < data.num_clients ({self.num_clients})"
         require(self.num_founders >= 1, "federation.newcomers.clients", some, self.newcomers.clients)
+        self.failures.check(self.num_clients)
         self.identity = dict(identity or {})
         self.checkpoints = None if folder is None or self.checkpoint.every == 0 else Checkpoints(folder / "checkpoints")
         require(self.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
@@ -210,7 +216,11 @@ class FederatedLoop:
             steps_per_bundle=self.steps_per_bundle,
             channels_last=self.channels_last,
         )
-        own = EXCHANGES[self.runner.modules[0].exchange]
+        template = self.runner.modules[0]
+        joins = template.takes_newcomers or not self.newcomers.clients
+        rule = f"{type(template).__name__} has no rule for clients that join later: must be 0"
+        require(joins, "federation.newcomers.clients", rule, self.newcomers.clients)
+        own = EXCHANGES[template.exchange]
         self.exchange = own() if self.configured_exchange is None else self.configured_exchange
         self.runner.keeps_shared = self.exchange.keeps_shared
         self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
@@ -289,6 +299,8 @@ class FederatedLoop:
         for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
             self.runner.module(client).lr_factor = self.lr_decay ** (round - 1)
             report = self.runner.run(self._job(round, client))
+            report.downlink = self.exchange.downlink(client)
+            report.uplink = self.exchange.uplink(client, report.message)
             self.exchange.post(client, report.message)
             reports.append(report)
             self._call("on_client_fit_end", report)
@@ -330,8 +342,9 @@ class FederatedLoop:
         evaluated = self.is_evaluated(self.round)
         if evaluated:
             self._evaluate_strangers()
-        traffic = _traffic(reports)
-        row: dict[str, Any] = {"round": self.round, **traffic, "participants": len(reports)}
+        traffic = _traffic(reports, self.exchange.pulled())
+        present = {"participants": len(reports), "missing": len(self.missing(self.round))}
+        row: dict[str, Any] = {"round": self.round, **traffic, **present}
         if evaluated:
             row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
             row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
@@ -397,6 +410,14 @@ class FederatedLoop:
 
     def draw_participants(self, round: int) -> list[int]:
         """The clients that take part in a round, in order; depends on seed and round alone."""
+        out = self.missing(round)
+        return [client for client in self._draw(round) if client not in out]
+
+    def missing(self, round: int) -> set[int]:
+        """The clients that should take part in a round and fail."""
+        return self.failures.among(self._draw(round), self.seed, round)
+
+    def _draw(self, round: int) -> list[int]:
         there = self._num_present(round)
         count = max(1, int(self.participation * there + 1e-9))
         if count == there:
@@ -419,7 +440,8 @@ class FederatedLoop:
         accuracies = [name + suffix for name in self.columns for suffix in suffixes]
         module = self.runner.modules[0]
         losses = [loss_column(name) for name in module.loss_names]
-        return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, "participants", "seconds", *losses]
+        present = ("participants", "missing")
+        return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, *present, "seconds", *losses]
 
     def _is_last_before_evaluation(self, round: int, client: int) -> bool:
         """Whether the state after this fit is the one that the next evaluated round reports.
@@ -527,9 +549,9 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
 
 
-def _traffic(reports: Sequence[ClientReport]) -> dict[str, int]:
-    """Values and bytes sent down and up in a round, by column."""
-    sizes = {"uplink": [report.uplink for report in reports], "downlink": [report.downlink for report in reports]}
+def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING) -> dict[str, int]:
+    """Values and bytes sent down and up in a round, by column; who sends to a client that joins has no report of it."""
+    sizes = {"uplink": [*(r.uplink for r in reports), pulled], "downlink": [report.downlink for report in reports]}
     return {
         f"{direction}_{unit}": sum(getattr(size, f"num_{unit}") for size in own)
         for unit in ("params", "bytes")

@@ -17,6 +17,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.exchange import Hop
 from fl_lightning.federation.files import write_text
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.report.record import MetricsFile, read_rows, summarise
@@ -45,10 +46,14 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     def on_run_start(self, loop: FederatedLoop) -> None:  # noqa: D102
         self.metrics = MetricsFile(self.folder / "metrics.csv", loop.row_columns)
-        ahead = ["round", "client", "participated", "num_train", "num_test"]
+        ahead = ["round", "client", "participated", "failed", "num_train", "num_test"]
         self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.columns, "loss"])
-        self.metrics.start(loop.round)
-        self.clients.start(loop.round)
+        self.topology = None
+        if loop.exchange.between_clients:
+            self.topology = MetricsFile(self.folder / "topology.csv", ["round", *Hop._fields])
+        for file in (self.metrics, self.clients, self.topology):
+            if file is not None:
+                file.start(loop.round)
         start = RunStart(
             self.folder,
             self.about,
@@ -67,6 +72,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         self.metrics.append([row])
         clients = self._client_rows(loop)
         self.clients.append(clients)
+        if self.topology is not None:
+            self.topology.append({"round": loop.round, **hop._asdict()} for hop in loop.exchange.hops)
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         evaluated = loop.is_evaluated(loop.round)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "round"}
@@ -81,10 +88,15 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     def _client_rows(self, loop: FederatedLoop) -> list[dict[str, Any]]:
         evaluated, taking_part = loop.is_evaluated(loop.round), set(loop.participants)
+        failed = loop.missing(loop.round)
         rows = []
         for client in range(loop.num_clients):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
-            row |= {"num_train": int(loop.num_train[client]), "num_test": int(loop.num_test[client])}
+            row |= {
+                "failed": int(client in failed),
+                "num_train": int(loop.num_train[client]),
+                "num_test": int(loop.num_test[client]),
+            }
             row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
             rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})
         return rows
@@ -129,6 +141,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             **summarise(rows),
             "final_received": dict(final_received),
             "communication": communication(loop.traffic, rows),
+            "parameters": loop.runner.num_parameters(),
             "clients_without_test": without_test,
         }
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")

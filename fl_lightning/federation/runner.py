@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings, OptimizerFactory
-from fl_lightning.core.message import Message, Size
+from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.clients import ClientPool
@@ -81,22 +81,22 @@ class ClientReport:
     Args:
         client: 0-based.
         message: what it sends; empty where another worker fitted it, and only its size is known.
-        downlink: size of what it received.
-        uplink: size of what it sends.
         scores: its accuracies, by column.
         losses: mean over its samples, by name.
         num_steps: local mini-batches.
         seconds: how long it took.
+        downlink: size of all that was sent to it for what it received; the exchange knows.
+        uplink: size of all that it sends.
     """
 
     client: int
     message: Message
-    downlink: Size
-    uplink: Size
     scores: Scores
     losses: dict[str, float]
     num_steps: int
     seconds: float
+    downlink: Size = NOTHING
+    uplink: Size = NOTHING
 
 
 class Runner:
@@ -230,8 +230,8 @@ class Runner:
             with self._autocast():
                 message = module.send(data)
         self._keep(module, client, round, job.keep_model)
-        losses, steps, sizes = module.mean_losses(), module.num_steps, (job.message.size, message.size)
-        return ClientReport(client, message, *sizes, scores, losses, steps, time.perf_counter() - start)
+        losses, steps = module.mean_losses(), module.num_steps
+        return ClientReport(client, message, scores, losses, steps, time.perf_counter() - start)
 
     def evaluate_received(self, client: int, message: Message, round: int) -> Scores:
         """What the client's model would score after one more receive; its kept state does not change."""
@@ -287,6 +287,17 @@ class Runner:
         self.pool.put(client, {name: entries[name] for name in names}, round)
         if model_file is not None:
             save_tensors(model_file, full_state(module))
+
+    def num_parameters(self) -> dict[str, float]:
+        """Trainable parameters of one client, the mean over clients: ``personal`` stay with it, ``shared`` travel."""
+        counts = []
+        for module in self.modules:
+            shared = {name for name in module.shared_names}
+            sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+            travels = sum(size for name, size in sizes.items() if name in shared)
+            counts.append((sum(sizes.values()) - travels, travels))
+        personal, shared_ones = (sum(counts[a][i] for a in self.architecture) / len(self.architecture) for i in (0, 1))
+        return {"personal": personal, "shared": shared_ones}
 
     def model_bytes(self) -> int:
         """Bytes of all clients' models together."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fl_lightning.core.message import Message
+from fl_lightning.core.message import Message, Size
 from fl_lightning.federation import transport
-from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.exchange import Exchange, Hop
 
 MAIN = 0
 """Rank of the process that holds the exchange, writes the run's folder and calls the callbacks."""
@@ -133,9 +133,11 @@ class SharedExchange(Exchange):
         self.workers = workers
         self.device = device
         self.keeps_shared = exchange.keeps_shared  # type: ignore[misc]
+        self.between_clients = exchange.between_clients  # type: ignore[misc]
         self._outbox: dict[int, Message] = {}
         self._inbox: dict[int, Message] = {}
         self._hears_global: dict[int, bool] = {}
+        self._downlink: dict[int, Size] = {}
         self._global: Message | None = None
         self._share_global()
 
@@ -166,7 +168,9 @@ class SharedExchange(Exchange):
                     index[id(message)] = len(messages)
                     messages.append(message)
                 places[client] = index[id(message)]
-        places = self.workers.gather(places)[MAIN]
+        sizes = {client: tuple(self.exchange.downlink(client)) for client in places}
+        places, sizes = self.workers.gather((places, sizes))[MAIN]
+        self._downlink = {client: Size(*size) for client, size in sizes.items()}
         wanted: dict[int, set[int]] = {}
         for client, place in places.items():
             wanted.setdefault(place, set()).add(owners[client])
@@ -192,6 +196,19 @@ class SharedExchange(Exchange):
 
     def hears_global(self, client: int) -> bool:  # noqa: D102
         return self._hears_global[client]
+
+    def downlink(self, client: int) -> Size:  # noqa: D102
+        return self.exchange.downlink(client) if self.workers.is_main else self._downlink[client]
+
+    def uplink(self, client: int, message: Message) -> Size:  # noqa: D102
+        return self.exchange.uplink(client, message)
+
+    def pulled(self) -> Size:  # noqa: D102
+        return self.exchange.pulled()
+
+    @property
+    def hops(self) -> Sequence[Hop]:  # noqa: D102
+        return self.exchange.hops
 
     def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
         self.exchange.open(round, participants)

@@ -3,7 +3,7 @@ import io
 import pytest
 import torch
 
-from fl_lightning.core.message import ClassMeans, KeptRows, Message
+from fl_lightning.core.message import ClassMeans, KeptRows, MaskedWeights, Message
 
 
 @pytest.fixture
@@ -66,3 +66,39 @@ def test_kept_rows_count_what_is_new_and_hold_everything(assert_identical):
     copy = message.clone().artifacts["pool"]
     copy.rows.zero_()
     assert rows.rows.abs().max() > 0
+
+
+def test_masked_weights_count_active_values_and_a_bit_an_entry(assert_identical):
+    weights = torch.arange(18.0).view(3, 6) + 1
+    mask = weights % 4 == 0
+    masked = MaskedWeights.from_dense(weights, mask)
+    message = Message({"mean": torch.zeros(5)}, {"w": masked})
+    assert masked.values.tolist() == [4.0, 8.0, 12.0, 16.0]
+    assert message.num_params == 5 + 4
+    assert message.num_bytes == 5 * 4 + 4 * 4 + 3  # 18 bits
+    assert_identical({"": masked.dense()}, {"": torch.where(mask, weights, 0.0)})
+    assert MaskedWeights.from_dense(weights.bfloat16(), mask).num_bytes == 4 * 2 + 3
+
+
+def test_masked_weights_survive_a_file_and_share_no_memory(assert_identical):
+    weights, mask = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.rand(4, 3, 2, 2) < 0.5
+    message = Message(artifacts={"w": MaskedWeights.from_dense(weights, mask)})
+    before = torch.where(mask, weights, 0.0)
+    file = io.BytesIO()
+    torch.save(message.state_dict(), file)
+    file.seek(0)
+    loaded = Message.from_state_dict(torch.load(file, weights_only=True)).artifacts["w"]
+    assert isinstance(loaded, MaskedWeights)
+    copy, moved = message.clone().artifacts["w"], loaded.to(torch.device("cpu"))
+    weights.zero_()
+    mask.zero_()
+    for found in (message.artifacts["w"], loaded, copy, moved):
+        assert_identical({"": found.dense()}, {"": before})
+    copy.values.zero_()
+    copy.mask.zero_()
+    assert_identical({"": message.artifacts["w"].dense()}, {"": before})
+
+
+def test_masked_weights_refuse_values_that_their_mask_does_not_place():
+    with pytest.raises(ValueError, match=r"`values` is \(2,\) but `mask` has 1 active"):
+        MaskedWeights(torch.zeros(2), torch.tensor([True, False]))

@@ -129,6 +129,16 @@ def test_bad_values_are_refused(clients, after, message):
         FederatedLoop(rounds=3, newcomers=Newcomers(clients, after))
 
 
+def test_method_without_a_rule_for_newcomers_says_so(mlp, set_up_federation):
+    class Closed(FedAvg):
+        takes_newcomers = False
+
+    rule = r"federation\.newcomers\.clients: Closed has no rule for clients that join later: must be 0, got 1"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: Closed(mlp()), rounds=4, **LAST_JOINS)
+    assert set_up_federation(lambda: Closed(mlp()), rounds=4).num_founders == 4
+
+
 def test_federation_of_newcomers_alone_is_refused(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"federation\.newcomers\.clients: must be < data\.num_clients \(4\), got 4"):
         set_up_federation(lambda: FedAvg(mlp()), newcomers=Newcomers(4, 1))

@@ -17,8 +17,8 @@ from fl_lightning.core.server import Server
 from fl_lightning.federation import transport
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.exchange import Ring
 from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep

@@ -10,7 +10,11 @@ import torch
 
 import fl_lightning.methods
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import MaskedWeights
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.loop import Newcomers
+from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
 
 
 def find_methods():
@@ -122,7 +126,9 @@ def test_messages_hold_the_shared_weights_and_no_private_entry(full):
     owners = dict(module.named_modules())
     shared = {name for name in module.state_dict() if module.is_shared(name, owners[name.rpartition(".")[0]])}
     for message in full.diary.sent.values():
-        assert set(message.weights) == shared
+        sparse = {name for name, value in message.artifacts.items() if isinstance(value, MaskedWeights)}
+        assert set(message.weights) == shared - sparse
+        assert sparse <= shared
         assert message.num_samples > 0
 
 
@@ -146,7 +152,8 @@ def test_messages_share_no_memory_with_the_client(full):
     message = client.send(full.data.clients[3])
     tensors = list(message.weights.values())
     for artifact in message.artifacts.values():
-        tensors += [artifact] if isinstance(artifact, torch.Tensor) else [artifact.mean, artifact.count]
+        fields = [artifact] if isinstance(artifact, torch.Tensor) else vars(artifact).values()
+        tensors += [value for value in fields if isinstance(value, torch.Tensor)]
     assert [tensor for tensor in tensors if tensor.numel() and tensor.data_ptr() in own] == []
     assert not any(tensor.requires_grad for tensor in tensors)
 
@@ -205,6 +212,9 @@ def test_federation_of_one_client_survives(method, make_data, run_federation):
 @pytest.mark.parametrize("run", ["full", "half"])
 def test_traffic_is_the_size_of_the_messages(run, full, half):
     loop = {"full": full, "half": half}[run]
+    if loop.exchange.between_clients:
+        assert_every_copy_is_counted_once(loop)
+        return
     for row in loop.diary.rows:
         for direction, messages in (("uplink", loop.diary.sent), ("downlink", loop.diary.received)):
             own = [message for (round, _), message in messages.items() if round == row["round"]]
@@ -212,6 +222,42 @@ def test_traffic_is_the_size_of_the_messages(run, full, half):
             assert row[f"{direction}_params"] == sum(message.num_params for message in own)
             assert row[f"{direction}_bytes"] == sum(message.num_bytes for message in own)
     assert loop.traffic["uplink_params"] == sum(row["uplink_params"] for row in loop.diary.rows)
+
+
+def assert_every_copy_is_counted_once(loop):
+    """A message goes to several clients, maybe with a push-sum weight, and waits there for their next round."""
+    for round, hops in loop.diary.hops.items():
+        row = loop.diary.rows[round - 1]
+        assert row["uplink_params"] == sum(hop.num_params for hop in hops)
+        assert row["uplink_bytes"] == sum(hop.num_bytes for hop in hops)
+        for hop in hops:
+            sent = {message.num_params for (_, sender), message in loop.diary.sent.items() if sender == hop.sender}
+            assert {hop.num_params, hop.num_params - 1} & sent
+    waiting = [loop.exchange.downlink(client) for client in {client for _, client in loop.diary.sent}]
+    for unit in ("params", "bytes"):
+        arrived = sum(getattr(size, f"num_{unit}") for size in waiting)
+        assert loop.traffic[f"uplink_{unit}"] == loop.traffic[f"downlink_{unit}"] + arrived
+
+
+def test_client_joins_late(method, run_federation):
+    loop = run_federation(method, rounds=3, newcomers=Newcomers(clients=1, after=1))
+    assert [row["participants"] for row in loop.diary.rows] == [3, 4, 4]
+    assert all_finite(loop)
+    assert 0 <= loop.diary.rows[-1]["Local-T_newcomers"] <= 1
+
+
+@pytest.mark.parametrize("make", [Ring, lambda: DirectedGraph(2), lambda: RandomPeers(2)])
+def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full, run_federation):
+    options = {"rounds": 2, "participation": 0.75, "exchange": make()}
+    if full.runner.modules[0].make_mixer() is None:
+        with pytest.raises(ConfigError, match=r"cannot do without its server: must be Star, got"):
+            run_federation(method, **options)
+        return
+    loop = run_federation(method, **options)
+    assert all_finite(loop)
+    assert 0 <= loop.diary.rows[-1]["Local-T"] <= 1
+    assert loop.diary.rows[-1]["Server-T"] is None
+    assert_every_copy_is_counted_once(loop)
 
 
 def test_run_resumes_exactly_from_a_checkpoint(

@@ -14,7 +14,8 @@ from fl_lightning.core.term import Term
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.exchange import Ring, Star
+from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.peers import Ring
 from fl_lightning.losses.gaussian_mixture import GaussianMixture, gaussian_mixture_loss
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods import drdfl

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
 from fl_lightning import catalog
-from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.message import ClassMeans, MaskedWeights
 from fl_lightning.core.precision import keeps_float32
 from fl_lightning.core.steps import HalfLayers
 from fl_lightning.federation.callbacks import FederationCallback
@@ -100,6 +100,8 @@ def test_layers_are_narrow_and_statistics_wide(finished):
 def test_artifacts_travel_in_float32(finished):
     for message in finished.diary.sent.values():
         for artifact in message.artifacts.values():
+            if isinstance(artifact, MaskedWeights):  # weights, see below
+                continue
             tensor = artifact.mean if isinstance(artifact, ClassMeans) else artifact
             assert not tensor.is_floating_point() or tensor.dtype == torch.float32
 
@@ -109,9 +111,9 @@ def test_weights_travel_as_they_are_kept(finished):
     own = {name: tensor.dtype for name, tensor in module.entries.items()}
     for messages in (finished.diary.sent, finished.diary.received):
         for message in messages.values():
-            assert {name: tensor.dtype for name, tensor in message.weights.items()} == {
-                n: own[n] for n in message.weights
-            }
+            masked = {n: a.values for n, a in message.artifacts.items() if isinstance(a, MaskedWeights)}
+            weights = {**message.weights, **masked}
+            assert {name: tensor.dtype for name, tensor in weights.items()} == {name: own[name] for name in weights}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

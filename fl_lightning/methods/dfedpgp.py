@@ -1,0 +1,75 @@
+"""DFedPGP: bodies collaborate over directed graphs by push-sum, heads stay at home.
+
+Liu, Shi, Li, Wu, Wang, Shen, "Decentralized Directed Collaboration for Personalized Federated Learning", CVPR 2024. A
+fit trains the head under the de-biased body z = u/μ, then the body under that head. The exchange (`DirectedGraph`)
+keeps μ and mixes (u, μ); the authors' code has no push-sum but the plain mean over drawn in-neighbours, which is
+`DirectedGraph` with ``mixing: uniform``. On a ring both are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from fl_lightning.core.message import Message
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.data.store import ClientData as LocalData
+
+
+class DFedPGP(FedRep):
+    """Private heads over bodies that are averaged by push-sum among directed neighbours.
+
+    The gradient is taken at the de-biased body z and applied to the numerator u, which is SGD on z with its rate over μ
+    (weight decay then is of z). Optimizers that scale gradients by themselves, like Adam, step on z at their own rate.
+
+    Args:
+        head_epochs: K_v, epochs of the head phase under the received body, >= 0.
+        body_epochs: K_u, epochs of the body phase under the new head, >= 0; null takes `federation.local_epochs`.
+        head_lr: learning rate of the head phase, > 0; null takes the optimizer's. The authors' code: 0.001 beside 0.1.
+        chain_rule: take the gradient with respect to u itself, ∇_u = ∇_z / μ, which divides once more by μ.
+        extra_terms: terms added to the loss.
+    """
+
+    exchange = "DirectedGraph"
+    paper = "Liu et al., CVPR 2024"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        head_epochs: int = 1,
+        body_epochs: int | None = None,
+        head_lr: float | None = None,
+        chain_rule: bool = False,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(head_lr is None or head_lr > 0, "method.head_lr", "must be > 0 or null", head_lr)
+        super().__init__(model, head_epochs, body_epochs, extra_terms)
+        self.head_lr = head_lr
+        self.chain_rule = chain_rule
+        self.register_buffer("mass", torch.ones(()))
+
+    mass: Tensor  # μ
+
+    def receive(self, message: Message, data: LocalData) -> None:
+        """Take the mixed body z and the own push-sum weight μ."""
+        self.mass.copy_(message.artifacts.get("push_weight", torch.ones(())))  # type: ignore[arg-type]
+        super().receive(message, data)
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        """The head's rate, and the body's over μ."""
+        optimizers = super().configure_optimizers()
+        for planned, optimizer in zip(self._plan, optimizers, strict=True):
+            for group in optimizer.param_groups:
+                if planned.phase.name == "head" and self.head_lr is not None:
+                    group["lr"] = self.head_lr * self.lr_factor
+                elif planned.phase.name == "body" and isinstance(optimizer, SGD):
+                    group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
+        return optimizers

@@ -1,0 +1,242 @@
+"""FedCVAE: private classifiers that also learn from images imagined at home; what gives these a prior is shared.
+
+Guo, Lv, Geng, "Harmonizing Generalization and Personalization in Ring-topology Decentralized Federated Learning"
+(DRDFL), 2025, appendix VII-B3: a baseline of that paper, which says what its networks are for and that the pretrained
+one, g, is what clients exchange. It gives neither equations nor sizes: losses, networks and order here are a
+reconstruction. FedCVAE of Gu and Yang (2021) and of Heinbaugh et al. (2023) are other methods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.message import Message
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Forward, Term, term_sum
+from fl_lightning.errors import require, require_choices
+from fl_lightning.losses.conditional_vae import class_moments, kl_to_normal
+from fl_lightning.losses.variational import clamped, reconstruction_loss
+from fl_lightning.models.checks import require_image
+from fl_lightning.models.cvae import ConditionalDecoder, ConditionalEncoder, PriorNetwork
+from fl_lightning.models.split import SplitModel
+from fl_lightning.models.vae import reparametrised
+
+if TYPE_CHECKING:
+    from fl_lightning.data.store import ClientData as LocalData
+
+GeneratedClasses = Literal["present", "all"]
+
+
+class FedCVAE(ClientModule):
+    """A shared network g gives every class a Gaussian prior, under which a private autoencoder makes more images.
+
+    A local fit is three, one after another, with feature a(x) the last hidden layer of g, and N(m_k, s²_k) the moments
+    of the own features of class k once g is fitted:
+
+    - g: CE(g(x), y) + ρ ‖a(x)‖²
+    - encoder E and decoder D: ‖x − D(z, y)‖² + β KL( E(x, y) ‖ N(m_y, s²_y) ), with z drawn from E(x, y)
+    - the classifier C: CE(C(x), y) + γ CE(C(D(z', y')), y'), with z' drawn from N(m_y', s²_y') and as many y' as y
+
+    g alone travels around the ring, batch norm's statistics with it, and is averaged with the predecessor's: 2,636,430
+    values on 3x32x32 images (the paper's figure implies 3.3 million, of which it does not say what they are). Nothing
+    that predicts is shared.
+
+    E and D see images in [0, 1], as `ConditionalDecoder` paints them; inputs that come as floats and exceed that are
+    brought there by the least and the largest value of the client's training part. D imagines in eval mode, and the
+    classifier's running statistics are those of real images alone.
+
+    Args:
+        model: the private classifier C, on images of 8x8 or more; ResNet18 in the paper.
+        kl_weight: β, >= 0, beside a reconstruction that is summed over pixels.
+        generated_weight: γ, >= 0; with 0 the classifier trains as Local's.
+        penalty_weight: ρ, >= 0.
+        latent_size: size of a and z, >= 1.
+        width: channels of g's first layer, >= 1; what travels grows with its square.
+        variance_floor: least s², > 0.
+        generated_classes: y' uniform over the classes ``present`` in the client's training part, or over ``all``; the
+            prior of an absent class is N(0, 1).
+        prior_epochs: epochs of g, >= 0; null takes `federation.local_epochs`.
+        cvae_epochs: epochs of E and D, >= 0; null likewise.
+        classifier_epochs: epochs of C, >= 0; null likewise.
+        extra_terms: terms added to the classifier's loss, on the client's own images.
+    """
+
+    shared = ("prior",)
+    exchange = "Ring"
+    paper = "Guo et al., DRDFL (2025)"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        kl_weight: float = 1.0,
+        generated_weight: float = 1.0,
+        penalty_weight: float = 1e-3,
+        latent_size: int = 64,
+        width: int = 64,
+        variance_floor: float = 1e-2,
+        generated_classes: GeneratedClasses = "present",
+        prior_epochs: int | None = None,
+        cvae_epochs: int | None = None,
+        classifier_epochs: int | None = None,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        for key, value, least in (
+            ("kl_weight", kl_weight, 0),
+            ("generated_weight", generated_weight, 0),
+            ("penalty_weight", penalty_weight, 0),
+            ("latent_size", latent_size, 1),
+            ("width", width, 1),
+        ):
+            require(value >= least, f"method.{key}", f"must be >= {least}", value)
+        require(variance_floor > 0, "method.variance_floor", "must be > 0", variance_floor)
+        require_choices("method", generated_classes=(generated_classes, GeneratedClasses))
+        epochs = {"prior": prior_epochs, "cvae": cvae_epochs, "classifier": classifier_epochs}
+        for phase, count in epochs.items():
+            require(count is None or count >= 0, f"method.{phase}_epochs", "must be >= 0 or null", count)
+        require_image("FedCVAE", model.input_shape)
+        super().__init__(model, extra_terms=extra_terms)
+        self.prior = PriorNetwork(model.input_shape, model.num_classes, latent_size, width)  # g
+        self.encoder = ConditionalEncoder(model.input_shape, model.num_classes, latent_size)  # E
+        self.decoder = ConditionalDecoder(model.input_shape, model.num_classes, latent_size)  # D; C is the model
+        self.register_buffer("class_mean", torch.zeros(model.num_classes, latent_size))
+        self.register_buffer("class_variance", torch.ones(model.num_classes, latent_size))
+        self.register_buffer("pixel_range", torch.tensor([0.0, 1.0]))
+        self.register_buffer("pixel_mean", torch.zeros(1, 1, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.ones(1, 1, 1, 1), persistent=False)
+        self.weights = {
+            "prior_cross_entropy": 1.0,
+            "prior_penalty": penalty_weight,
+            "reconstruction": 1.0,
+            "kl": kl_weight,
+            "cross_entropy_generated": generated_weight,
+        }
+        self.epochs = epochs
+        self.variance_floor = variance_floor
+        self.generated_classes = generated_classes
+        self.own_data: LocalData | None = None
+
+    class_mean: Tensor  # [C, D] m
+    class_variance: Tensor  # [C, D] s²
+    pixel_range: Tensor  # [2], what the decoder's 0 and 1 stand for
+    pixel_mean: Tensor  # [1, 1 or C_in, 1, 1], which normalise the images
+    pixel_std: Tensor
+
+    def receive(self, message: Message, data: LocalData) -> None:
+        """Load g, which was averaged on the way; all of the client that is not in a state dict is set anew here."""
+        super().receive(message, data)
+        self.pixel_mean, self.pixel_std = (t.to(self.device) for t in data.store.pixel_mean_and_std())
+        self.own_data = data
+
+    # --- the local fit ------------------------------------------------------------------------------------------------
+
+    def phases(self) -> list[Phase]:  # noqa: D102
+        return [
+            Phase("prior", ("prior",), self.epochs["prior"], terms=()),
+            Phase("cvae", ("encoder", "decoder"), self.epochs["cvae"], terms=()),
+            Phase("classifier", ("model", "terms"), self.epochs["classifier"]),
+        ]
+
+    def on_train_start(self) -> None:
+        """Prepare one fit."""
+        super().on_train_start()
+        self._factors = {**self._term_weights, **self.weights}
+
+    def on_train_epoch_start(self) -> None:
+        """Put parts that rest into eval mode; once g is fitted, take its moments."""
+        super().on_train_epoch_start()
+        # At a learning rate of 0 nothing may move, batch norm's statistics included: they travel.
+        learns = any(group["lr"] for group in self.optimizer.param_groups)
+        self.prior.train(self.phase.name == "prior" and learns)
+        self.encoder.train(self.phase.name == "cvae")
+        self.decoder.train(self.phase.name == "cvae")
+        if self.phase.name != "prior" and self.own_data is not None:
+            self.know_classes(self.own_data)
+            self.own_data = None
+
+    @torch.no_grad()
+    def know_classes(self, data: LocalData) -> None:
+        """Take the moments of the features of the client's training part, and the range of its pixels."""
+        features, labels = [], []
+        least, largest = 0.0, 1.0
+        for x, y in data.batches("train"):
+            features.append(widened(self.prior(self._pixels(x).to(x.dtype))[0]))
+            labels.append(y)
+            if data.store.x.is_floating_point():  # no bytes, whose range is [0, 1] by itself
+                least, largest = min(least, float(x.min())), max(largest, float(x.max()))
+        y = torch.cat(labels)
+        mean, variance = class_moments(torch.cat(features), y, self.model.num_classes, self.variance_floor)
+        self.class_mean.copy_(mean)
+        self.class_variance.copy_(variance)
+        self.pixel_range.copy_(torch.tensor([least, largest]))
+        every = torch.arange(self.model.num_classes, device=y.device)
+        self.drawn_classes = y.unique() if self.generated_classes == "present" else every
+
+    def local_step(self, x: Tensor, y: Tensor) -> None:
+        """One mini-batch of the phase that it belongs to."""
+        with self._single_sample(len(y)):
+            if self.phase.name == "prior":
+                self._descend(self.prior_losses(x, y), len(y))
+            elif self.phase.name == "cvae":
+                self._descend(self.cvae_losses(x, y), len(y))
+            else:
+                out = self.forward_pass(x, y)
+                with self.keeping_statistics():  # until after the step: the backward pass must find them as they were
+                    self._descend(self.classifier_losses(out), len(y))
+                self.observe(out)
+
+    def _descend(self, values: dict[str, Tensor], batch_size: int) -> None:
+        """Step on Σ weight · loss, and log it."""
+        total = term_sum({name: value for name, value in values.items() if self._factors[name] > 0}, self._factors)
+        self.log_losses({"loss": total, **values}, batch_size)
+        self.optimize(total, self.optimizer)
+
+    def prior_losses(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """L_g of images [B, C_in, H, W] of classes [B]."""
+        feature, logits = self.prior(self._pixels(x).to(x.dtype))
+        penalty = widened(feature).square().sum(1).mean()
+        return {"prior_cross_entropy": F.cross_entropy(widened(logits), y), "prior_penalty": penalty}
+
+    def cvae_losses(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """L_cvae of images [B, C_in, H, W] of classes [B]; the class moments are constants."""
+        images = self._in_unit_range(x)
+        mean, log_variance = self.encoder(images.to(x.dtype), y)
+        decoded = self.decoder(reparametrised(mean, clamped(log_variance)), y)
+        kl = kl_to_normal(mean, log_variance, self.class_mean[y], self.class_variance[y])
+        return {"reconstruction": reconstruction_loss(images, decoded), "kl": kl}
+
+    def classifier_losses(self, out: Forward) -> dict[str, Tensor]:
+        """L_C and the extra terms, of a forward pass of the client's images and of as many imagined ones."""
+        values = self.term_values(out, self._active)
+        if self.weights["cross_entropy_generated"] > 0:
+            imagined = self.forward_pass(*self.imagine(len(out.y), out.x.dtype))
+            values["cross_entropy_generated"] = self.all_terms[0](self, imagined)
+        return values
+
+    @torch.no_grad()
+    def imagine(self, count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Images [count, C_in, H, W], normalised like the client's, and their classes [count]; from global streams."""
+        classes = self.drawn_classes
+        y = classes[torch.randint(len(classes), (count,), device=classes.device)]
+        z = reparametrised(self.class_mean[y], self.class_variance[y].log()).to(dtype)
+        least, largest = self.pixel_range
+        pixels = widened(self.decoder(z, y)) * (largest - least) + least
+        return ((pixels - self.pixel_mean) / self.pixel_std).to(dtype), y
+
+    def _pixels(self, x: Tensor) -> Tensor:
+        """Images as they were before they were normalised, in float32: bytes in [0, 1], floats as they are."""
+        return widened(x) * self.pixel_std + self.pixel_mean
+
+    def _in_unit_range(self, x: Tensor) -> Tensor:
+        """Images in the decoder's [0, 1], in float32."""
+        least, largest = self.pixel_range
+        return (self._pixels(x) - least) / (largest - least)
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:  # noqa: D102
+        own = [name for name in self.weights if name != "cross_entropy_generated" or self.weights[name] > 0]
+        return (*super().loss_names, *own)

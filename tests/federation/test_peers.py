@@ -1,0 +1,453 @@
+"""Exchanges without a server: who hears whom, what it costs, and what stays."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fl_lightning.core.message import Message
+from fl_lightning.core.mixing import MeanMixer
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
+from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedgh import FedGH
+from fl_lightning.methods.fednova import FedNova
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fesem import FeSEM
+
+
+def values(value):
+    """A message of one number."""
+    return Message({"w": torch.tensor([float(value)])}, {}, 1)
+
+
+def connected(exchange, num_clients=4, mixer=None, seed=0):
+    """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
+    exchange.setup(SimpleNamespace(make_mixer=lambda: mixer or MeanMixer(own=False)), num_clients, seed)
+    return exchange
+
+
+def ring(num_clients=4, **options):
+    return connected(Ring(**options), num_clients)
+
+
+def pass_round(exchange, sent, participants=None):
+    """One round in which client m hears what it hears and then sends ``sent[m]``; what each has heard."""
+    participants = list(sent) if participants is None else participants
+    exchange.open(1, participants)
+    heard = {}
+    for client in participants:
+        heard[client] = number(exchange.inbox(client))
+        exchange.post(client, values(sent[client]))
+    exchange.close()
+    return heard
+
+
+def number(message):
+    return message.weights["w"].item() if message.weights else None
+
+
+def test_ring_delivers_what_the_predecessor_finished_in_the_round_before():
+    exchange = ring()
+    assert pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3}) == dict.fromkeys(range(4))
+    assert pass_round(exchange, {0: 10, 1: 11, 2: 12, 3: 13}) == {0: 3, 1: 0, 2: 1, 3: 2}
+    assert pass_round(exchange, {0: 20, 1: 21, 2: 22, 3: 23}) == {0: 13, 1: 10, 2: 11, 3: 12}
+
+
+def test_sequential_ring_delivers_what_the_predecessor_has_just_finished():
+    exchange = ring(schedule="sequential")
+    assert pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3}) == {0: None, 1: 0, 2: 1, 3: 2}
+    assert pass_round(exchange, {0: 10, 1: 11, 2: 12, 3: 13}) == {0: 3, 1: 10, 2: 11, 3: 12}
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_skips_who_did_not_finish_the_round_before(schedule):
+    exchange = ring(schedule=schedule)
+    pass_round(exchange, {0: 0, 1: 1, 3: 3})
+    heard = pass_round(exchange, {0: 10, 1: 11, 3: 13})
+    assert heard == ({0: 3, 1: 0, 3: 1} if schedule == "parallel" else {0: 3, 1: 10, 3: 11})
+    assert number(exchange.inbox(2)) == 11  # who rested hears its nearest predecessor
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_of_one_active_client_hears_nothing(schedule):
+    exchange = ring(schedule=schedule)
+    for _ in range(3):
+        assert pass_round(exchange, {2: 5}) == {2: None}
+    assert number(exchange.inbox(3)) == 5
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_of_one_client_hears_nothing(schedule):
+    exchange = ring(1, schedule=schedule)
+    for _ in range(2):
+        assert pass_round(exchange, {0: 1}) == {0: None}
+    assert exchange.global_message() is None
+
+
+def test_ring_of_two_clients_is_a_swap():
+    exchange = ring(2)
+    pass_round(exchange, {0: 0, 1: 1})
+    assert pass_round(exchange, {0: 10, 1: 11}) == {0: 1, 1: 0}
+
+
+def test_ring_keeps_its_messages_when_nobody_posts():
+    exchange = ring()
+    pass_round(exchange, {0: 0, 1: 1, 2: 2, 3: 3})
+    pass_round(exchange, {})
+    assert number(exchange.inbox(1)) == 0
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_ring_state_round_trips_through_a_file(schedule, tmp_path, assert_identical):
+    exchange = ring(schedule=schedule)
+    pass_round(exchange, {0: 0, 1: 1, 3: 3})
+    torch.save(exchange.state_dict(), tmp_path / "state")
+    other = ring(schedule=schedule)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert_identical(other.state_dict(), exchange.state_dict())
+    again = [pass_round(e, {0: 10, 2: 12, 3: 13}) for e in (exchange, other)]
+    assert again[0] == again[1]
+
+
+def test_ring_refuses_an_unknown_schedule():
+    with pytest.raises(ConfigError, match=r"federation\.exchange\.schedule.*parallel, sequential, got 'random'"):
+        Ring("random")
+
+
+@pytest.fixture
+def learngenes(mlp, sgd, set_up_federation):
+    """Merge the Learngenes 0, 4, 8 and 12 of four clients, of whom some finished the round before; nobody trains."""
+
+    def merge(schedule, active=(0, 1, 2, 3)):
+        loop = set_up_federation(
+            lambda: DRDFL(mlp(), personal_size=3, shared_size=2),
+            rounds=2,
+            optimizer=sgd(0.0),
+            exchange=Ring(schedule),
+        )
+        loop.exchange.open(0, active)
+        for client in range(4):
+            module = loop.runner.load(client)
+            module.finished_fits += 1
+            for parameter in module.learngene.parameters():
+                torch.nn.init.constant_(parameter, 4.0 * client)
+            loop.runner._keep(module, client, 0, None)
+            if client in active:
+                loop.exchange.post(client, module.send(loop.data.clients[client]))
+        loop.exchange.close()
+        loop.draw_participants = lambda round: list(active)
+        loop.advance()
+        found = {}
+        for client in range(4):
+            learngene = [t for n, t in loop.runner.pool.get(client).items() if n.startswith("learngene.")]
+            (found[client],) = {value for tensor in learngene for value in tensor.unique().tolist()}
+        return found
+
+    return merge
+
+
+@pytest.mark.parametrize(
+    ("schedule", "active", "expected"),
+    [
+        ("parallel", (0, 1, 2, 3), {0: 6, 1: 2, 2: 6, 3: 10}),
+        ("sequential", (0, 1, 2, 3), {0: 6, 1: 5, 2: 6.5, 3: 9.25}),
+        ("parallel", (0, 1, 3), {0: 6, 1: 2, 2: 8, 3: 8}),
+    ],
+)
+def test_ring_of_four_learngenes_merges_as_computed_by_hand(learngenes, schedule, active, expected):
+    """DRDFL.md, section 8, test 9; a client that rests keeps its own."""
+    assert learngenes(schedule, active) == expected
+
+
+# --- mixing with the own message --------------------------------------------------------------------------------------
+
+
+def gossip(exchange, u, rounds, participants=lambda round: None, dtype=torch.float64):
+    """Rounds without training: each client sends back what it has. Returns everybody's value after each."""
+    z = dict(enumerate(u))
+    history = []
+    for round in range(1, rounds + 1):
+        live = participants(round)
+        live = sorted(z) if live is None else live
+        exchange.open(round, live)
+        for client in live:
+            exchange.post(client, Message({"w": torch.tensor([z[client]], dtype=dtype)}, {}, 1))
+        exchange.close()
+        for client in live:
+            z[client] = exchange.inbox(client).weights["w"].item()
+        history.append([z[client] for client in sorted(z)])
+    return history
+
+
+def test_averaging_on_a_ring_takes_the_mean_with_the_predecessor():
+    """Two clients at 0 and 4 are both at 2 after one round."""
+    assert gossip(connected(Ring(), 2, MeanMixer()), [0.0, 4.0], 1) == [[2.0, 2.0]]
+    assert gossip(connected(Ring(), 4, MeanMixer()), [0.0, 4.0, 8.0, 12.0], 1) == [[6.0, 2.0, 6.0, 10.0]]
+
+
+def test_ring_of_both_directions_takes_the_mean_with_both_neighbours():
+    exchange = connected(Ring(directions="both"), 4, MeanMixer())
+    assert gossip(exchange, [0.0, 3.0, 6.0, 12.0], 1)[-1] == pytest.approx([5.0, 3.0, 7.0, 6.0])
+    assert gossip(connected(Ring(directions="both"), 2, MeanMixer()), [0.0, 4.0], 1) == [[2.0, 2.0]]
+
+
+def test_sequential_ring_takes_the_mean_with_what_the_predecessor_has_just_finished():
+    exchange = connected(Ring("sequential"), 3, MeanMixer())
+    exchange.open(1, [0, 1, 2])
+    for client, value in enumerate((0.0, 4.0, 8.0)):
+        heard = number(exchange.inbox(client))
+        assert heard == (None if client == 0 else (0.0, 4.0)[client - 1])  # no message of its own yet
+        exchange.post(client, values(value))
+    exchange.close()
+    exchange.open(2, [0, 1, 2])
+    assert number(exchange.inbox(0)) == 4.0  # its own 0 and client 2's 8
+    exchange.post(0, values(4.0))
+    assert number(exchange.inbox(1)) == 4.0
+    assert exchange.hops == [(2, 0, 0.5, 1, 4)]
+
+
+def test_everybody_alone_keeps_its_own(mlp):
+    for exchange in (Ring(), Ring("sequential"), DirectedGraph(), RandomPeers()):
+        connected(exchange, 1, MeanMixer())
+        assert gossip(exchange, [3.0], 3) == [[3.0]] * 3
+        assert exchange.hops == []
+
+
+# --- push-sum ---------------------------------------------------------------------------------------------------------
+
+THREE = [[0, 1], [0, 2], [1, 2], [2, 0]]
+
+
+def numerators(exchange, z):
+    return [exchange.mass[client] * value for client, value in enumerate(z)]
+
+
+def test_push_sum_matches_hand_computed_values():
+    """BASELINES-B.md, section 7, test ii: u = (3, 6, 0)."""
+    exchange = connected(DirectedGraph(edges=THREE), 3, MeanMixer())
+    (z,) = gossip(exchange, [3.0, 6.0, 0.0], 1)
+    assert numerators(exchange, z) == pytest.approx([1, 4, 4])
+    assert list(exchange.mass.values()) == pytest.approx([5 / 6, 5 / 6, 4 / 3])
+    assert z == pytest.approx([1.2, 4.8, 3.0])
+    z = gossip(exchange, z, 1)[-1]
+    assert z == pytest.approx([2.470588, 3.36, 3.183673], abs=1e-6)
+    z = gossip(exchange, z, 58)[-1]
+    assert z == pytest.approx([3.0] * 3, abs=1e-6)
+    assert numerators(exchange, z) == pytest.approx([3, 2, 4], abs=1e-5)
+
+
+def test_push_sum_conserves_mass_when_a_client_is_out():
+    exchange = connected(DirectedGraph(edges=THREE), 3, MeanMixer())
+    z = [3.0, 6.0, 0.0]
+    for round in range(1, 40):
+        z = gossip(exchange, z, 1, lambda _, round=round: [0, 2] if round == 3 else None)[-1]
+        assert sum(numerators(exchange, z)) == pytest.approx(9, abs=1e-9)
+        assert sum(exchange.mass.values()) == pytest.approx(3, abs=1e-9)
+    assert z == pytest.approx([3.0] * 3, abs=1e-6)
+
+
+def test_uniform_mixing_converges_elsewhere():
+    """The same test, iv: 2.666667, not the mean 3."""
+    exchange = connected(DirectedGraph(edges=THREE, mixing="uniform"), 3, MeanMixer())
+    assert gossip(exchange, [3.0, 6.0, 0.0], 80)[-1] == pytest.approx([8 / 3] * 3, abs=1e-6)
+    assert exchange.mass == {}
+
+
+@pytest.mark.parametrize("redraw", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_fifty_clients_on_a_random_directed_graph_converge_to_their_mean(redraw, dtype):
+    u = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exchange = connected(DirectedGraph(degree=3, redraw=redraw), 50, MeanMixer())
+    z = gossip(exchange, u.tolist(), 80, dtype=dtype)[-1]
+    assert max(abs(value - u.mean().item()) for value in z) < 1e-6
+    assert sum(exchange.mass.values()) == pytest.approx(50)
+    assert max(exchange.mass.values()) > 1.1  # without dividing by it, nobody would be near the mean
+
+
+def test_push_sum_weight_is_one_where_as_many_hear_as_are_heard():
+    circle = [[client, (client + 1) % 5] for client in range(5)]
+    exchange = connected(DirectedGraph(edges=circle), 5, MeanMixer())
+    z = gossip(exchange, [0.0, 1.0, 2.0, 3.0, 4.0], 3)
+    assert set(exchange.mass.values()) == {1.0}
+    assert z == gossip(connected(Ring(), 5, MeanMixer()), [0.0, 1.0, 2.0, 3.0, 4.0], 3)
+
+
+def test_columns_of_push_sum_and_rows_of_the_others_sum_to_one():
+    for exchange in (DirectedGraph(3), DirectedGraph(3, mixing="uniform"), RandomPeers(3), Ring(directions="both")):
+        connected(exchange, 9, MeanMixer())
+        for round in range(1, 6):
+            live = [client for client in range(9) if (client + round) % 4]
+            topology = exchange.connect(round, live)
+            assert sorted(topology) == live
+            rows = [sum(row.values()) for row in topology.values()]
+            columns = [sum(row.get(sender, 0) for row in topology.values()) for sender in live]
+            pushes = isinstance(exchange, DirectedGraph) and exchange.pushes
+            assert (columns if pushes else rows) == pytest.approx([1] * len(live))
+            if isinstance(exchange, RandomPeers):
+                assert columns == pytest.approx([1] * len(live))
+
+
+def test_push_sum_weight_travels_and_is_told_to_its_client():
+    exchange = connected(DirectedGraph(edges=THREE), 3, MeanMixer())
+    gossip(exchange, [3.0, 6.0, 0.0], 1, dtype=torch.float32)
+    assert exchange.inbox(2).artifacts["push_weight"].item() == pytest.approx(4 / 3)
+    assert [hop[:2] for hop in exchange.hops] == [(2, 0), (0, 1), (0, 2), (1, 2)]
+    assert {hop.num_params for hop in exchange.hops} == {2}  # the value and its weight
+    assert {hop.num_bytes for hop in exchange.hops} == {8}
+    assert [exchange.downlink(client) for client in range(3)] == [(2, 8), (2, 8), (4, 16)]
+
+
+def test_push_sum_that_loses_its_meaning_is_an_error():
+    exchange = connected(DirectedGraph(edges=[[0, 1]]), 2, MeanMixer())
+    with pytest.raises(RuntimeError, match=r"client 0's push-sum weight is .* after round 27"):
+        gossip(exchange, [1.0, 2.0], 40)  # client 0 gives half of what it has in every round and hears nothing
+
+
+# --- random graphs ----------------------------------------------------------------------------------------------------
+
+
+def edges_of(exchange, round, live):
+    return {(s, r) for r, row in exchange.connect(round, live).items() for s in row if s != r}
+
+
+@pytest.mark.parametrize(
+    ("degree", "live", "found"),
+    [(1, 6, {1}), (1, 5, {0, 1}), (2, 7, {2}), (3, 8, {3}), (3, 7, {2, 3}), (4, 9, {4}), (10, 4, {3}), (5, 6, {5})],
+)
+def test_random_peers_have_as_many_neighbours(degree, live, found):
+    exchange = connected(RandomPeers(degree), 12, MeanMixer())
+    for round in range(1, 9):
+        edges = edges_of(exchange, round, list(range(live)))
+        assert edges == {(receiver, sender) for sender, receiver in edges}
+        assert {sum(sender == client for sender, _ in edges) for client in range(live)} == found
+
+
+@pytest.mark.parametrize("make", [lambda **o: DirectedGraph(2, **o), lambda **o: RandomPeers(2, **o)])
+def test_graphs_depend_on_seed_and_round_alone(make):
+    live = list(range(9))
+    one, same, other = (connected(make(), 9, MeanMixer(), seed) for seed in (0, 0, 1))
+    graphs = [edges_of(one, round, live) for round in range(1, 6)]
+    assert graphs == [edges_of(same, round, live) for round in range(1, 6)]
+    assert len({frozenset(graph) for graph in graphs}) == 5
+    assert graphs != [edges_of(other, round, live) for round in range(1, 6)]
+    fixed = connected(make(redraw=False), 9, MeanMixer())
+    assert len({frozenset(edges_of(fixed, round, live)) for round in range(1, 6)}) == 1
+
+
+def test_fixed_graph_without_a_client_is_the_graph_of_the_others():
+    exchange = connected(DirectedGraph(2, redraw=False), 9, MeanMixer())
+    every = edges_of(exchange, 1, list(range(9)))
+    assert edges_of(exchange, 2, [0, 1, 2, 3, 5, 6, 7, 8]) == {edge for edge in every if 4 not in edge}
+
+
+def test_random_peers_converge_to_the_mean():
+    u = [float(value) for value in range(20)]
+    for degree in (1, 4):
+        exchange = connected(RandomPeers(degree), 20, MeanMixer())
+        assert gossip(exchange, u, 150)[-1] == pytest.approx([9.5] * 20, abs=1e-6)
+
+
+# --- who joins, who rests, what is saved ------------------------------------------------------------------------------
+
+EXCHANGES = [
+    lambda: Ring(),
+    lambda: Ring("sequential"),
+    lambda: Ring(directions="both"),
+    lambda: DirectedGraph(2),
+    lambda: DirectedGraph(2, mixing="uniform"),
+    lambda: RandomPeers(2),
+]
+
+
+@pytest.mark.parametrize("make", EXCHANGES)
+def test_client_that_joins_hears_those_who_finished_the_round_before(make):
+    exchange = connected(make(), 6, MeanMixer())
+    gossip(exchange, [1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2, lambda round: [0, 1, 2, 3])
+    exchange.open(3, list(range(6)))
+    assert number(exchange.inbox(4)) == 1.0
+    late = exchange.downlink(4)
+    assert late.num_params >= 1
+    if not getattr(exchange, "in_turn", False):
+        joining = [hop for hop in exchange.hops if hop.receiver == 4]
+        assert sum(hop.num_params for hop in joining) == late.num_params
+        assert exchange.pulled().num_params == sum(hop.num_params for hop in exchange.hops)
+
+
+def test_client_that_rests_hears_later_what_it_was_sent():
+    exchange = connected(DirectedGraph(2), 5, MeanMixer())
+    gossip(exchange, [0.0, 1.0, 2.0, 3.0, 4.0], 1)
+    before = exchange.inbox(4)
+    gossip(exchange, [5.0, 5.0, 5.0, 5.0, 5.0], 2, lambda round: [0, 1, 2, 3])
+    assert exchange.inbox(4) is before
+
+
+@pytest.mark.parametrize("make", EXCHANGES)
+def test_state_round_trips_through_a_file(make, tmp_path, assert_identical):
+    one, other = (connected(make(), 5, MeanMixer()) for _ in range(2))
+    z = gossip(one, [0.0, 1.0, 2.0, 3.0, 4.0], 3, lambda round: [0, 1, 2, 3])[-1]
+    torch.save(one.state_dict(), tmp_path / "state")
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert_identical(other.state_dict(), one.state_dict())
+    again = []
+    for exchange in (one, other):
+        exchange.open(4, list(range(5)))
+        for client in range(5):
+            exchange.post(client, Message({"w": torch.tensor([z[client]])}, {}, 1))
+        again.append([exchange.downlink(client) for client in range(5)])
+        exchange.close()
+        again[-1] += [number(exchange.inbox(client)) for client in range(5)]
+    assert again[0] == again[1]
+
+
+# --- methods on graphs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", EXCHANGES)
+@pytest.mark.parametrize("kind", [FedAvg, FedProto, DRDFL])
+def test_averaging_prototype_and_ring_methods_run_on_every_graph(make, kind, mlp, run_federation):
+    loop = run_federation(lambda: kind(mlp()), rounds=3, exchange=make(), participation=0.75)
+    assert [row["participants"] for row in loop.diary.rows] == [3, 3, 3]
+    assert loop.diary.rows[-1]["Server-T"] is None
+    assert loop.diary.rows[-1]["uplink_params"] > 0
+
+
+def test_fedproto_on_a_graph_merges_prototypes_by_count(mlp, run_federation):
+    loop = run_federation(lambda: FedProto(mlp()), rounds=1, exchange=RandomPeers(3))
+    sent = [loop.diary.sent[1, client].artifacts["prototypes"] for client in range(4)]
+    count = sum(part.count for part in sent)
+    mean = sum(part.mean.double() * part.count[:, None] for part in sent) / count[:, None]
+    for client in range(4):
+        torch.testing.assert_close(loop.exchange.inbox(client).artifacts["prototypes"].mean.double(), mean)
+
+
+def test_fedavg_on_the_complete_graph_is_the_unweighted_mean(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=1, exchange=RandomPeers(3))
+    for name, weight in loop.exchange.inbox(0).weights.items():
+        sent = [loop.diary.sent[1, client].weights[name].double() for client in range(4)]
+        torch.testing.assert_close(weight, torch.stack(sent).mean(0).float())
+
+
+@pytest.mark.parametrize("kind", [FedGH, FedNova, FeSEM])
+def test_method_that_needs_its_server_is_refused(kind, mlp, set_up_federation):
+    rule = rf"federation\.exchange: {kind.__name__} cannot do without its server: must be Star, got 'Ring'"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: kind(mlp()), exchange=Ring())
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda: DirectedGraph(0), r"federation\.exchange\.degree: must be >= 1, got 0"),
+        (lambda: RandomPeers(0), r"federation\.exchange\.degree: must be >= 1, got 0"),
+        (lambda: DirectedGraph(mixing="mean"), r"mixing: must be one of push_sum, uniform, got 'mean'"),
+        (lambda: DirectedGraph(edges=[[1, 1]]), r"edges: each must be a pair of different clients, got \[1, 1\]"),
+        (lambda: DirectedGraph(edges=[[1]]), r"edges: each must be a pair of different clients, got \[1\]"),
+        (lambda: connected(DirectedGraph(edges=[[0, 4]])), r"edges: each must be between clients 0 to 3, got \[0, 4\]"),
+        (lambda: Ring("sequential", "both"), r"directions: must be one where schedule is sequential, got 'both'"),
+    ],
+)
+def test_bad_graphs_are_refused(make, rule):
+    with pytest.raises(ConfigError, match=rule):
+        make()

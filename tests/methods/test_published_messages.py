@@ -1,0 +1,29 @@
+"""DRDFL's communication column: entries that 20 clients send in one round and one direction, over 2^20."""
+
+import pytest
+
+from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fednova import FedNova
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
+from fl_lightning.models.resnet import ResNet18
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "published"),
+    [
+        (Local, 0, "0.00"),
+        (FedAvg, 11_191_262, "213.46"),
+        (FedNova, 11_191_262, "213.46"),
+        (FedRep, 11_186_132, "213.36"),
+        (DRDFL, 29_240 + 2 * 10 * 64, "0.58"),
+    ],
+)
+def test_message_is_the_published_one(kind, entries, published):
+    client = kind(ResNet18((3, 32, 32), 10, stem="imagenet"))
+    artifacts = [shape for name, shape in client.interface().items() if name not in client.shared_names]
+    rows = sum(shape[0] * shape[1] for shape in artifacts if len(shape) == 2)  # the classes' means and variances
+    sent = sum(tensor.numel() for tensor in client.shared_weights().values()) + rows
+    assert sent == entries
+    assert f"{20 * sent / 2**20:.2f}" == published
