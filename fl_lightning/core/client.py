@@ -508,7 +508,7 @@ class ClientModule(L.LightningModule):
         kind = self.device.type
         narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         scale = 1024.0 if narrow else 1.0
-        with torch.autocast(kind, enabled=False):
+        with torch.enable_grad(), torch.autocast(kind, enabled=False):
             found = torch.autograd.grad(loss * scale if narrow else loss, parameters, allow_unused=True)
         given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
         return [g / scale for g in given] if narrow else given
