@@ -13,10 +13,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.core.aggregation import ArtifactRule
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.core.message import Artifact, Message
-from fl_lightning.core.mixing import MeanMixer, Mixer
+from fl_lightning.core.mixing import MeanMixer, Mixer, forget
 from fl_lightning.core.server import RuleFactory, Server
 from fl_lightning.core.steps import CarefulSteps
 from fl_lightning.core.term import CrossEntropy, Forward, Term, term_sum
@@ -226,8 +225,7 @@ class ClientModule(L.LightningModule):
             None for a method whose server does more than to average, or remembers: it cannot do without.
         """
         server = self.make_server(self.initial_message())
-        stateless = all(type(rule()).memory is ArtifactRule.memory for rule in server.rules.values())
-        return MeanMixer(server.rules) if type(server) is Server and stateless else None
+        return MeanMixer(server.rules) if type(server) is Server and forget(server.rules) else None
 
     def artifact_rules(self) -> dict[str, RuleFactory]:
         """How a server merges the terms' artifacts."""
@@ -523,7 +521,7 @@ class ClientModule(L.LightningModule):
         kind = self.device.type
         narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         scale = 1024.0 if narrow else 1.0
-        with torch.autocast(kind, enabled=False):
+        with torch.enable_grad(), torch.autocast(kind, enabled=False):
             found = torch.autograd.grad(loss * scale if narrow else loss, parameters, allow_unused=True)
         given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
         return [g / scale for g in given] if narrow else given

@@ -43,8 +43,7 @@ class TensorStore:
         Inputs that come as floats are given as they are: mean 0, std 1.
         """
         if self._scale is None or self._shift is None:
-            # Named, because half precision narrows torch's default type.
-            mean = torch.zeros(1, 1, 1, 1, device=self.device, dtype=torch.float32)
+            mean = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device=self.device)
             return mean, torch.ones_like(mean)
         std = 1 / (255 * self._scale)
         return -self._shift * std, std

@@ -127,7 +127,7 @@ class EarlyAlignment(FirstSteps):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self.counts(client):
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, average="valid")
 
 
@@ -187,7 +187,7 @@ class GeneratedFeatures(FirstSteps):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._has_generator or not self.counts(client):
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         size = self.batch_size or len(out.y)
         y = self.classes[torch.randint(len(self.classes), (size,), device=out.z.device)]
         noise = torch.rand(size, self.noise_size, device=out.z.device).to(self.generator.dtype)

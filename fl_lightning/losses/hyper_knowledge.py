@@ -182,7 +182,7 @@ class HyperPredictions(HyperKnowledge):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._num_valid:
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         logits = client.model.head(self.features.to(out.z.dtype))
         return soft_prediction_distance(logits, self.predictions, self.temperature, self.valid)
 
@@ -201,5 +201,5 @@ class HyperFeatures(HyperKnowledge):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._num_valid:
-            return torch.zeros((), device=out.z.device)
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
         return class_feature_distance(out.z, out.y, self.features, self.valid)

@@ -110,7 +110,7 @@ class ModelContrast(Term):
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if not self._known:
-            return torch.full((), 2.0, device=out.z.device).log()
+            return torch.full((), 2.0, dtype=torch.float32, device=out.z.device).log()
         with torch.no_grad():
             z_global = self.received(out.x)
             z_previous = [body(out.x) for body in list(self.previous)[: self._known]]

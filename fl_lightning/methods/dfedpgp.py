@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from fl_lightning.core.client import ClientModule, Phase
 from fl_lightning.core.message import Message
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
-from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
     from fl_lightning.data.store import ClientData as LocalData
 
 
-class DFedPGP(FedRep):
+class DFedPGP(ClientModule):
     """Private heads over bodies that are averaged by push-sum among directed neighbours.
 
     The gradient is taken at the de-biased body z and applied to the numerator u, which is SGD on z with its rate over μ
@@ -38,6 +38,7 @@ class DFedPGP(FedRep):
         extra_terms: terms added to the loss.
     """
 
+    shared = ("model.body",)
     exchange = "DirectedGraph"
     paper = "Liu et al., CVPR 2024"
 
@@ -50,13 +51,23 @@ class DFedPGP(FedRep):
         chain_rule: bool = False,
         extra_terms: list[Term] | None = None,
     ) -> None:
+        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
+        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
         require(head_lr is None or head_lr > 0, "method.head_lr", "must be > 0 or null", head_lr)
-        super().__init__(model, head_epochs, body_epochs, extra_terms)
+        super().__init__(model, extra_terms=extra_terms)
+        self.head_epochs = head_epochs
+        self.body_epochs = body_epochs
         self.head_lr = head_lr
         self.chain_rule = chain_rule
         self.register_buffer("mass", torch.ones(()))
 
     mass: Tensor  # μ
+
+    def phases(self) -> list[Phase]:  # noqa: D102
+        return [
+            Phase("head", trains=("model.head",), epochs=self.head_epochs),
+            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
+        ]
 
     def receive(self, message: Message, data: LocalData) -> None:
         """Take the mixed body z and the own push-sum weight μ."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
-from fl_lightning.core.mixing import MeanMixer, Mixer
+from fl_lightning.core.mixing import MeanMixer, Mixer, forget
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Forward, Latent, Term, term_sum
 from fl_lightning.errors import require, require_choices
@@ -190,9 +190,10 @@ class DRDFL(ClientModule):
             n: (widened(own[n]) + widened(t).to(own[n].device)) / 2 if n in fits else t for n, t in received.items()
         }
 
-    def make_mixer(self) -> Mixer:
+    def make_mixer(self) -> Mixer | None:
         """The neighbour's message as it is: `receive` merges it."""
-        return MeanMixer(self.artifact_rules(), own=False)
+        rules = self.artifact_rules()
+        return MeanMixer(rules, own=False) if forget(rules) else None
 
     # --- the local fit: lines 8 to 18 ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
+from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
@@ -147,7 +148,7 @@ class FedALA(ClientModule):
     def _mix(self, own: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """θ̂ = θ_i + (θ − θ_i) ⊙ W; `lerp`, because that is θ itself at W = 1."""
         for parameter, old, new, w in zip(self.mixed, own, received, self.mixing, strict=True):
-            parameter.copy_(torch.lerp(old, new, w))
+            parameter.copy_(torch.lerp(widened(old), widened(new), w))
 
     def on_train_end(self) -> None:
         """From now on there is an own model."""

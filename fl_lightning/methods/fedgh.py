@@ -127,6 +127,7 @@ class HeadServer(TrainingServer):
     ) -> None:
         super().__init__(initial, rules)
         self.head = head
+        self.dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}  # the clients'
         self.lr = lr
         self.momentum = momentum
         self.epochs = epochs
@@ -154,7 +155,8 @@ class HeadServer(TrainingServer):
 
     def publish(self, message: Message) -> Message:
         """The head goes down, the class means do not."""
-        head = {f"model.head.{name}": tensor.clone() for name, tensor in self.network.state_dict().items()}
+        own = self.network.state_dict()
+        head = {f"model.head.{name}": tensor.to(self.dtypes[name], copy=True) for name, tensor in own.items()}
         artifacts = {name: artifact for name, artifact in message.artifacts.items() if name != UPLOAD}
         return Message({**message.weights, **head}, artifacts, message.num_samples)
 

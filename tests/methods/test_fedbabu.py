@@ -60,8 +60,8 @@ def test_fedbabu_evaluation_leaves_state_and_streams_and_repeats_itself(conv_net
     loop = run_federation(lambda: FedBABU(conv_net(), finetune_epochs=2, finetune=finetune), rounds=1)
     module = after_one_more_receive(loop, 0)
     with unchanged(module):
-        one = loop.runner.evaluator.client(module, 0, "received", 2)
-        other = loop.runner.evaluator.client(module, 0, "received", 2)
+        one = loop.runner.evaluator.client(module, 0, "received")
+        other = loop.runner.evaluator.client(module, 0, "received")
     assert one == other
     assert all(parameter.grad is None for parameter in module.parameters())
     assert all(parameter.requires_grad for parameter in module.parameters())
@@ -110,9 +110,9 @@ def test_fedbabu_fine_tuning_does_not_follow_the_decay(mlp, run_federation):
     """So that a resumed run, or `evaluate`, fine-tunes as the run did."""
     loop = run_federation(lambda: FedBABU(mlp(), finetune_epochs=2), rounds=1)
     module = after_one_more_receive(loop, 0)
-    scores = loop.runner.evaluator.client(module, 0, "received", 2)
+    scores = loop.runner.evaluator.client(module, 0, "received")
     module.lr_factor = 1e-9
-    assert loop.runner.evaluator.client(module, 0, "received", 2) == scores
+    assert loop.runner.evaluator.client(module, 0, "received") == scores
 
 
 def test_fedbabu_without_fine_tuning_is_the_initial_model(mlp, run_federation):

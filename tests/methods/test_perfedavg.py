@@ -202,8 +202,8 @@ def test_perfedavg_evaluation_leaves_state_and_streams_and_repeats_itself(conv_n
     module = loop.runner.load(0)
     module.receive(loop.exchange.inbox(0), loop.data.clients[0])
     with unchanged(module):
-        one = loop.runner.evaluator.client(module, 0, "received", 2)
-        other = loop.runner.evaluator.client(module, 0, "received", 2)
+        one = loop.runner.evaluator.client(module, 0, "received")
+        other = loop.runner.evaluator.client(module, 0, "received")
     assert one == other
 
 
