@@ -21,7 +21,7 @@ quickstart: .venv/installed ## install into .venv and run the main job: 20 clien
 	$(BIN)/fl-lightning fit --config experiments/quickstart.yaml --overwrite
 
 test: .venv/installed-dev ## install the development extras and run every test (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -53,7 +55,7 @@ class FashionMNISTSample(FashionMNIST):
 
 
 class ImageFolderSample(ImageFolder):
-    """A stratified sample of a folder of images: equally many of every class, both parts merged.
+    """A stratified sample of a folder of images: equally many of every class, the parts as large as they were.
 
     Args:
         root: folder that holds ``train/<class>/`` and, where there is one, ``test/<class>/``.
@@ -70,4 +72,12 @@ class ImageFolderSample(ImageFolder):
 
     def arrays(self) -> Arrays:
         """The sample, in the order of the whole set."""
-        return stratified(super().arrays(), self.samples, self.sample_seed)
+        whole = super().arrays()
+        share = self.samples / len(whole.y)
+        ends = (0, whole.num_train, len(whole.y))
+        parts = []
+        for first, last in itertools.pairwise(ends):
+            part = Arrays(whole.x[first:last], whole.y[first:last], last - first, whole.classes)
+            parts.append(stratified(part, round(share * (last - first)), self.sample_seed))
+        x, y = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y"))
+        return Arrays(x, y, len(parts[0].y), whole.classes, whole.mean, whole.std)

@@ -149,9 +149,7 @@ class FedCVAE(ClientModule):
     def on_train_epoch_start(self) -> None:
         """Put parts that rest into eval mode; once g is fitted, take its moments."""
         super().on_train_epoch_start()
-        # At a learning rate of 0 nothing may move, batch norm's statistics included: they travel.
-        learns = any(group["lr"] for group in self.optimizer.param_groups)
-        self.prior.train(self.phase.name == "prior" and learns)
+        self.prior.train(self.phase.name == "prior")
         self.encoder.train(self.phase.name == "cvae")
         self.decoder.train(self.phase.name == "cvae")
         if self.phase.name != "prior" and self.own_data is not None:
@@ -172,7 +170,7 @@ class FedCVAE(ClientModule):
         mean, variance = class_moments(torch.cat(features), y, self.model.num_classes, self.variance_floor)
         self.class_mean.copy_(mean)
         self.class_variance.copy_(variance)
-        self.pixel_range.copy_(torch.tensor([least, largest]))
+        self.pixel_range.copy_(torch.tensor([least, largest], dtype=torch.float32))
         every = torch.arange(self.model.num_classes, device=y.device)
         self.drawn_classes = y.unique() if self.generated_classes == "present" else every
 

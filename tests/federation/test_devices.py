@@ -18,10 +18,7 @@ from fl_lightning.methods.feddw import FedDW
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
-    pytest.mark.xdist_group("devices"),  # one process of pytest-xdist makes the runs that all tests look at
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
 
 CASES = {
     "FedAvg": (FedAvg, {}),

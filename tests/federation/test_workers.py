@@ -23,10 +23,7 @@ from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
-    pytest.mark.xdist_group("workers"),  # one process of pytest-xdist makes the runs that all tests look at
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
 
 
 def find_methods():

@@ -46,15 +46,7 @@ def run_method(conv_net, set_up_federation):
     return set_up
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((name, precision), marks=pytest.mark.xdist_group(f"{name} {precision}"))
-        for name in METHODS
-        for precision in PRECISIONS
-    ],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=[(name, precision) for name in METHODS for precision in PRECISIONS], ids=str)
 def finished(request, run_method):
     """Three rounds of one method under one precision, with what was seen on the way."""
     name, precision = request.param
