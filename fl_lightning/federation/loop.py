@@ -25,7 +25,7 @@ from fl_lightning.federation.runner import ClientReport, Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import watched
-from fl_lightning.federation.workers import MAIN, SharedExchange, Workers
+from fl_lightning.federation.workers import MAIN, Workers, shared_exchange
 from fl_lightning.seeding import numpy_generator
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class FederatedLoop:
         self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
         self.workers = Workers.present(spread=self.runner.single_device)
         if self.workers.size > 1:
-            self.exchange = SharedExchange(self.exchange, self.workers, self.runner.device)
+            self.exchange = shared_exchange(self.exchange, self.workers, self.runner.device)
         on_disk = self.pool == "disk" and self.workers.writes
         self.runner.pool = ClientPool(self._pool_folder(folder), on_disk)
         self.models_folder = self._models_folder(folder) if self.workers.writes else None

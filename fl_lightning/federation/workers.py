@@ -116,8 +116,8 @@ class Workers:
             step *= 2
 
 
-class SharedExchange(Exchange):
-    """Carries messages between clients of several workers: the exchange itself is on the main one.
+def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) -> Exchange:
+    """Carry messages between clients of several workers: the exchange itself is on the main one.
 
     Where messages only meet in means, each worker folds in its own clients and the sums are merged; otherwise the main
     process gets every message. Either way the result is the one of a single process, bit for bit.
@@ -127,6 +127,11 @@ class SharedExchange(Exchange):
         workers: the processes.
         device: where messages travel.
     """
+    return _SharedExchange(exchange, workers, device)
+
+
+class _SharedExchange(Exchange):
+    """What `shared_exchange` returns."""
 
     def __init__(self, exchange: Exchange, workers: Workers, device: torch.device) -> None:
         self.exchange = exchange

@@ -132,6 +132,10 @@ def test_list_names_everything_with_one_line_and_the_paper(workplace, kind):
             assert word in text
 
 
+def test_list_of_exchanges_holds_what_a_configuration_may_name():
+    assert [entry.name for entry in catalog.entries("exchanges")] == ["DirectedGraph", "RandomPeers", "Ring", "Star"]
+
+
 def test_list_of_methods_cites_every_paper():
     without = [entry.name for entry in catalog.entries("methods") if not entry.paper and entry.name != "Local"]
     assert without == []
