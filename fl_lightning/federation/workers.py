@@ -150,7 +150,7 @@ class _SharedExchange(Exchange):
         """Set up already."""
 
     @property
-    def in_turn(self) -> bool:  # noqa: D102 - as the base says
+    def in_turn(self) -> bool:
         return self.exchange.in_turn
 
     def _share_global(self) -> None:
@@ -196,36 +196,36 @@ class _SharedExchange(Exchange):
             return Message.from_state_dict(transport.receive(MAIN, self.device))
         return None
 
-    def inbox(self, client: int) -> Message:  # noqa: D102
+    def inbox(self, client: int) -> Message:
         return self.exchange.inbox(client) if self.workers.is_main else self._inbox[client]
 
-    def hears_global(self, client: int) -> bool:  # noqa: D102
+    def hears_global(self, client: int) -> bool:
         return self._hears_global[client]
 
-    def downlink(self, client: int) -> Size:  # noqa: D102
+    def downlink(self, client: int) -> Size:
         return self.exchange.downlink(client) if self.workers.is_main else self._downlink[client]
 
-    def uplink(self, client: int, message: Message) -> Size:  # noqa: D102
+    def uplink(self, client: int, message: Message) -> Size:
         return self.exchange.uplink(client, message)
 
-    def pulled(self) -> Size:  # noqa: D102
+    def pulled(self) -> Size:
         return self.exchange.pulled()
 
     @property
-    def hops(self) -> Sequence[Hop]:  # noqa: D102
+    def hops(self) -> Sequence[Hop]:
         return self.exchange.hops
 
-    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
+    def open(self, round: int, participants: Sequence[int]) -> None:
         self.exchange.open(round, participants)
         self._outbox = {}
 
-    def post(self, client: int, message: Message) -> None:  # noqa: D102
+    def post(self, client: int, message: Message) -> None:
         if self.exchange.works_in_parts or self.exchange.in_turn:
             self.exchange.post(client, message)
         else:
             self._outbox[client] = message
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         if self.exchange.works_in_parts:
             self.workers.reduce(self.exchange.partial, self.exchange.merge, self.device)
         elif not self.in_turn:
@@ -248,14 +248,14 @@ class _SharedExchange(Exchange):
                 transport.send(self._outbox[client].state_dict(), MAIN, self.device)
         self._outbox = {}
 
-    def global_message(self) -> Message | None:  # noqa: D102
+    def global_message(self) -> Message | None:
         return self._global
 
     def state_dict(self) -> dict[str, Any]:
         """The main process's; empty elsewhere."""
         return self.exchange.state_dict() if self.workers.is_main else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.workers.is_main:
             self.exchange.load_state_dict(state)
         self._share_global()
