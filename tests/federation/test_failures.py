@@ -116,21 +116,28 @@ def test_round_without_anybody_changes_nothing(exchange, mlp, run_federation, as
     assert all(tensor.isfinite().all() for c in range(4) for tensor in loop.exchange.inbox(c).weights.values())
 
 
-@pytest.mark.parametrize("make", [Ring, lambda: Ring("sequential"), lambda: DirectedGraph(3), lambda: RandomPeers(3)])
-@pytest.mark.parametrize("kind", [FedAvg, DRDFL])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (DRDFL, Ring),
+        (FedAvg, lambda: Ring("sequential")),
+        (FedAvg, lambda: DirectedGraph(3)),
+        (FedAvg, lambda: RandomPeers(3)),
+    ],
+)
 def test_twenty_clients_of_whom_three_in_ten_fail_complete(
-    make, kind, mlp, make_data, set_up_federation, outcome, assert_identical, tmp_path
+    kind, make, mlp, make_data, set_up_federation, outcome, assert_identical, tmp_path
 ):
     """Nothing is lost: every message arrives where the log says, and a killed run resumes to the same end."""
     counts = tuple((4, 4, 0, 0) if client % 2 else (0, 0, 4, 4) for client in range(20))
-    options = {"rounds": 6, "failures": Failures(0.3), "folder": tmp_path}
+    options = {"rounds": 4, "failures": Failures(0.3), "folder": tmp_path}
 
     def federation():
         return set_up_federation(lambda: kind(mlp()), exchange=make(), data=make_data(counts), **options)
 
     loop = federation()
     loop.final = loop.run()
-    assert 0.1 < sum(row["missing"] for row in loop.diary.rows) / (6 * 20) < 0.5
+    assert 0.1 < sum(row["missing"] for row in loop.diary.rows) / (4 * 20) < 0.5
     for round, hops in loop.diary.hops.items():
         there = {client for r, client in loop.diary.sent if r == round}
         before = {client for r, client in loop.diary.sent if r < round}
@@ -141,9 +148,9 @@ def test_twenty_clients_of_whom_three_in_ten_fail_complete(
     for client in range(20):
         assert all(tensor.isfinite().all() for tensor in (loop.runner.pool.get(client) or {}).values())
     again = federation()
-    again.load_state_dict(again.checkpoints.load(tmp_path / "checkpoints" / "round-0005.ckpt"))
+    again.load_state_dict(again.checkpoints.load(tmp_path / "checkpoints" / "round-0003.ckpt"))
     again.final = again.run()
-    again.diary.rows = loop.diary.rows[:5] + again.diary.rows
+    again.diary.rows = loop.diary.rows[:3] + again.diary.rows
     assert_identical(outcome(again), outcome(loop))
 
 

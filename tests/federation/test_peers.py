@@ -255,12 +255,11 @@ def test_uniform_mixing_converges_elsewhere():
     assert exchange.mass == {}
 
 
-@pytest.mark.parametrize("redraw", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("redraw", "dtype"), [(True, torch.float32), (False, torch.float64)])
 def test_fifty_clients_on_a_random_directed_graph_converge_to_their_mean(redraw, dtype):
     u = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exchange = connected(DirectedGraph(degree=3, redraw=redraw), 50, MeanMixer())
-    z = gossip(exchange, u.tolist(), 80, dtype=dtype)[-1]
+    z = gossip(exchange, u.tolist(), 60, dtype=dtype)[-1]
     assert max(abs(value - u.mean().item()) for value in z) < 1e-6
     assert sum(exchange.mass.values()) == pytest.approx(50)
     assert max(exchange.mass.values()) > 1.1  # without dividing by it, nobody would be near the mean

@@ -17,8 +17,9 @@ from fl_lightning.core.server import Server
 from fl_lightning.federation import transport
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.launch import Team, launch
-from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
 from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
@@ -58,14 +59,18 @@ class StopsAfter(FederationCallback):
             loop.stop()
 
 
-CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | {
+OPTIONS = {
+    "a method": (FedRep, {}),
     "half of the clients": (FedRep, {"participation": 0.5}),
     "states on disk": (FedRep, {"participation": 0.5, "pool": "disk"}),
     "a server that sees all": (Picky, {}),
     "no evaluation": (FedAvg, {"evaluate_every": 2}),
     "a ring in turn": (FedRep, {"exchange": Ring("sequential")}),
     "half of a ring": (FedRep, {"exchange": Ring(), "participation": 0.5}),
+    "half of a directed graph": (FedRep, {"exchange": DirectedGraph(2), "participation": 0.5}),
+    "random peers": (FedRep, {"exchange": RandomPeers(2), "failures": Failures(0.3)}),
 }
+CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +88,13 @@ def set_up_case(set_up_federation, conv_net):
 
 @pytest.fixture(scope="module")
 def run_cases(set_up_case, tmp_path_factory):
-    """Run all cases, one after another, on so many processes; returns the folder that holds a folder a case.
+    """Run cases, one after another, on so many processes; returns the folder that holds a folder a case.
 
     `before` is a folder of runs that were stopped after round 1, to be resumed.
     """
 
-    def run_all(folder, before, stop):
-        for name in CASES:
+    def run_all(folder, names, before, stop):
+        for name in names:
             loop = set_up_case(name, folder / name, [StopsAfter(1)] if stop else [])
             if before is not None:
                 checkpoints = Checkpoints(before / name / "checkpoints")
@@ -99,16 +104,16 @@ def run_cases(set_up_case, tmp_path_factory):
                 torch.save({"final": final, "rows": loop.diary.rows}, folder / f"{name}.pt")
         return 0
 
-    def run(size, before=None, stop=False):
+    def run(size, names=tuple(CASES), before=None, stop=False):
         folder = tmp_path_factory.mktemp(f"workers-{size}")
         if before is not None:  # a run goes on in its own folder: its clients' states are there
-            for name in CASES:
+            for name in names:
                 (before / name).rename(folder / name)
             before = folder
         if size == 1:
-            run_all(folder, before, stop)
+            run_all(folder, names, before, stop)
         else:
-            assert launch(run_all, Team(size, threads=1), folder, before, stop) == 0
+            assert launch(run_all, Team(size, threads=1), folder, names, before, stop) == 0
         return folder
 
     return run
@@ -121,7 +126,7 @@ def runs(run_cases):
         "1": run_cases(1),
         "2": run_cases(2),
         "3, then 2": run_cases(2, before=run_cases(3, stop=True)),
-        "1, then 3": run_cases(3, before=run_cases(1, stop=True)),
+        "1, then 3": run_cases(3, OPTIONS, before=run_cases(1, OPTIONS, stop=True)),
     }
 
 
@@ -141,8 +146,10 @@ def read(folder, name):
     return {"rows": rows, "final": left["final"], "state": state, "clients": clients, "models": models}
 
 
-@pytest.mark.parametrize("workers", ["2", "3, then 2", "1, then 3"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [(name, workers) for name in CASES for workers in ("2", "3, then 2")] + [(name, "1, then 3") for name in OPTIONS],
+)
 def test_result_does_not_depend_on_the_number_of_workers(runs, name, workers, assert_identical):
     alone, together = read(runs["1"], name), read(runs[workers], name)
     if "then" in workers:

@@ -156,17 +156,14 @@ def test_messages_share_no_memory_with_the_client(full):
     assert not any(tensor.requires_grad for tensor in tensors)
 
 
-@pytest.mark.parametrize("run", ["full", "half"])
 def test_result_does_not_depend_on_the_order_in_which_clients_are_fitted(
-    method, run, full, half, set_up_federation, outcome, assert_identical
+    method, full, set_up_federation, outcome, assert_identical
 ):
-    plain = {"full": full, "half": half}[run]
-    other = set_up_federation(method, rounds=3, participation=plain.participation)
-    orders = {"full": lambda clients: sorted(clients, key=lambda c: (3 * c + 2) % 4), "half": lambda c: c[::-1]}
-    other.fit_order = orders[run]
+    other = set_up_federation(method, rounds=3)
+    other.fit_order = lambda clients: sorted(clients, key=lambda c: (3 * c + 2) % 4)
     other.final = other.run()
-    assert_identical(outcome(other), outcome(plain))
-    assert_identical(other.final, plain.final)
+    assert_identical(outcome(other), outcome(full))
+    assert_identical(other.final, full.final)
 
 
 def test_result_depends_on_the_seed(method, full, run_federation):
@@ -238,8 +235,8 @@ def assert_every_copy_is_counted_once(loop):
 
 
 def test_client_joins_late(method, run_federation):
-    loop = run_federation(method, rounds=3, newcomers=Newcomers(clients=1, after=1))
-    assert [row["participants"] for row in loop.diary.rows] == [3, 4, 4]
+    loop = run_federation(method, rounds=2, newcomers=Newcomers(clients=1, after=1))
+    assert [row["participants"] for row in loop.diary.rows] == [3, 4]
     assert all_finite(loop)
     assert 0 <= loop.diary.rows[-1]["Local-T_newcomers"] <= 1
 
@@ -261,16 +258,16 @@ def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full,
 def test_run_resumes_exactly_from_a_checkpoint(
     method, run_federation, set_up_federation, outcome, assert_identical, tmp_path
 ):
-    options = {"rounds": 4, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9}
+    options = {"rounds": 3, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9}
     straight = run_federation(method, **options)
     first = set_up_federation(method, folder=tmp_path, **options)
-    for _ in range(3):  # killed in the third round, after the second was saved
+    for _ in range(2):  # killed after the second round; the checkpoint of the first is taken
         first.advance()
     second = set_up_federation(method, folder=tmp_path, **options)
-    second.load_state_dict(second.checkpoints.load(tmp_path / "checkpoints" / "round-0002.ckpt"))
-    assert second.round == 2
+    second.load_state_dict(second.checkpoints.load(tmp_path / "checkpoints" / "round-0001.ckpt"))
+    assert second.round == 1
     second.final = second.run()
-    second.diary.rows = first.diary.rows[:2] + second.diary.rows
+    second.diary.rows = first.diary.rows[:1] + second.diary.rows
     assert_identical(outcome(second), outcome(straight))
     assert_identical(second.final, straight.final)
 
