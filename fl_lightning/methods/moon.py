@@ -5,12 +5,11 @@ Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1. Ch
 
 from __future__ import annotations
 
-from torch import nn
-
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.model_contrast import ModelContrast
+from fl_lightning.models.projection import add_projection
 from fl_lightning.models.split import SplitModel
 
 
@@ -46,14 +45,5 @@ class MOON(ClientModule):
         require(previous_models >= 1, "method.previous_models", "must be >= 1", previous_models)
         require(projection is None or projection >= 1, "method.projection", "must be >= 1 or null", projection)
         if projection is not None:
-            _project(model, projection)
+            add_projection(model, projection, unit_length=False, key="method.projection")
         super().__init__(model, terms=[ModelContrast(mu, temperature, previous_models)], extra_terms=extra_terms)
-
-
-def _project(model: SplitModel, size: int) -> None:
-    """Put a projection at the end of the body, and a new last layer of its size into the head."""
-    layer, width = model.classification_layer, model.embedding_size
-    require(layer is model.head, "method.projection", "needs a head of one linear layer; use null")
-    model.body.append(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, size))
-    model.head = nn.Linear(size, model.num_classes, bias=layer.bias is not None)
-    model.embedding_size = size

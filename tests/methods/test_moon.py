@@ -149,7 +149,7 @@ def test_moon_trains_in_mixed_precision(conv_net, run_federation):
 def test_moon_projection_needs_a_linear_head(mlp):
     model = mlp()
     model.head = nn.Sequential(model.head)
-    with pytest.raises(ConfigError, match=r"method\.projection: needs a head of one linear layer; use null"):
+    with pytest.raises(ConfigError, match=r"method\.projection: needs a head of one linear layer"):
         MOON(model, projection=7)
 
 
