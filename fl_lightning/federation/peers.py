@@ -156,6 +156,7 @@ class Peers(Exchange, ABC):
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102
         return {
+            "round": self.round,
             "finished": {str(client): message.state_dict() for client, message in self._finished.items()},
             "arrived": {
                 str(client): {"message": arrival.message.state_dict(), "size": list(arrival.size)}
@@ -164,6 +165,7 @@ class Peers(Exchange, ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        self.round = state["round"]
         self._finished = {int(client): Message.from_state_dict(own) for client, own in state["finished"].items()}
         self._arrived = {
             int(client): Arrival(Message.from_state_dict(own["message"]), Size(*own["size"]))

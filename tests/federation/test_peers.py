@@ -383,6 +383,14 @@ def test_client_that_rests_hears_later_what_it_was_sent():
 
 
 @pytest.mark.parametrize("make", EXCHANGES)
+def test_client_that_never_took_part_hears_the_same_after_a_resume(make, tmp_path):
+    one, other = (connected(make(), 8, MeanMixer()) for _ in range(2))
+    gossip(one, [float(client) for client in range(8)], 3, lambda round: [0, 1, 2, 3, 4])
+    other.load_state_dict(one.state_dict())
+    assert [number(one.inbox(client)) for client in (5, 6, 7)] == [number(other.inbox(client)) for client in (5, 6, 7)]
+
+
+@pytest.mark.parametrize("make", EXCHANGES)
 def test_state_round_trips_through_a_file(make, tmp_path, assert_identical):
     one, other = (connected(make(), 5, MeanMixer()) for _ in range(2))
     z = gossip(one, [0.0, 1.0, 2.0, 3.0, 4.0], 3, lambda round: [0, 1, 2, 3])[-1]
