@@ -8,7 +8,7 @@ clients, Dirichlet(0.1), CNN, SGD 0.01 and batch 10, for all methods with their 
 clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables with their files
 in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified, seeded sample of so
 many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
-each; seconds are those of runs beside others.
+each; seconds are the median round's, of runs beside others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from typing import Any
 from results import save
 
 from fl_lightning import catalog
+from fl_lightning.report.record import read_rows
 
 HERE = Path(__file__).resolve().parent
 EXPERIMENTS = HERE.parent / "experiments"
@@ -132,7 +134,7 @@ def figures(folder: Path, protocol: Protocol) -> dict[str, Any]:
     found["personal params"] = round(summary["parameters"]["personal"])
     found["values sent"] = round(summary["communication"]["uplink_params_per_client"])
     found["comm. Mi"] = round(summary["communication"]["uplink_params_Mi_per_round"], 2)
-    found["seconds"] = round(summary["seconds"] / summary["rounds"], 1)
+    found["seconds"] = round(statistics.median(row["seconds"] for row in read_rows(folder / "metrics.csv")), 1)
     return found
 
 
