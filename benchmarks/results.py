@@ -21,10 +21,19 @@ def machine() -> dict[str, Any]:
     return {"processor": processor, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
 
-def save(name: str, numbers: dict[str, Any]) -> None:
-    """Print the numbers and write them to `benchmarks/results/<name>.json`."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(name: str, numbers: dict[str, Any], quiet: bool = False) -> None:
+    """Write the numbers to `benchmarks/results/<name>.json`, and print them unless `quiet`."""
     text = json.dumps({"machine": machine(), "torch": torch.__version__, **numbers}, indent=2)
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text + "\n")
-    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    if not quiet:
+        print(text)
+
+
+def read(name: str) -> dict[str, Any]:
+    """What `save` wrote; empty if it did not."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -32,7 +32,7 @@ from typing import Any
 
 import commandline
 import torch
-from results import save
+from results import machine, read, save
 from workloads import HandWritten, federation, fit_all, interleaved, noise, ratio, seconds
 
 from fl_lightning.data.augmentation import Augmentation, build_augmentation
@@ -419,14 +419,16 @@ def main() -> None:
         return
     if options.quick:
         options.repetitions = min(options.repetitions, 2)
-    numbers: dict[str, Any] = {"repetitions": options.repetitions, "load of the machine before": load()}
+    parts: dict[str, Any] = read("table").get("parts", {})  # a part that is measured again replaces itself alone
     for part in options.parts:
         print(f"--- {part}", flush=True)
-        numbers[part] = PARTS[part](options)
-        show(numbers[part])
-    numbers["load of the machine after"] = load()
-    if not options.quick:
-        save("table", numbers)
+        before = load()
+        rows = PARTS[part](options)
+        show(rows)
+        measured = {"repetitions": options.repetitions, "load before": before, "load after": load(), **machine()}
+        parts[part] = {**measured, "rows": rows}
+        if not options.quick:
+            save("table", {"parts": parts}, quiet=True)
 
 
 if __name__ == "__main__":
