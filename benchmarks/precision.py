@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from results import save
+from results import read, save
 
 from fl_lightning import catalog
 
@@ -110,7 +110,8 @@ def main() -> None:
             numbers.setdefault(part, {})[method] = compare(runs)
             print(part, method, numbers[part][method], flush=True)
     about = {"Fashion-MNIST images": options.samples or 70_000, "Fashion-MNIST rounds": options.rounds}
-    save("precision", {**(about if "fmnist" in options.parts else {}), **numbers})
+    kept = {key: value for key, value in read("precision").items() if key not in ("machine", "torch")}
+    save("precision", {**kept, **(about if "fmnist" in options.parts else {}), **numbers})
 
 
 if __name__ == "__main__":
