@@ -4,7 +4,7 @@
 
 Every run is the command line's own (`fl-lightning fit --config experiments/…`). ``fedcpd`` is FashionMNIST with 20
 clients, Dirichlet(0.1), CNN, SGD 0.01 and batch 10, for all methods with their defaults (FedProto as
-`experiments/fedproto/pfllib.yaml` says, DRDFL with Adam 0.001 as in its own experiments). ``drdfl`` is CIFAR-10 with 20
+`experiments/fedproto/pfllib.yaml` says, DRDFL and FedCVAE with Adam 0.001 as in DRDFL's experiments). ``drdfl`` is CIFAR-10 with 20
 clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables with their files
 in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified, seeded sample of so
 many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
@@ -62,6 +62,8 @@ def overlay(name: str) -> list[str]:
     return ["--config", str(EXPERIMENTS / name)]
 
 
+WITH_ADAM = ("DRDFL", "FedCVAE")
+
 PROTOCOLS = {
     "fedcpd": Protocol(
         EXPERIMENTS / "fedcpd/fmnist_dirichlet01.yaml",
@@ -69,7 +71,8 @@ PROTOCOLS = {
         ("--data.dataset", "subsets.FashionMNISTSample", "--data.dataset.normalize", "half"),
         overlays={
             "FedProto": overlay("fedproto/pfllib.yaml"),
-            "DRDFL": ["--method=DRDFL", "--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.001"],
+            # sums over an image's values, under which SGD at 0.01 diverges
+            **{m: [f"--method={m}", "--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.001"] for m in WITH_ADAM},
         },
         columns=("Local-T_received", "Local-T_received_weighted", "Local-T", "Server-T"),
     ),
