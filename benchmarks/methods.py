@@ -4,11 +4,11 @@
 
 Every run is the command line's own (`fl-lightning fit --config experiments/…`). ``fedcpd`` is FashionMNIST with 20
 clients, Dirichlet(0.1), CNN, SGD 0.01 and batch 10, for all methods with their defaults (FedProto as
-`experiments/fedproto/pfllib.yaml` says, DRDFL and FedCVAE with Adam 0.001 as in DRDFL's experiments). ``drdfl`` is CIFAR-10 with 20
-clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables with their files
-in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified, seeded sample of so
-many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
-each; seconds are the median round's, of runs beside others.
+`experiments/fedproto/pfllib.yaml` says, DRDFL and FedCVAE with Adam 0.001 as in DRDFL's experiments). ``drdfl`` is
+CIFAR-10 with 20 clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables
+with their files in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified,
+seeded sample of so many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side
+by side, one thread each; seconds are the median round's, of runs beside others.
 """
 
 from __future__ import annotations
