@@ -14,7 +14,7 @@ METHODS = [entry.name for entry in catalog.entries("methods")]
 def test_evaluate_finds_the_figures_of_the_run_again(workplace, method):
     """With clients that sat out and rounds that were not evaluated."""
     workplace.draws = False
-    workplace.change(method={"class_path": method}, federation={"rounds": 3, "participation": 0.5, "evaluate_every": 2})
+    workplace.change(method={"class_path": method}, federation={"rounds": 2, "participation": 0.5, "evaluate_every": 2})
     workplace.fit("--quiet")
     before = workplace.files()
     code, out, err = workplace.call("evaluate", "runs/run")

@@ -111,12 +111,11 @@ def test_weights_travel_as_they_are_kept(finished):
 @pytest.mark.parametrize("precision", ["bf16-true"])  # where what is kept is not what was stepped on
 @pytest.mark.parametrize("name", METHODS)
 def test_run_resumes_exactly(name, precision, run_method, outcome, assert_identical, tmp_path):
-    options = {"rounds": 3, "participation": 0.5}
+    options = {"rounds": 2, "participation": 0.5}
     straight = run_method(name, precision, **options)
     straight.final = straight.run()
     first = run_method(name, precision, folder=tmp_path, **options)
     first.advance()
-    first.advance()  # lost: the second round is done again
     second = run_method(name, precision, folder=tmp_path, **options)
     second.load_state_dict(second.checkpoints.load(tmp_path / "checkpoints" / "round-0001.ckpt"))
     second.final = second.run()
