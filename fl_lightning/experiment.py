@@ -8,7 +8,6 @@ import json
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.files import load_tensors, write_text
-from fl_lightning.federation.launch import Team, is_main, plan, started_outside, stop_signals
+from fl_lightning.federation.launch import Team, is_main, plan, signals_handled, started_outside, stop_signals
 from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
@@ -369,14 +368,5 @@ def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
         loop.stop()
         print(f"stopping once round {loop.round + 1} is saved; again to stop at once", file=sys.stderr, flush=True)
 
-    previous = {}
-    for number in stop_signals():
-        try:
-            previous[number] = signal.signal(number, handle)
-        except ValueError:  # not in the main thread: the caller handles signals
-            break
-    try:
+    with signals_handled(handle, stop_signals()):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -158,6 +158,26 @@ def set_up_federation(make_data, sgd):
     return set_up
 
 
+@pytest.fixture
+def assert_resumes(set_up_federation, outcome, assert_identical, tmp_path):
+    """Stop a federation, resume it from its newest checkpoint, and end where a straight run does; returns that one."""
+
+    def check(method, stopped_after=2, **options):
+        straight = set_up_federation(method, **options)
+        straight.final = straight.run()
+        first, second = (set_up_federation(method, folder=tmp_path, **options) for _ in range(2))
+        for _ in range(stopped_after):
+            first.advance()
+        second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
+        second.final = second.run()
+        second.diary.rows = first.diary.rows + second.diary.rows
+        assert_identical(outcome(second), outcome(straight))
+        assert_identical(second.final, straight.final)
+        return straight
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def run_federation(set_up_federation):
     """Set a federation up, run it, return the loop: `run_federation(lambda: FedAvg(mlp()), rounds=3)`."""

@@ -10,6 +10,9 @@ from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMea
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.server import RuleFactory
 
+PUSH_WEIGHT = "push_weight"
+"""Artifact that tells a client its push-sum weight μ, a scalar; where it is missing μ is 1."""
+
 
 class Heard(NamedTuple):
     """A message, who sent it, and its share in the receiver's mean.

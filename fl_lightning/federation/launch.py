@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import active_children
@@ -263,11 +263,18 @@ def _forward_signals() -> Iterator[None]:
         print("stopped at once; the rounds before this one are saved", file=sys.stderr, flush=True)
         raise _StoppedAtOnce
 
+    with signals_handled(handle, (signal.SIGINT, signal.SIGTERM)):
+        yield
+
+
+@contextmanager
+def signals_handled(handle: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
+    """Let `handle` answer some signals for a block; outside the main thread the caller answers them."""
     previous = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         try:
             previous[number] = signal.signal(number, handle)
-        except ValueError:  # not in the main thread: the caller handles signals
+        except ValueError:  # not in the main thread
             break
     try:
         yield

@@ -20,7 +20,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.failures import Failures
-from fl_lightning.federation.peers import EXCHANGES
+from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.runner import ClientReport, Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
 from fl_lightning.federation.transport import Waiting
@@ -216,17 +216,7 @@ class FederatedLoop:
             steps_per_bundle=self.steps_per_bundle,
             channels_last=self.channels_last,
         )
-        template = self.runner.modules[0]
-        joins = template.takes_newcomers or not self.newcomers.clients
-        rule = f"{type(template).__name__} has no rule for clients that join later: must be 0"
-        require(joins, "federation.newcomers.clients", rule, self.newcomers.clients)
-        own = EXCHANGES[template.exchange]
-        self.exchange = own() if self.configured_exchange is None else self.configured_exchange
-        self.runner.keeps_shared = self.exchange.keeps_shared
-        self.exchange.setup(self.runner.modules[0], self.num_clients, seed)
-        self.workers = Workers.present(spread=self.runner.single_device)
-        if self.workers.size > 1:
-            self.exchange = shared_exchange(self.exchange, self.workers, self.runner.device)
+        self._set_up_exchange()
         on_disk = self.pool == "disk" and self.workers.writes
         self.runner.pool = ClientPool(self._pool_folder(folder), on_disk)
         self.models_folder = self._models_folder(folder) if self.workers.writes else None
@@ -243,6 +233,19 @@ class FederatedLoop:
         self.participants: list[int] = []
         self._global_correct: Correct | None = None
         self.final_scores: dict[str, np.ndarray] = {}
+
+    def _set_up_exchange(self) -> None:
+        template = self.runner.modules[0]
+        joins = template.takes_newcomers or not self.newcomers.clients
+        rule = f"{type(template).__name__} has no rule for clients that join later: must be 0"
+        require(joins, "federation.newcomers.clients", rule, self.newcomers.clients)
+        configured = self.configured_exchange
+        self.exchange = EXCHANGES[template.exchange]() if configured is None else configured
+        self.runner.keeps_shared = self.exchange.keeps_shared
+        self.exchange.setup(template, self.num_clients, self.seed)
+        self.workers = Workers.present(spread=self.runner.single_device)
+        if self.workers.size > 1:
+            self.exchange = shared_exchange(self.exchange, self.workers, self.runner.device)
 
     def _pool_folder(self, folder: Path | None) -> Path | None:
         if self.checkpoints is not None:

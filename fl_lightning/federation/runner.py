@@ -292,7 +292,7 @@ class Runner:
         """Trainable parameters of one client, the mean over clients: ``personal`` stay with it, ``shared`` travel."""
         counts = []
         for module in self.modules:
-            shared = {name for name in module.shared_names}
+            shared = set(module.shared_names)
             sizes = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
             travels = sum(size for name, size in sizes.items() if name in shared)
             counts.append((sum(sizes.values()) - travels, travels))

@@ -6,7 +6,7 @@ Data-Free Hyper-Knowledge Distillation" (FedHKD), ICLR 2023. One pair of class m
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -158,6 +158,15 @@ class HyperKnowledge(Term, ABC):
         count = torch.where(sent, means.count, 0)
         return {"hyper_knowledge": ClassMeans(torch.where(count[:, None] > 0, means.mean, 0.0), count)}
 
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        if not self._num_valid:
+            return torch.zeros((), dtype=torch.float32, device=out.z.device)
+        return self.distance(client, out)
+
+    @abstractmethod
+    def distance(self, client: ClientModule, out: Forward) -> Tensor:
+        """The term's value where some class has hyper-knowledge."""
+
     def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"hyper_knowledge": (len(self.valid), self.features.shape[1] + self.predictions.shape[1])}
 
@@ -180,9 +189,7 @@ class HyperPredictions(HyperKnowledge):
 
     reaches = ("model.head",)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        if not self._num_valid:
-            return torch.zeros((), dtype=torch.float32, device=out.z.device)
+    def distance(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         logits = client.model.head(self.features.to(out.z.dtype))
         return soft_prediction_distance(logits, self.predictions, self.temperature, self.valid)
 
@@ -199,7 +206,5 @@ class HyperFeatures(HyperKnowledge):
 
     reaches = ("model.body",)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        if not self._num_valid:
-            return torch.zeros((), dtype=torch.float32, device=out.z.device)
+    def distance(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         return class_feature_distance(out.z, out.y, self.features, self.valid)

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from fl_lightning.core.client import ClientModule, Phase
 from fl_lightning.core.message import Message
+from fl_lightning.core.mixing import PUSH_WEIGHT
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
@@ -71,7 +72,7 @@ class DFedPGP(ClientModule):
 
     def receive(self, message: Message, data: LocalData) -> None:
         """Take the mixed body z and the own push-sum weight μ."""
-        self.mass.copy_(message.artifacts.get("push_weight", torch.ones(())))  # type: ignore[arg-type]
+        self.mass.copy_(message.artifacts.get(PUSH_WEIGHT, torch.ones(())))  # type: ignore[arg-type]
         super().receive(message, data)
 
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]

@@ -8,7 +8,8 @@ import torch
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
-from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
+from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
+from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg

@@ -73,20 +73,9 @@ def test_newcomer_that_was_not_drawn_yet_counts_with_its_initial_model(mlp, run_
 
 
 @pytest.mark.parametrize(("kind", "killed_after"), [("FedAvg", 1), ("FedAvg", 2), ("FedAvg", 3), ("DRDFL", 2)])
-def test_run_resumes_exactly_across_the_joining_round(
-    kind, killed_after, mlp, make_data, run_federation, set_up_federation, outcome, assert_identical, tmp_path
-):
+def test_run_resumes_exactly_across_the_joining_round(kind, killed_after, mlp, make_data, assert_resumes):
     make = {"FedAvg": lambda: FedAvg(mlp()), "DRDFL": lambda: DRDFL(mlp(), personal_size=3, shared_size=2)}[kind]
-    options = {"rounds": 4, "optimizer": adam, "data": make_data(batch_size=32), **LAST_JOINS}
-    straight = run_federation(make, **options)
-    first, second = (set_up_federation(make, folder=tmp_path, **options) for _ in range(2))
-    for _ in range(killed_after):
-        first.advance()
-    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
-    second.final = second.run()
-    second.diary.rows = first.diary.rows + second.diary.rows
-    assert_identical(outcome(second), outcome(straight))
-    assert_identical(second.final, straight.final)
+    assert_resumes(make, killed_after, rounds=4, optimizer=adam, data=make_data(batch_size=32), **LAST_JOINS)
 
 
 def test_drdfl_newcomer_starts_from_its_predecessor_s_learngene_and_gaussians(mlp, make_data, set_up_federation):

@@ -8,7 +8,8 @@ import torch
 from fl_lightning.core.message import Message
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
+from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
+from fl_lightning.federation.peers import Ring
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedgh import FedGH

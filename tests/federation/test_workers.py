@@ -18,8 +18,9 @@ from fl_lightning.federation import transport
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.launch import Team, launch
-from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
+from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep

@@ -54,6 +54,19 @@ def number():
     return lambda loop: loop.exchange.global_message().weights["model.head.w"].item()
 
 
+@pytest.fixture(scope="session")
+def assert_trains_only():
+    """A term's gradient reaches every parameter of one part of its client, and none of another."""
+
+    def check(client, term, x, y, trained, other):
+        client.zero_grad()
+        term(client, client.forward_pass(x, y)).backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained.parameters())
+        assert all(p.grad is None or p.grad.abs().max() == 0 for p in other.parameters())
+
+    return check
+
+
 class Passes:
     """Samples that went forward through a layer, and gradients that came back to its output."""
 

@@ -13,8 +13,9 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import MaskedWeights
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.loop import Newcomers
-from fl_lightning.federation.peers import DirectedGraph, Ring
+from fl_lightning.federation.peers import Ring
 
 
 def find_methods():

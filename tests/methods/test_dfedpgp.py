@@ -6,7 +6,8 @@ from torch.optim import SGD, Adam
 
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.peers import DirectedGraph, Ring
+from fl_lightning.federation.graphs import DirectedGraph
+from fl_lightning.federation.peers import Ring
 from fl_lightning.methods.dfedpgp import DFedPGP
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.resnet import ResNet18

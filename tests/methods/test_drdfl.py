@@ -570,18 +570,8 @@ def test_drdfl_present_classes_keep_the_adversary_to_them(small, make_data, run_
         {"grad_flow": "literal", "update_order": "joint", "test_noise": True, "predict_from": "both"},
     ],
 )
-def test_drdfl_switches_resume_exactly(
-    small, pair, run_federation, set_up_federation, outcome, assert_identical, tmp_path, options
-):
-    make = lambda: small(**options)  # noqa: E731
-    straight = run_federation(make, rounds=3, data=pair(), optimizer=adam)
-    first, second = (set_up_federation(make, rounds=3, data=pair(), optimizer=adam, folder=tmp_path) for _ in range(2))
-    for _ in range(2):
-        first.advance()
-    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
-    second.run()
-    second.diary.rows = first.diary.rows + second.diary.rows
-    assert_identical(outcome(second), outcome(straight))
+def test_drdfl_switches_resume_exactly(small, pair, assert_resumes, options):
+    assert_resumes(lambda: small(**options), rounds=3, data=pair(), optimizer=adam)
 
 
 @pytest.mark.parametrize("update_order", ["sequential", "joint"])

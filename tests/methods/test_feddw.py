@@ -228,17 +228,8 @@ def test_feddw_embedding_of_zero_costs_the_log_of_the_number_of_classes(mlp):
     [{"momentum": 0.5}, {"history": "all"}, {"missing": "one_hot"}, {"source": "running"}, PUBLIC_CODE],
     ids=["momentum", "history", "one_hot", "running", "public"],
 )
-def test_feddw_resumes_exactly(mlp, run_federation, set_up_federation, outcome, assert_identical, tmp_path, options):
-    run = {"rounds": 4, "participation": 0.5}
-    method = lambda: FedDW(mlp(), weight=5.0, **options)  # noqa: E731
-    straight = run_federation(method, **run)
-    first, second = (set_up_federation(method, folder=tmp_path, **run) for _ in range(2))
-    for _ in range(2):
-        first.advance()
-    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
-    second.run()
-    second.diary.rows = first.diary.rows + second.diary.rows
-    assert_identical(outcome(second), outcome(straight))
+def test_feddw_resumes_exactly(mlp, assert_resumes, options):
+    assert_resumes(lambda: FedDW(mlp(), weight=5.0, **options), rounds=4, participation=0.5)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

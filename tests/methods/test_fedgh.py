@@ -243,19 +243,9 @@ def test_fedgh_mixes_bodies_of_one_embedding_size(mlp, run_federation):
         run_federation(lambda a: FedGH(mlp(hidden=((8, 5), (8, 7))[a])), architecture=[0, 1, 0, 1])
 
 
-def test_fedgh_resumes_exactly_with_momentum(
-    mlp, run_federation, set_up_federation, outcome, assert_identical, tmp_path
-):
-    options = {"rounds": 4, "participation": 0.5}
+def test_fedgh_resumes_exactly_with_momentum(mlp, assert_resumes):
     method = lambda: FedGH(mlp(), server_momentum=0.9, server_lr=0.1, server_batch_size=2)  # noqa: E731
-    straight = run_federation(method, **options)
-    first, second = (set_up_federation(method, folder=tmp_path, **options) for _ in range(2))
-    first.advance()
-    first.advance()
-    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
-    second.run()
-    second.diary.rows = first.diary.rows + second.diary.rows
-    assert_identical(outcome(second), outcome(straight))
+    assert_resumes(method, rounds=4, participation=0.5)
 
 
 def test_fedgh_costs_one_forward_pass_over_the_data_also_beside_a_term(mlp, set_up_federation):

@@ -165,17 +165,8 @@ def test_fesem_random_partition_start(mlp, run_federation):
 
 
 @pytest.mark.parametrize("start", ["kmeans++", "random", "assign"])
-def test_fesem_resumes_exactly(mlp, run_federation, set_up_federation, outcome, assert_identical, tmp_path, start):
-    options = {"rounds": 4, "participation": 0.5}
-    method = lambda: FeSEM(mlp(), num_centres=2, start=start)  # noqa: E731
-    straight = run_federation(method, **options)
-    first, second = (set_up_federation(method, folder=tmp_path, **options) for _ in range(2))
-    first.advance()
-    first.advance()
-    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
-    second.run()
-    second.diary.rows = first.diary.rows + second.diary.rows
-    assert_identical(outcome(second), outcome(straight))
+def test_fesem_resumes_exactly(mlp, assert_resumes, start):
+    assert_resumes(lambda: FeSEM(mlp(), num_centres=2, start=start), rounds=4, participation=0.5)
 
 
 # --- degenerate cases ----------------------------------------------
