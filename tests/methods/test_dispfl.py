@@ -13,8 +13,9 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.loop import Newcomers
-from fl_lightning.federation.peers import DirectedGraph, RandomPeers, Ring
+from fl_lightning.federation.peers import Ring
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
