@@ -33,6 +33,10 @@ class SharedFit:
         self.factor = 1.0
         """What a mean over this device's part is worth, so that the average over devices is the mini-batch's mean."""
         self.counts = True
+        self.own = slice(None)
+        """Which samples of the present mini-batch are this device's."""
+        self.batch_size = 0
+        """Samples of the present mini-batch, on all devices together."""
 
     def part(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """This device's part of a mini-batch: every `size`-th sample.
@@ -40,9 +44,10 @@ class SharedFit:
         Where there are fewer samples than devices, those that are left over see one that does not count.
         """
         self.counts = self.rank < len(y)
-        own = slice(self.rank, None, self.size) if self.counts else slice(0, 1)
-        self.factor = len(y[own]) * self.size / len(y) if self.counts else 0.0
-        return x[own], y[own]
+        self.own = slice(self.rank, None, self.size) if self.counts else slice(0, 1)
+        self.batch_size = len(y)
+        self.factor = len(y[self.own]) * self.size / len(y) if self.counts else 0.0
+        return x[self.own], y[self.own]
 
     @torch.no_grad()
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -58,6 +63,13 @@ class SharedFit:
                 parameter.grad = total.view_as(parameter).to(dtype, copy=True) if known else None
 
     @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Averages over devices, for gradients that a method uses before any optimizer does."""
+        whole = self.total(torch.cat([widened(tensor).reshape(-1) for tensor in tensors])).div_(self.size)
+        parts = whole.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+    @torch.no_grad()
     def agree(self, client: ClientModule) -> None:
         """Make the client the same on all devices, at the end of a fit.
 
@@ -65,9 +77,7 @@ class SharedFit:
         have added up over samples is added up, and counters take the largest.
         """
         for parameter in client.parameters():
-            first = widened(parameter.data).clone()
-            dist.broadcast(first, 0)
-            parameter.data.copy_(first)
+            parameter.data.copy_(self.first(widened(parameter.data)))
         added = {id(getattr(term, name)) for term in client.all_terms for name in term.accumulates}
         for buffer in client.buffers():
             if id(buffer) in added:
@@ -78,6 +88,13 @@ class SharedFit:
                 whole = buffer.long()
                 dist.all_reduce(whole, op=dist.ReduceOp.MAX)
                 buffer.copy_(whole)
+
+    @staticmethod
+    def first(value: Tensor) -> Tensor:
+        """What the first device has: random streams part where devices see parts of different sizes."""
+        value = value.clone()
+        dist.broadcast(value, 0)
+        return value
 
     @staticmethod
     def total(value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -225,11 +225,13 @@ class PrototypeTerm(Term, ABC):
         self.missing = missing
         self.predicts = False
         """Whether the method predicts with the prototypes, and so needs them at weight 0, too."""
+        self.whole_fit = False
+        """Whether ``running`` averages over all epochs of the fit; terms that share the artifact follow each other."""
 
-    accumulates = ("sums", "seen")
+    accumulates: ClassVar[tuple[str, ...]] = ("sums", "seen")
     prototypes: Tensor  # [C, D], as received
     valid: Tensor  # [C] bool
-    sums: Tensor  # [C, D], of the last epoch's embeddings
+    sums: Tensor  # [C, D], of the embeddings that ``running`` averages
     seen: Tensor  # [C] int64
 
     @property
@@ -243,6 +245,7 @@ class PrototypeTerm(Term, ABC):
                 for key in ("collection", "weighting", "missing"):
                     same = getattr(self, key) == getattr(other, key)
                     require(same, f"method.extra_terms.{key}", rule, getattr(self, key))
+                self.whole_fit = self.whole_fit or other.whole_fit
         classes, size = client.model.num_classes, client.model.embedding_size
         self.register_buffer("prototypes", torch.zeros(classes, size), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
@@ -250,7 +253,7 @@ class PrototypeTerm(Term, ABC):
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
     def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
-        if self.collection == "running" and client.last_epoch:
+        if self.collection == "running" and (self.whole_fit or client.last_epoch):
             self.sums.index_add_(0, out.y, out.z.detach().float())
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
@@ -293,6 +296,8 @@ class PrototypeAlignment(PrototypeTerm):
             the embeddings seen during the last epoch, as the public codes do.
         weighting: how the server weighs clients' prototypes; ``uniform`` needs no counts on the wire.
         missing: what becomes of a class that no participant held this round.
+        average: mean over the whole ``batch``, or over its samples of classes whose prototype is ``valid``;
+            ``batch_proto_l2`` is a sum over classes either way.
     """
 
     paper = "Tan et al., AAAI 2022"
@@ -304,16 +309,18 @@ class PrototypeAlignment(PrototypeTerm):
         collection: Collection = "post",
         weighting: ClassWeighting = "count",
         missing: MissingClass = "keep",
+        average: Average = "batch",
     ) -> None:
         super().__init__(weight, collection, weighting, missing)
-        require_choices("PrototypeAlignment", distance=(distance, Distance))
+        require_choices("PrototypeAlignment", distance=(distance, Distance), average=(average, Average))
         self.distance = distance
+        self.average = average
 
     def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
         if self.distance == "batch_proto_l2":
             return batch_prototype_distance(out.z, out.y, self.prototypes, self.valid)
         reduction = "mean" if self.distance == "sample_mse" else "sum"
-        return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, reduction)
+        return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, reduction, self.average)
 
 
 class PrototypeContrast(PrototypeTerm):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
-from fl_lightning.core.term import Term
+from fl_lightning.core.term import Forward, Term
 from fl_lightning.errors import require
-from fl_lightning.losses.prototype import PrototypeContrast
+from fl_lightning.losses.prototype import PrototypeContrast, PrototypeTerm
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ class FedCRL(ClientModule):
 
     L = L_ce + λ L_con, and W_i ← θ_i W + (1 − θ_i) W_i before the fit. L_con is the cross-entropy of cos(f(x), V_k)/τ
     over the classes k whose prototype V_k exists; θ_i = clip(l_i / log K, 0, 1), with l_i the client's mean contrastive
-    loss over its last fit and K the number of those classes: who finds its own data hard to tell apart takes more of
-    the global model. Before the first such loss θ_i = 1; with one class θ_i = 0. With λ = 0 there is no such loss, θ_i
-    stays 1 and the method is FedAvg; with `mixing` 0 no weight comes in, and it is Local that exchanges prototypes.
+    loss over its last fit, of samples of those classes, and K their number: who finds its own data hard to tell apart
+    takes more of the global model. Before the first such loss θ_i = 1; where one class alone has a prototype θ_i = 0.
+    With λ = 0 there is no such loss, θ_i stays 1 and the method is FedAvg; with `mixing` 0 no weight comes in, and it
+    is Local that exchanges prototypes.
 
     Args:
         weight: λ, >= 0.
@@ -55,7 +56,7 @@ class FedCRL(ClientModule):
         require(weight >= 0, "method.weight", "must be >= 0", weight)
         require(temperature > 0, "method.temperature", "must be > 0", temperature)
         require(mixing is None or 0 <= mixing <= 1, "method.mixing", "must be in [0, 1] or null", mixing)
-        contrast = PrototypeContrast(weight, temperature, average="valid")
+        contrast = MeasuredContrast(weight, temperature, average="valid")
         super().__init__(model, terms=[contrast], extra_terms=extra_terms)
         self.contrast = [contrast]  # in a list, so that it is not registered a second time
         self.mixing = mixing
@@ -75,16 +76,54 @@ class FedCRL(ClientModule):
         fits = {name for name, tensor in message.weights.items() if name in own and own[name].shape == tensor.shape}
         mixed = {n: _between(own[n], t, share) if n in fits else t for n, t in message.weights.items()}
         super().receive(Message(mixed, message.artifacts, message.num_samples), data)  # which refuses what does not fit
-        valid = self.contrast[0].valid
-        self.measures = bool((valid.cpu() & data.held_classes).any())  # overwritten by every receive
 
     def on_train_end(self) -> None:
         """θ_i from the fit's mean contrastive loss, for the next receive."""
         super().on_train_end()
-        contrast = self.contrast[0]
-        loss = self.mean_losses().get(contrast.name)
-        if loss is not None and self.measures:
-            self.global_share.fill_(global_share(loss, int(contrast.valid.sum())))
+        contrast, num_classes = self.contrast[0], int(self.contrast[0].valid.sum())
+        loss = contrast.mean_loss()
+        if num_classes == 1:
+            self.global_share.zero_()
+        elif loss is not None:
+            self.global_share.fill_(global_share(loss, num_classes))
+
+
+class MeasuredContrast(PrototypeContrast):
+    """The contrast, which remembers its mean over those samples of the fit whose class has a prototype.
+
+    The logged mean is over batches, in which such samples are more or fewer.
+    """
+
+    name = "prototype_contrast"
+    accumulates = (*PrototypeTerm.accumulates, "loss_sum", "num_valid")
+    loss_sum: Tensor  # over the samples of the present fit
+    num_valid: Tensor  # int64, how many these are
+
+    def setup(self, client: ClientModule) -> None:  # noqa: D102
+        super().setup(client)
+        self.register_buffer("loss_sum", torch.zeros(()), persistent=False)
+        self.register_buffer("num_valid", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+        super().receive(client, message)
+        self.loss_sum.zero_()
+        self.num_valid.zero_()
+
+    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+        loss = super().forward(client, out)
+        self._last = loss.detach()
+        return loss
+
+    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
+        super().observe(client, out)
+        num_valid = self.valid[out.y].sum()
+        self.loss_sum += self._last * num_valid
+        self.num_valid += num_valid
+
+    def mean_loss(self) -> float | None:
+        """Mean over the fit; None where no sample's class had a prototype."""
+        num_valid = int(self.num_valid)
+        return float(self.loss_sum) / num_valid if num_valid else None
 
 
 def _between(own: Tensor, received: Tensor, share: float) -> Tensor:

@@ -192,7 +192,8 @@ class FedFed(ClientModule):
         if self.pool is not None and not self.splits:
             labels = self.pool[1]
             draw = lambda: class_balanced_draw(labels, self.model.num_classes, self.num_own)  # noqa: E731
-            self.draws = [draw() for _ in self.noise_stds]
+            draws = [draw() for _ in self.noise_stds]
+            self.draws = draws if self._devices is None else [self._devices.first(rows) for rows in draws]
 
     def local_step(self, x: Tensor, y: Tensor) -> None:
         """One mini-batch of the pass or phase that it belongs to."""
@@ -241,14 +242,20 @@ class FedFed(ClientModule):
         """Second phase: own images and as many of either copy, one mean over all."""
         assert self.pool is not None
         images, labels = self.pool
-        taken = slice(self.num_taken, self.num_taken + len(y))
-        self.num_taken += len(y)
-        rows = [draw[taken] for draw in self.draws]
+        rows = self._next_draws(len(y))
         copies = [images[row, copy].to(x.dtype) for copy, row in enumerate(rows)]
         own, everything = self._own_and_all(x, y, copies, [labels[row] for row in rows])
         extra = [term for term in self._active if term is not self.all_terms[0]]
         cross_entropy = self.all_terms[0](self, everything)
         return own, {self.all_terms[0].name: cross_entropy, **self.term_values(own, extra)}
+
+    def _next_draws(self, size: int) -> list[Tensor]:
+        """Rows of the pool, of either copy, beside so many own samples: this device's part of the mini-batch's."""
+        size = size if self._devices is None else self._devices.batch_size
+        taken = slice(self.num_taken, self.num_taken + size)
+        self.num_taken += size
+        rows = [draw[taken] for draw in self.draws]
+        return rows if self._devices is None else [draw[self._devices.own] for draw in rows]
 
     def _own_and_all(self, x: Tensor, y: Tensor, copies: list[Tensor], labels: list[Tensor]) -> tuple[Forward, Forward]:
         """One forward pass over own images and copies: the part of it that is the own images', and the whole."""
@@ -307,16 +314,24 @@ class PoolServer(Server):
     """
 
     def __init__(self, initial: Message, rules: Mapping[str, RuleFactory], feature_rounds: int) -> None:
-        super().__init__(initial, rules)
         self.feature_rounds = feature_rounds
+        super().__init__(initial, rules)
         self.fresh = {name: tensor for name, tensor in initial.weights.items() if not name.startswith("vae.")}
         self.vae: dict[str, Tensor] = {}  # the final q
         self.owners = torch.zeros(0, dtype=torch.long)  # [M] whose copy each row of the pool is
         self.known: dict[int, int] = {}  # client -> rows of the pool that it holds
 
     def open_round(self, round: int) -> None:
-        """Start a round: nothing has come in."""
+        """Start a round: nothing has come in. The second phase's first one starts from a fresh classifier.
+
+        Only now: until then the first phase's average is the global model.
+        """
         super().open_round(round)
+        weights = self.message.weights
+        own = {name: tensor for name, tensor in weights.items() if name.startswith("vae.")}
+        if own and round > self.feature_rounds:
+            self.vae = own
+            self.message = replace(self.message, weights=self.fresh)
         self._heard: list[int] = []
         self._arrived: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -330,13 +345,9 @@ class PoolServer(Server):
         super().collect(client, replace(message, artifacts=artifacts))
 
     def close_round(self) -> None:
-        """Average; end the first phase in its last round; in the second add to the pool what came in."""
+        """Average; in the second phase add to the pool what came in."""
         arrived, heard, before = dict(sorted(self._arrived.items())), self._heard, len(self.owners)
         super().close_round()
-        if self.round == self.feature_rounds:
-            weights = self.message.weights
-            self.vae = {name: tensor for name, tensor in weights.items() if name.startswith("vae.")}
-            self.message = replace(self.message, weights=self.fresh)
         if self.round > self.feature_rounds:
             self.known.update(dict.fromkeys(heard, before))
         if arrived:

@@ -43,7 +43,8 @@ class FedNova(ClientModule):
         mu: μ of FedProx's term, >= 0; a `Proximal` among the extra terms does the same.
         effective_steps: τ_eff: ``normaliser`` is Σ p_i a_i, ``steps`` the paper's Σ p_i τ_i; ``auto`` is the authors'
             code: ``steps`` with a proximal term, else ``normaliser``.
-        server_momentum: γ, in [0, 1), of u ← γu + (θ^{t−1} − θ^t), θ^t ← θ^{t−1} − u.
+        server_momentum: γ, in [0, 1), of u ← γu + (θ^{t−1} − θ^t)/η, θ^t ← θ^{t−1} − ηu, with η the round's learning
+            rate in units of the first one's; where that is not 1 it is sent beside a_i.
         extra_terms: terms added to the loss.
     """
 
@@ -92,11 +93,13 @@ class FedNova(ClientModule):
         return self._walks[strength].distance(steps)
 
     def send(self, data: LocalData) -> Message:
-        """The model, a_i, and τ_i where the server needs it beside."""
+        """The model, a_i, and beside it τ_i and η where the server needs them."""
         message = super().send(data)
         scalars = {"normaliser": self.normaliser(self.steps_made)}
         if self.effective_steps == "steps" and scalars["normaliser"] != self.steps_made:
             scalars["steps"] = float(self.steps_made)
+        if self.server_momentum and self.lr_factor != 1:
+            scalars["lr_factor"] = self.lr_factor
         for name, value in scalars.items():
             message.artifacts[name] = torch.tensor([value], dtype=accumulation_dtype(self.device))
         return message
@@ -158,14 +161,17 @@ class NormalisedServer(Server):
         self._reference: float | None = None  # the first client's a; relative to it, equal ones are exactly 1
         self._inverse = 0.0  # Σ n_i / r_i, r_i = a_i / reference
         self._effective = 0.0  # Σ n_i τ_eff,i / reference
+        self._lr_factor = 1.0  # η
 
     def collect(self, client: int, message: Message) -> None:
         """Fold in one client's message; a client that made no step is left out."""
         artifacts = dict(message.artifacts)
         normaliser = float(_tensor(artifacts.pop("normaliser")))
         steps = float(_tensor(artifacts.pop("steps"))) if "steps" in artifacts else normaliser
+        lr_factor = float(_tensor(artifacts.pop("lr_factor"))) if "lr_factor" in artifacts else 1.0
         if normaliser == 0:
             return
+        self._lr_factor = lr_factor
         if self._reference is None:
             self._reference = normaliser
         weight = message.num_samples * (self._reference / normaliser)
@@ -189,9 +195,9 @@ class NormalisedServer(Server):
         wide = accumulation_dtype(before.device)
         after = torch.lerp(before.to(wide), mean.to(wide), factor)  # exactly the mean at a factor of 1
         if self.momentum:
-            step = before.to(wide) - after
+            step = (before.to(wide) - after) / self._lr_factor
             self.velocity[name] = self.momentum * self.velocity[name] + step if name in self.velocity else step
-            after = before.to(wide) - self.velocity[name]
+            after = before.to(wide) - self._lr_factor * self.velocity[name]
         return after.to(before.dtype)
 
     def state_dict(self) -> dict[str, Any]:  # noqa: D102

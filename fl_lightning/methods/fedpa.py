@@ -62,8 +62,8 @@ class FedPA(ClientModule):
         server_batch: generated embeddings a step of the generator, >= 2.
         server_lr: learning rate of the generator's Adam in the first round, >= 0, times 0.98 a round; 1e-4 for CIFAR.
         server_weight_decay: its weight decay, >= 0.
-        collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the last epoch's
-            own forward passes (the public code).
+        collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the fit's own
+            forward passes, of all its epochs (the public code).
         extra_terms: terms added to the loss.
     """
 
@@ -105,6 +105,7 @@ class FedPA(ClientModule):
         require_choices("method", collection=(collection, Collection))
         generated = GeneratedFeatures(generator_weight, steps, collection, noise_size, hidden, generated_batch)
         align = EarlyAlignment(prototype_weight, steps, collection)
+        generated.whole_fit = align.whole_fit = True
         super().__init__(model, terms=[generated, align], extra_terms=extra_terms)
         self.generator_weight = generator_weight
         self.generator_sizes = (model.num_classes, model.embedding_size, noise_size, hidden)

@@ -69,7 +69,7 @@ class FedTGP(ClientModule):
         require(server_batch_size >= 1, "method.server_batch_size", "must be >= 1", server_batch_size)
         require(max_margin >= 0, "method.max_margin", "must be >= 0", max_margin)
         require_choices("method", gap=(gap, Gap), inference=(inference, Inference))
-        alignment = PrototypeAlignment(weight)
+        alignment = PrototypeAlignment(weight, average="valid")
         alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
         self.alignment = [alignment]  # in a list, so that it is not registered a second time

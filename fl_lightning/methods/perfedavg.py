@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from fl_lightning.data.store import ClientData as LocalData
 
 Approximation = Literal["FO", "HF"]
-Batch = tuple[Tensor, Tensor]
+
+
+class Batch(NamedTuple):
+    """A mini-batch that waits for its meta-step; on several devices this one's part of it, and what that is worth."""
+
+    x: Tensor
+    y: Tensor
+    factor: float
 
 
 class PerFedAvg(ClientModule):
@@ -99,7 +106,7 @@ class PerFedAvg(ClientModule):
 
     def local_step(self, x: Tensor, y: Tensor) -> None:
         """One mini-batch: it waits until there are enough for a meta-step."""
-        self._batches.append((x, y))
+        self._batches.append(Batch(x, y, 1.0 if self._devices is None else self._devices.factor))
         if len(self._batches) == self.batches_a_step:
             self._meta_step(self._batches)
             self._batches = []
@@ -138,15 +145,19 @@ class PerFedAvg(ClientModule):
     def meta_gradient(self, w: Sequence[Tensor], batches: Sequence[Batch]) -> list[Tensor]:
         """The meta-gradient g at the present weights, which are left as they are.
 
+        On several devices g is the average of what they return, as with every gradient that an optimizer is given; what
+        w is moved by on the way is averaged here, so that all are at the same w′ and w ± δu.
+
         Args:
             w: the parameters that the meta-loss is differentiated by.
             batches: D and D′ for FO; D, D′ and D″ for HF.
         """
-        inner = self._gradient(w, batches[0], log=False)
+        inner = self._averaged(self._gradient(w, batches[0], log=False))
         with self._moved(w, -self.alpha, inner):
             u = self._gradient(w, batches[1], log=True)
         if len(batches) == 2:
             return u
+        u = self._averaged(u)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._moved(w, self.delta, u):  # both see the same dropout masks
             plus = self._gradient(w, batches[2], log=False)
@@ -156,18 +167,23 @@ class PerFedAvg(ClientModule):
         return [g - factor * (p - m) for g, p, m in zip(u, plus, minus, strict=True)]
 
     def _gradient(self, w: Sequence[Tensor], batch: Batch, log: bool, observe: bool = True) -> list[Tensor]:
-        """∇f at the present weights; the logged losses are those at w′."""
-        x, y = batch
+        """∇f at the present weights, or this device's share of it; the logged losses are those at w′."""
+        x, y, factor = batch
+        if self._devices is not None:
+            self._devices.counts = factor > 0  # of this batch, not of the one that came in last
         with self._single_sample(len(y)):
             out = self.forward_pass(x, y)
         values = self.term_values(out, self._active)
         total = term_sum(values, self._term_weights)
         if log:
             self.log_losses({"loss": total, **values}, len(y))
-        gradient = self.gradients(total, w)
+        gradient = self.gradients(total if factor == 1 else total * factor, w)
         if observe:
             self.observe(out)
         return gradient
+
+    def _averaged(self, gradients: list[Tensor]) -> list[Tensor]:
+        return gradients if self._devices is None else self._devices.average(gradients)
 
     @contextmanager
     def _moved(self, w: Sequence[Tensor], step: float, direction: Sequence[Tensor]) -> Iterator[None]:

@@ -14,9 +14,12 @@ from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fedcrl import FedCRL
 from fl_lightning.methods.feddw import FedDW
+from fl_lightning.methods.fedfed import FedFed
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.perfedavg import PerFedAvg
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
 
@@ -29,10 +32,13 @@ CASES = {
         FedAvg,
         {"extra_terms": [PrototypeAlignment(collection="running"), ClassRelation(source="running")]},
     ),
+    "Per-FedAvg FO": (PerFedAvg, {"alpha": 0.5}),
+    "Per-FedAvg HF": (PerFedAvg, {"alpha": 0.5, "beta": 0.2, "approximation": "HF", "delta": 0.1}),
+    "FedCRL": (FedCRL, {}),
     "FedCPD": (FedCPD, {"mid_channels": 4}),
     "DRDFL": (DRDFL, {}),
 }
-ALIKE = ("FedAvg", "FedRep", "FedProto", "FedDW", "running sums")
+ALIKE = ("FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")
 """Cases whose losses are means over samples: those of a mini-batch's parts have the mini-batch's loss as their mean."""
 TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
@@ -113,11 +119,82 @@ def test_only_the_main_process_writes(shared):
     assert len(list((shared / "FedRep" / "models").glob("*.pt"))) == 4
 
 
+def test_accumulated_meta_gradients_are_those_of_one_device(set_up_federation, mlp, tmp_path):
+    """Two meta-steps an optimizer step, and clipping."""
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+    def run(**devices):
+        method = lambda: PerFedAvg(mlp(), alpha=0.5)  # noqa: E731
+        loop = set_up_federation(method, rounds=1, local_epochs=2, trainer={**trainer, **devices})
+        loop.run()
+        return dict(loop.exchange.global_message().weights)
+
+    def run_both():
+        weights = run(**TWO)
+        if torch.distributed.get_rank() == 0:
+            torch.save(weights, tmp_path / "weights.pt")
+        return 0
+
+    assert launch(run_both, Team(2, threads=1)) == 0
+    there = torch.load(tmp_path / "weights.pt")
+    for entry, tensor in run().items():
+        torch.testing.assert_close(there[entry], tensor, rtol=1e-3, atol=1e-5)
+
+
+class NotesDraws(FedFed):
+    """Remembers each epoch's draws, and what it took of them."""
+
+    notes = ()
+
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        if self.pool is not None:
+            self.notes = [*self.notes, ([draw.tolist() for draw in self.draws], ([], []))]
+
+    def _next_draws(self, size):
+        rows = super()._next_draws(size)
+        for taken, own in zip(self.notes[-1][1], rows, strict=True):
+            taken.append(own.tolist())
+        return rows
+
+
+def test_devices_share_the_draws_from_the_pool(set_up_federation, conv_net, tmp_path):
+    """Dropout on parts of different sizes makes random streams part within an epoch; the second one's draws agree."""
+
+    def run_both():
+        method = lambda: NotesDraws(conv_net(), feature_rounds=1, latent_size=4)  # noqa: E731
+        loop = set_up_federation(method, rounds=3, local_epochs=2, trainer=TWO)
+        loop.run()
+        both = transport.gather(loop.runner.modules[0].notes)
+        if loop.workers.is_main:
+            torch.save(both, tmp_path / "notes.pt")
+        return 0
+
+    assert launch(run_both, Team(2, threads=1)) == 0
+    first, second = torch.load(tmp_path / "notes.pt", weights_only=False)
+    assert len(first) == 4 * 2
+    for (draws, taken), (same, others) in zip(first, second, strict=True):
+        assert same == draws
+        for draw, own, other in zip(draws, taken, others, strict=True):
+            used = [row for pair in zip(own, other, strict=True) for row in merged(*pair)]
+            assert used == draw[: len(used)]
+            assert len(draw) - len(used) <= 1  # a last batch of one is left out
+
+
+def merged(one, other):
+    """What `SharedFit.part` took apart."""
+    whole = [None] * (len(one) + len(other))
+    whole[::2], whole[1::2] = one, other
+    return whole
+
+
 def test_parts_make_up_the_mini_batch():
     x, y = torch.arange(5.0), torch.arange(5)
     parts = [SharedFit(rank, 2) for rank in range(2)]
     own = [device.part(x, y) for device in parts]
     assert [y.tolist() for _, y in own] == [[0, 2, 4], [1, 3]]
+    assert [device.batch_size for device in parts] == [5, 5]
+    assert [y[device.own].tolist() for device in parts] == [[0, 2, 4], [1, 3]]
     mean = sum(device.factor * part.mean() for device, (part, _) in zip(parts, own, strict=True)) / 2
     assert float(mean) == pytest.approx(2.0)
 

@@ -86,6 +86,34 @@ def test_client_whose_classes_have_no_prototype_keeps_its_share(mlp, set_up_fede
     assert float(module.global_share) == 0.5
 
 
+@pytest.mark.parametrize("client", [0, 3])
+def test_where_one_class_alone_has_a_prototype_nothing_is_taken(mlp, set_up_federation, client):
+    """By definition: whether the client holds that class (0) or not (3)."""
+    loop = set_up_federation(lambda: FedCRL(mlp()), rounds=1)
+    module, data = loop.runner.modules[0], loop.data.clients[client]
+    module.receive(Message({}, {"prototypes": ClassMeans(torch.ones(4, 5), torch.tensor([3, 0, 0, 0]))}), data)
+    loop.runner.fit(module, data, 1)
+    assert float(module.global_share) == 0.0
+
+
+@pytest.mark.parametrize("client", [0, 1, 2])
+def test_share_counts_samples_that_have_a_prototype_and_no_others(mlp, sgd, set_up_federation, client):
+    """At learning rate 0 the mean over the fit is that of one pass; batches hold none to four such samples."""
+    loop = set_up_federation(lambda: FedCRL(mlp()), rounds=1, optimizer=sgd(0.0), local_epochs=2)
+    module, data = loop.runner.modules[0], loop.data.clients[client]
+    x, y = data.store.gather(data.train)
+    with torch.no_grad():
+        z = module.model.embed(x)
+    own = ClassMeans.from_samples(z, y, 4)
+    mean = torch.where(own.valid[:, None], own.mean, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))
+    means = ClassMeans(mean, torch.tensor([3, 0, 3, 0]))
+    module.receive(Message({}, {"prototypes": means}), data)
+    loop.runner.fit(module, data, 1)
+    loss = prototype_contrast_loss(z, y, means.mean, 0.5, means.valid, average="valid")
+    assert 0 < float(loss) < math.log(2)
+    assert float(module.global_share) == pytest.approx(float(loss) / math.log(2), rel=1e-5)
+
+
 def test_receive_mixes_own_and_global_entries(conv_net, set_up_federation):
     loop = set_up_federation(lambda: FedCRL(conv_net()), rounds=1)
     module = loop.runner.modules[0]

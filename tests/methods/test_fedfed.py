@@ -218,6 +218,29 @@ def test_classifier_starts_anew_after_the_first_phase(run, assert_identical):
     assert any(not torch.equal(two[name], one[name]) for name in model)
 
 
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_first_phase_ends_with_its_average_as_the_global_model(mlp, run_federation, rounds):
+    """Server-T of its last round, and the model that a run of that many rounds leaves."""
+    loop = run_federation(lambda: fedfed(mlp(), feature_rounds=2, feature_epochs=3, feature_lr=0.02), rounds)
+    sent = [(loop.diary.sent[2, client].weights, loop.data.clients[client].num_train) for client in range(4)]
+    total, model = sum(num for _, num in sent), mlp()
+    mean = {
+        name: sum(num * weights[f"model.{name}"].double() for weights, num in sent) / total
+        for name in model.state_dict()
+    }
+    model.load_state_dict(mean)
+    with torch.no_grad():
+        x, y = loop.data.store.gather(loop.data.server_test)
+        accuracy = (model(x).argmax(1) == y).double().mean().item()
+    assert accuracy > 0.6
+    assert loop.diary.rows[1]["Server-T"] == pytest.approx(accuracy, abs=1e-9)
+    if rounds == 2:
+        weights = loop.exchange.global_message().weights
+        for name, tensor in mean.items():
+            torch.testing.assert_close(weights[f"model.{name}"], tensor.float())
+        assert loop.final["Global-T_received"] == pytest.approx(accuracy, abs=1e-9)
+
+
 def test_first_round_of_the_second_phase_is_a_round_of_fedavg(run, sgd, train_by_hand, assert_identical):
     """Nothing was shared yet."""
     loop = run(rounds=2)
@@ -306,18 +329,16 @@ def test_second_phase_costs_three_passes_a_sample_and_none_of_the_autoencoder(ru
 
 
 def test_run_resumes_exactly_in_the_second_phase(mlp, set_up_federation, outcome, assert_identical, tmp_path):
-    """After the round in which three of four clients sent their copies, and after the next."""
+    """After the first phase, after the round in which three of four clients sent their copies, and after the next."""
     options = {"rounds": 4, "participation": 0.75, "evaluate_every": 2}
     method = lambda: fedfed(mlp())  # noqa: E731
     straight = set_up_federation(method, **options)
     straight.final = straight.run()
-    first = set_up_federation(method, folder=tmp_path, **options)
-    for _ in range(3):
-        first.advance()
-    for round in (2, 3):
-        path = tmp_path / "checkpoints" / f"round-{round:04d}.ckpt"
-        second = set_up_federation(method, folder=tmp_path, **options)
-        second.load_state_dict(second.checkpoints.load(path))
+    for round in (1, 2, 3):
+        first, second = (set_up_federation(method, folder=tmp_path / str(round), **options) for _ in range(2))
+        for _ in range(round):
+            first.advance()
+        second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
         second.final = second.run()
         second.diary.rows = first.diary.rows[:round] + second.diary.rows
         assert_identical(outcome(second), outcome(straight))

@@ -124,6 +124,35 @@ def test_fednova_server_momentum_matches_hand_computed_value_and_is_saved():
         first = server
 
 
+def test_fednova_server_momentum_follows_the_rounds_learning_rate():
+    """γ = ½, η = 1, ½, ¼, and every round moves by η: u = 1, 1 + ½, 1 + ¾, and θ by η u."""
+    server, place = server_at(w=[0.0])(0.5), 0.0
+    for eta, u in ((1.0, 1.0), (0.5, 1.5), (0.25, 1.75)):
+        now = server.message.weights["w"].item()
+        place += eta * u
+        message = sent({"w": [now + eta]}, 3.0, lr_factor=eta)
+        assert server.aggregate({0: message}).weights["w"].item() == pytest.approx(place)
+
+
+@pytest.mark.parametrize(("momentum", "lr_decay", "more"), [(0.5, 0.5, 1), (0.5, 1.0, 0), (0.0, 0.5, 0)])
+def test_fednova_sends_the_learning_rate_where_the_server_needs_it(mlp, run_federation, momentum, lr_decay, more):
+    """In a run: θ^t = θ^{t−1} − η u, u ← γu + (θ^{t−1} − plain)/η, and from the second round on one value more."""
+    method = lambda: FedNova(mlp(), server_momentum=momentum)  # noqa: E731
+    loop = run_federation(method, rounds=3, lr_decay=lr_decay)
+    size, name, u = sum(p.numel() for p in mlp().parameters()), "model.head.weight", 0.0
+    assert [row["uplink_params"] for row in loop.diary.rows] == [4 * (size + 1 + extra) for extra in (0, more, more)]
+    after = [loop.diary.received[round, 0].weights[name] for round in (1, 2, 3)]
+    after.append(loop.exchange.global_message().weights[name])
+    for round in (1, 2, 3):
+        before, plain = loop.diary.received[round, 0], NormalisedServer(loop.diary.received[round, 0], {}, {name})
+        messages = {client: loop.diary.sent[round, client] for client in range(4)}
+        for message in messages.values():
+            message.artifacts.pop("lr_factor", None)
+        eta = lr_decay ** (round - 1)
+        u = momentum * u + (before.weights[name] - plain.aggregate(messages).weights[name]) / eta
+        torch.testing.assert_close(after[round], before.weights[name] - eta * u, rtol=1e-4, atol=1e-6)
+
+
 # --- the normaliser ----------------------------------------------
 
 

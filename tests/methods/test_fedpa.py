@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.generated_features import diversity_loss, label_shares
+from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedpa import FedPA, GeneratorServer, stacked_heads
 from fl_lightning.models.generator import generate, num_generator_values
@@ -212,6 +213,16 @@ def test_message_sizes_match_the_specification(mlp, classes, width, generator):
     assert client.interface()["prototypes"] == (classes, width)
     down = server_of(client).publish(Message(client.shared_weights()))
     assert down.num_params == size_of(client.model) + generator
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_running_prototypes_are_means_over_the_whole_fit(mlp, run_federation, extra):
+    """Every epoch's embeddings count, also where a term that is shared sends them."""
+    terms = [PrototypeAlignment(0.5, collection="running")] if extra else None
+    method = lambda: FedPA(mlp(), collection="running", extra_terms=terms, **SMALL)  # noqa: E731
+    loop = run_federation(method, rounds=2, local_epochs=3)
+    for (_, client), message in loop.diary.sent.items():
+        assert torch.equal(message.artifacts["prototypes"].count, 3 * loop.data.clients[client].class_counts)
 
 
 def test_generator_is_no_ones_private_state(mlp, run_federation):

@@ -148,6 +148,14 @@ def test_fedtgp_loss_is_cross_entropy_plus_the_weighted_distance(mlp, run_federa
     assert rows[1]["loss/prototype_alignment"] > 0
 
 
+def test_fedtgp_distance_is_a_mean_over_samples_whose_class_has_a_prototype(mlp):
+    client = FedTGP(mlp())
+    client.alignment[0].receive(client, upload(([1.0] * 5, 0), ([2.0] * 5, 1)))
+    out = client.forward_pass(torch.randn(6, 1, 8, 8), torch.tensor([0, 3, 1, 2, 3, 3]))
+    target = torch.tensor([[1.0], [2.0]])
+    torch.testing.assert_close(client.alignment[0](client, out), (out.z[[0, 2]] - target).square().mean())
+
+
 def test_fedtgp_predicts_the_nearest_trained_prototype(mlp, run_federation):
     loop = run_federation(lambda: FedTGP(mlp(), **QUICK), rounds=2)
     prototypes, hits = loop.exchange.server.network().detach(), []

@@ -19,7 +19,7 @@ class OnBatches(PerFedAvg):
 
     def _meta_step(self, batches):
         if not hasattr(self, "seen"):
-            self.batches = [(x.clone(), y.clone()) for x, y in batches]
+            self.batches = [(x.clone(), y.clone()) for x, y, _ in batches]
             self.weights = [p.detach().clone() for p in self._w]
             self.seen = self.meta_gradient(self._w, batches)
             self.after = [p.detach().clone() for p in self._w]
