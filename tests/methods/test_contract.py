@@ -11,11 +11,16 @@ import torch
 import fl_lightning.methods
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import MaskedWeights
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.module import FederatedData
+from fl_lightning.data.partitions import Dirichlet
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.models.mlp import MLP
 
 
 def find_methods():
@@ -113,6 +118,22 @@ def test_method_runs(full):
         assert 0 <= row["Global-T_received"] <= 1
         assert row["participants"] == 4
     assert all_finite(full)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """1,797 real digits among six clients; the most frequent class of each makes up 45 % of its samples."""
+    data = FederatedData(Digits(), Dirichlet(0.3, min_samples=40), num_clients=6, batch_size=32)
+    data.setup(0)
+    return data
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_method_learns_digits_in_three_rounds(name, digits, run_federation):
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-2)  # noqa: E731
+    make = lambda: METHODS[name](MLP(digits.arrays.spec.input_shape, 10, hidden=[64, 32]))  # noqa: E731
+    loop = run_federation(make, rounds=3, data=digits, optimizer=adam)
+    assert loop.diary.rows[-1]["Local-T"] > 0.55
 
 
 def test_rows_hold_no_column_that_was_not_announced(full):
@@ -253,7 +274,8 @@ def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full,
 def test_run_resumes_exactly_from_a_checkpoint(
     method, run_federation, set_up_federation, outcome, assert_identical, tmp_path
 ):
-    options = {"rounds": 3, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9}
+    failures = Failures(schedule={"2": [0, 1]})
+    options = {"rounds": 3, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9, "failures": failures}
     straight = run_federation(method, **options)
     first = set_up_federation(method, folder=tmp_path, **options)
     for _ in range(2):  # killed after the second round; the checkpoint of the first is taken
