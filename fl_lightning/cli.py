@@ -189,6 +189,9 @@ def _evaluate(argv: list[str]) -> int:
     Console().print(table)
     different = [name for name, then, now in figures if then is not None and then != now]
     compared = sum(then is not None for _, then, _ in figures)
+    if not figures:
+        print("no figure of this round can be computed again from its checkpoint")
+        return 0
     print(f"{compared - len(different)} of {compared} figures are equal to the last bit")
     if different:
         print(f"different: {', '.join(different)}", file=sys.stderr)

@@ -279,7 +279,8 @@ class Experiment:
 
         Returns:
             (column, what the run wrote down, what came out now) for each figure that can be computed again. The run's
-            value is None where it wrote none down.
+            value is None where it wrote none down. Where clients train in turn, what they received in the next round
+            was sent in that round, so that a checkpoint before the last has none of these figures.
         """
         self.setup()
         checkpoints = Checkpoints(self.folder / "checkpoints")
@@ -300,6 +301,8 @@ class Experiment:
             now["Server-T"] = server
         written: dict[str, Any] = dict(rows.get(loop.round, {}))
         result = [(name, written.get(name), value) for name, value in now.items()]
+        if loop.exchange.in_turn and not finished:
+            return result
         all_receive = len(loop.draw_participants(loop.round + 1)) == loop.num_clients
         then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
         again = loop.receive_once_more()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def without_replaced(argv: Sequence[str], *sections: str) -> list[str]:
     parts: list[tuple[list[str], str, Mapping[str, Any]]] = []  # words, key, content of a file
     named: dict[str, str] = {}
     for words, key, value in _options(argv):
-        content = _read(Path(value)) if key == "config" else {}
+        content = value if key == "config" else {}
         for name, given in _flatten(content) if key == "config" else [(key, value)]:
             section = name.removesuffix(".class_path")
             if section in ("method", "model") and isinstance(given, (str, list)):
@@ -208,7 +208,11 @@ def _without_section(
     left = {name: value for name, value in content.items() if str(name).partition(".")[0] != section}
     if len(left) == len(content):
         return part
-    return ["--config", yaml.safe_dump(left, sort_keys=False)], key, left  # the parser takes text for a file, too
+    return _as_file(left), key, left
+
+
+def _as_file(content: Mapping[str, Any]) -> list[str]:
+    return ["--config", yaml.safe_dump(dict(content), sort_keys=False)]  # the parser takes text for a file, too
 
 
 def _check_member(key: str, member: str, allowed: Sequence[str], of: str = "") -> None:
@@ -283,13 +287,16 @@ def _entries(models: list[Any]) -> Iterator[tuple[str, Any]]:
 def _settings(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for _, key, value in _options(argv):
         if key == "config":
-            yield from _flatten(_read(Path(value)))
+            yield from _flatten(value)
         elif key:
             yield key, value
 
 
-def _options(argv: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
-    """Each option's words on the command line, its dotted key and its value."""
+def _options(argv: Sequence[str]) -> Iterator[tuple[list[str], str, Any]]:
+    """Each option's words on the command line, its dotted key and its value: a file's content, short forms written out.
+
+    An option with a short form is yielded as a file of what it is short for.
+    """
     waiting = list(argv)
     while waiting:
         option = waiting.pop(0)
@@ -301,7 +308,96 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[list[str], str, str]]:
         if not equals and waiting and not waiting[0].startswith("--"):
             value = waiting.pop(0)
             words.append(value)
-        yield words, key.rstrip("+"), value
+        key = key.rstrip("+")
+        if key == "config":
+            content = _read(Path(value))
+            whole = _written_out(content)
+            yield (words if whole == content else _as_file(whole)), key, whole
+        elif key in SHORT_FORMS:
+            whole = _nested(key, _long_form(key, _read_value(value), value))
+            yield _as_file(whole), "config", whole
+        else:
+            yield words, key, value
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    group, _, rest = key.partition(".")
+    return {group: _nested(rest, value) if rest else value}
+
+
+def _written_out(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A file's content in which what has a short form is in its long one."""
+    whole = dict(node)
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if key in SHORT_FORMS:
+            whole[name] = _long_form(key, value, value)
+        elif isinstance(value, Mapping):
+            whole[name] = _written_out(value, f"{key}.")
+    return whole
+
+
+def _long_form(key: str, value: Any, given: Any) -> dict[str, Any]:
+    written_out, allowed = SHORT_FORMS[key]
+    found = written_out(value)
+    if found is None:
+        raise ConfigError(key, f"must be {allowed}", given)
+    return found
+
+
+def _failures(given: Any) -> dict[str, Any] | None:
+    """Failures by the names of their parameters; None if they are given in none of the forms."""
+    if isinstance(given, list):
+        return {"clients": given} if _are_clients(given) else None
+    if not isinstance(given, Mapping):
+        probability = _number(given)
+        return None if probability is None else {"probability": probability}
+    if given and all(re.fullmatch(r"\d+(-\d+)?", str(name)) for name in given):
+        fits = all(_are_clients(clients) for clients in given.values())
+        return {"schedule": {str(name): clients for name, clients in given.items()}} if fits else None
+    named = all(isinstance(name, str) and not name[:1].isdigit() for name in given)
+    return dict(given) if named else None
+
+
+def _newcomers(given: Any) -> dict[str, Any] | None:
+    """Newcomers by the names of their parameters; None if they are given in none of the forms."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {"clients": given} if _is_whole(given) else None
+
+
+SHORT_FORMS: dict[str, tuple[Callable[[Any], dict[str, Any] | None], str]] = {
+    "federation.failures": (
+        _failures,
+        "a probability (0.3), a list of clients ([7]), rounds with the clients that are out of them "
+        "({3: [0, 4], 5-8: [2]}), or probability, schedule and clients by name",
+    ),
+    "federation.newcomers": (_newcomers, "how many join later (5), or clients and after by name"),
+}
+"""Keys whose commonest members need no name -> what writes the value out, and what it may be."""
+
+
+def _are_clients(given: Any) -> bool:
+    return isinstance(given, list) and all(_is_whole(client) for client in given)
+
+
+def _is_whole(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _number(given: Any) -> float | None:
+    """A number, also where YAML 1.1 takes it for text: 1e-3."""
+    try:
+        return float(given) if isinstance(given, (int, float, str)) and not isinstance(given, bool) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # the latter for a date that is none
+        return text
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -117,6 +117,8 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.round = 0
         """The present round, 1-based; set by the runner."""
+        self.share_buffers = True
+        """Whether batch norm's running statistics travel with their layers; set by the runner."""
         self._devices: SharedFit | None = None
         self._losses: dict[str, list[tuple[Tensor, int]]] = {}
         self._num_steps = 0
@@ -237,6 +239,16 @@ class ClientModule(L.LightningModule):
         artifacts = {n: shape for term in self.exchanging_terms for n, shape in term.interface(self).items()}
         return {**{name: tuple(entries[name].shape) for name in self.shared_names}, **artifacts}
 
+    def parameter_counts(self) -> tuple[int, int]:
+        """Trainable parameters that stay with a client, and those that travel. Default: by what is shared of the state.
+
+        A method whose parameters travel as artifacts overrides this.
+        """
+        shared = set(self.shared_names)
+        sizes = {name: p.numel() for name, p in self.named_parameters() if p.requires_grad}
+        travels = sum(size for name, size in sizes.items() if name in shared)
+        return sum(sizes.values()) - travels, travels
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     @property
@@ -255,15 +267,24 @@ class ClientModule(L.LightningModule):
     def shared_names(self) -> tuple[str, ...]:
         """Names of the state dict's entries that are exchanged."""
         if "_shared_names" not in self.__dict__:
-            self.__dict__["_shared_names"] = self._select(self.is_shared)
+            self.__dict__["_shared_names"] = self._select(self._travels)
         return self.__dict__["_shared_names"]
 
     @property
     def private_names(self) -> tuple[str, ...]:
         """Names of the state dict's entries that are kept between rounds."""
         if "_private_names" not in self.__dict__:
-            self.__dict__["_private_names"] = self._select(self.is_private)
+            self.__dict__["_private_names"] = self._select(self._stays)
         return self.__dict__["_private_names"]
+
+    def _travels(self, name: str, module: nn.Module) -> bool:
+        return self.is_shared(name, module) and not self._is_kept_statistic(name, module)
+
+    def _stays(self, name: str, module: nn.Module) -> bool:
+        return self.is_private(name, module) or self._is_kept_statistic(name, module)
+
+    def _is_kept_statistic(self, name: str, module: nn.Module) -> bool:
+        return not self.share_buffers and isinstance(module, _BatchNorm) and name.rpartition(".")[2] in module._buffers
 
     def shared_weights(self) -> dict[str, Tensor]:
         """Copies of the entries that are exchanged."""

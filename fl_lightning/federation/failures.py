@@ -34,8 +34,13 @@ class Failures:
         for stretch in self.schedule:
             _rounds(stretch)
 
-    def check(self, num_clients: int) -> None:
-        """Refuse clients that do not exist.
+    def check(self, num_clients: int, rounds: int | None = None) -> None:
+        """Refuse clients and rounds that do not exist, and a federation of which nobody is left.
+
+        Args:
+            num_clients: N.
+            rounds: of the run; a stretch may reach beyond them, but must begin within. None does not look: a run that
+                is continued may end earlier than was planned, and must keep its schedule.
 
         Raises:
             ConfigError: naming the first one.
@@ -45,6 +50,11 @@ class Failures:
         for key, clients in [*named, (f"{KEY}.clients", self.clients)]:
             for client in clients:
                 require(0 <= client < num_clients, key, allowed, client)
+        left = len(set(self.clients)) < num_clients
+        require(left, f"{KEY}.clients", f"must leave at least one of the {num_clients} clients", self.clients)
+        within = f"keys must begin within federation.rounds ({rounds})"
+        for stretch in self.schedule:
+            require(rounds is None or _rounds(stretch).start <= rounds, f"{KEY}.schedule", within, stretch)
 
     def among(self, clients: Iterable[int], seed: int, round: int) -> set[int]:
         """Which of `clients` are out of `round`; for each it depends on the seed, the round and the client alone."""

@@ -99,6 +99,8 @@ class FederatedLoop:
         failures: clients that are out for rounds.
         init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
             private initial weights.
+        share_buffers: whether batch norm's running statistics travel with the layers that are shared, and are averaged;
+            some public code shares parameters alone.
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
         checkpoint: when the federation is saved.
         workers: processes that share out a round's clients, one device each: a number, or ``auto`` for as many as keep
@@ -124,6 +126,7 @@ class FederatedLoop:
         newcomers: Newcomers = Newcomers(),
         failures: Failures = Failures(),  # noqa: B008 - frozen
         init: Literal["common", "own"] = "common",
+        share_buffers: bool = True,
         pool: Literal["memory", "disk"] = "memory",
         checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
         workers: int | Literal["auto"] | None = None,
@@ -155,6 +158,7 @@ class FederatedLoop:
         self.newcomers = newcomers
         self.failures = failures
         self.init = init
+        self.share_buffers = share_buffers
         self.pool = pool
         self.checkpoint = checkpoint
         self.configured_workers = workers
@@ -198,9 +202,10 @@ class FederatedLoop:
         self.num_founders = self.num_clients - self.newcomers.clients
         some = f"must be < data.num_clients ({self.num_clients})"
         require(self.num_founders >= 1, "federation.newcomers.clients", some, self.newcomers.clients)
-        self.failures.check(self.num_clients)
         self.identity = dict(identity or {})
         self.checkpoints = None if folder is None or self.checkpoint.every == 0 else Checkpoints(folder / "checkpoints")
+        begun = self.checkpoints is not None and bool(self.checkpoints.all())
+        self.failures.check(self.num_clients, None if begun else self.rounds)
         require(self.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
         self.runner = Runner(
             make_client,
@@ -211,6 +216,7 @@ class FederatedLoop:
             trainer or {},
             seed,
             own_init=self.init == "own",
+            share_buffers=self.share_buffers,
             eval_batch_size=self.evaluate.batch_size,
             globally=self.evaluate.globally,
             steps_per_bundle=self.steps_per_bundle,
@@ -351,7 +357,9 @@ class FederatedLoop:
         if evaluated:
             row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
             row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
-        row |= mean_losses([report.losses for report in reports])
+        row |= mean_losses([report.losses for report in reports if report.client < self.num_founders])
+        later = mean_losses([report.losses for report in reports if report.client >= self.num_founders])
+        row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
         elapsed = time.perf_counter() - start
         row["seconds"] = elapsed
         self.seconds += elapsed
@@ -367,9 +375,10 @@ class FederatedLoop:
             return
         if not self.workers.writes:
             return
-        files = _union(self.workers.gather(self.runner.pool.flush(self.round)))
-        if self.workers.is_main:
-            self.checkpoints.save(self.round, self.state_dict(), files, self.checkpoint.keep)
+        with Waiting.context():  # a slow disk takes its time
+            files = _union(self.workers.gather(self.runner.pool.flush(self.round)))
+            if self.workers.is_main:
+                self.checkpoints.save(self.round, self.state_dict(), files, self.checkpoint.keep)
 
     def _hears_global(self, client: int) -> bool:
         """Whether the client is about to predict as the global model does."""
@@ -443,6 +452,7 @@ class FederatedLoop:
         accuracies = [name + suffix for name in self.columns for suffix in suffixes]
         module = self.runner.modules[0]
         losses = [loss_column(name) for name in module.loss_names]
+        losses += ["loss_newcomers"] if self.newcomers.clients else []
         present = ("participants", "missing")
         return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, *present, "seconds", *losses]
 

@@ -113,6 +113,12 @@ class DisPFL(ClientModule):
         whole = (name for name in self.shared_names if name not in self.masked_names)
         return {name: entries[name].detach().clone() for name in whole}
 
+    def parameter_counts(self) -> tuple[int, int]:
+        """The active parameters are counted twice: every client has a model of its own, and all of it travels."""
+        personal, shared = super().parameter_counts()
+        active = sum(self.num_active)
+        return personal + active, shared - sum(p.numel() for p in self.masked.values()) + active
+
     def artifact_rules(self) -> dict[str, RuleFactory]:  # noqa: D102
         return {**super().artifact_rules(), **dict.fromkeys(self.masked_names, ActiveMean)}
 

@@ -63,6 +63,8 @@ def put(place, key, value):
     place.write("exp.yaml", config)
 
 
+FAILURES = ["federation.failures:", "0.3", "[7]", "{3: [0, 4], 5-8: [2]}", "probability, schedule and clients by name"]
+
 # (dotted key, value, what the line must hold)
 NAMES = [
     ("method.class_path", "FedRap", ["method", "FedRap", "did you mean FedRep?", "FedAvg"]),
@@ -126,6 +128,19 @@ VALUES = [
     ("federation.checkpoint.keep", 0, ["federation.checkpoint.keep", ">= 1", "0"]),
     ("federation.checkpoint.models", "some", ["federation.checkpoint.models", "auto", "some"]),
     ("federation.pool", "tape", ["federation.pool", "memory", "disk", "tape"]),
+    ("federation.failures", "often", [*FAILURES, "'often'"]),
+    ("federation.failures", None, [*FAILURES, "None"]),
+    ("federation.failures", True, [*FAILURES, "True"]),
+    ("federation.failures", ["a"], [*FAILURES, "['a']"]),
+    ("federation.failures", {3: 0}, [*FAILURES, "{3: 0}"]),
+    ("federation.failures", {3: [0], "clients": [1]}, [*FAILURES, "{3: [0], 'clients': [1]}"]),
+    ("federation.failures", 1.5, ["federation.failures.probability", "[0, 1)", "1.5"]),
+    ("federation.failures", [6], ["federation.failures.clients", "0 to 5", "6"]),
+    ("federation.failures", [0, 1, 2, 3, 4, 5], ["federation.failures.clients", "at least one of the 6", "[0, 1, 2,"]),
+    ("federation.failures", {"8-9": [0]}, ["federation.failures.schedule", "federation.rounds (3)", "8-9"]),
+    ("federation.failures", {"probabilty": 0.3}, ["federation.failures.probabilty", "did you mean probability?"]),
+    ("federation.newcomers", 2.5, ["federation.newcomers:", "how many", "clients and after", "2.5"]),
+    ("federation.newcomers", 2, ["federation.newcomers.after", ">= 1", "0"]),
     ("method.init_args", {"head_epochs": -1}, ["method.head_epochs", ">= 0", "-1"]),
     ("model.init_args.hidden", [0], ["hidden", "0"]),
     ("optimizer.init_args.lr", -1.0, ["optimizer", "-1.0"]),
@@ -158,6 +173,12 @@ def test_value_that_is_not_allowed_is_refused(workplace, key, value, said):
         (["--method.head_epoch", "3"], ["method.head_epoch", "did you mean head_epochs?"]),
         (["--resume", "auto", "--config", "nowhere.yaml"], ["--config", "no such file", "nowhere.yaml"]),
         (["--federation.rounds"], ["federation.rounds"]),
+        (["--federation.failures", "often"], [*FAILURES, "'often'"]),
+        (["--federation.failures"], [*FAILURES, "''"]),
+        (["--federation.failures={3: ["], [*FAILURES, "'{3: ['"]),
+        (["--federation.failures", "2020-13-45"], [*FAILURES, "'2020-13-45'"]),
+        (["--federation.failures", "-0.1"], ["federation.failures.probability", "[0, 1)", "-0.1"]),
+        (["--federation.newcomers", "many"], ["federation.newcomers:", "how many", "clients and after", "'many'"]),
     ],
 )
 def test_wrong_option_is_refused(workplace, argv, said):

@@ -1,9 +1,10 @@
-"""`evaluate`, `partition` and `list`."""
+"""`evaluate`, `partition` and `list`, and short forms of what a configuration says."""
 
 import json
 
 import pytest
 import torch
+import yaml
 
 from fl_lightning import catalog
 
@@ -44,6 +45,20 @@ def test_evaluate_of_an_older_checkpoint_compares_what_the_next_round_received(f
     assert code == 0, err + out
     assert "round 2" in out
     assert_all_equal(out, at_least=2 * 5)
+
+
+def test_evaluate_leaves_out_what_was_heard_in_the_round_itself(workplace):
+    """Clients that train in turn receive in the next round what is only then sent; after the last nothing is."""
+    ring = {"class_path": "Ring", "init_args": {"schedule": "sequential"}}
+    workplace.change(method={"class_path": "FedAvg"}, federation={"exchange": ring})
+    workplace.fit("--quiet")
+    code, out, err = workplace.call("evaluate", "runs/run", "--checkpoint", "runs/run/checkpoints/round-0002.ckpt")
+    assert code == 0, err + out
+    assert "no figure" in out
+    assert "Local-T_received" not in out
+    code, out, err = workplace.call("evaluate", "runs/run")
+    assert code == 0, err + out
+    assert_all_equal(out, at_least=4 * 5)
 
 
 def test_evaluate_reports_a_figure_that_differs(finished, workplace):
@@ -152,3 +167,38 @@ def test_help_is_given(workplace, argv):
     assert code == 0
     assert err == ""
     assert "fl-lightning" in out
+
+
+SCHEDULE = {3: [0, 4], "5-8": [2]}
+NOBODY = {"probability": 0.0, "schedule": {}, "clients": []}
+FORMS = [
+    (0.3, {"probability": 0.3}),
+    ("1e-1", {"probability": 0.1}),
+    ([5], {"clients": [5]}),
+    (SCHEDULE, {"schedule": {"3": [0, 4], "5-8": [2]}}),
+    ({"probability": 0.1, "clients": [5]}, {"probability": 0.1, "clients": [5]}),
+]
+
+
+@pytest.mark.parametrize("written", ["file", "option"])
+@pytest.mark.parametrize(("short", "whole"), FORMS)
+def test_short_form_of_failures_is_kept_as_the_long_one(workplace, short, whole, written):
+    workplace.draws = False
+    workplace.change(federation={"rounds": 5})
+    if written == "file":
+        workplace.write("failures.yaml", {"federation": {"failures": short}})
+        workplace.fit("--quiet", "--config", "failures.yaml")
+    else:
+        workplace.fit("--quiet", "--federation.failures", yaml.safe_dump(short, default_flow_style=True).split("\n")[0])
+    kept = yaml.safe_load((workplace.run / "config.yaml").read_text())["federation"]["failures"]
+    assert kept == {**NOBODY, **whole}
+    assert workplace.call("evaluate", "runs/run")[0] == 0
+
+
+def test_short_form_of_newcomers_is_their_number_and_leaves_the_rest_alone(workplace):
+    workplace.draws = False
+    workplace.change(federation={"rounds": 2, "newcomers": {"after": 1}, "failures": {"clients": [0]}})
+    workplace.fit("--quiet", "--federation.newcomers", "2", "--federation.failures=0.2")
+    federation = yaml.safe_load((workplace.run / "config.yaml").read_text())["federation"]
+    assert federation["newcomers"] == {"clients": 2, "after": 1}
+    assert federation["failures"] == {**NOBODY, "probability": 0.2, "clients": [0]}

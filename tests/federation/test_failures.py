@@ -77,11 +77,31 @@ def test_bad_failures_are_refused(options, rule):
     [
         ({"schedule": {"2": [4]}}, r"federation\.failures\.schedule\.2: must be clients from 0 to 3, got 4"),
         ({"clients": [-1]}, r"federation\.failures\.clients: must be clients from 0 to 3, got -1"),
+        (
+            {"clients": [3, 1, 0, 2, 2]},
+            r"federation\.failures\.clients: must leave at least one of the 4 clients, got \[3, 1, 0, 2, 2\]",
+        ),
+        ({"schedule": {"4": [1]}}, r"failures\.schedule: keys must begin within federation\.rounds \(3\), got '4'"),
+        ({"schedule": {"2": [1], "5-8": [1]}}, r"failures\.schedule: keys must begin within .* \(3\), got '5-8'"),
     ],
 )
-def test_clients_that_do_not_exist_are_refused(options, rule, mlp, set_up_federation):
+def test_clients_and_rounds_that_do_not_exist_are_refused(options, rule, mlp, set_up_federation):
     with pytest.raises(ConfigError, match=rule):
-        set_up_federation(lambda: FedAvg(mlp()), failures=Failures(**options))
+        set_up_federation(lambda: FedAvg(mlp()), rounds=3, failures=Failures(**options))
+
+
+def test_stretch_may_reach_beyond_the_last_round(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=3, failures=Failures(schedule={"3-99": [1]}, clients=[0, 2]))
+    assert [row["missing"] for row in loop.diary.rows] == [2, 2, 3]
+
+
+def test_run_that_is_continued_may_end_before_its_schedule_begins(mlp, set_up_federation, tmp_path):
+    """The schedule belongs to the run: its checkpoints would refuse another one."""
+    options = {"failures": Failures(schedule={"5": [1]}), "folder": tmp_path}
+    set_up_federation(lambda: FedAvg(mlp()), rounds=5, **options).advance()
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=2, **options)
+    loop.load_state_dict(loop.checkpoints.load(loop.checkpoints.find("auto")))
+    assert loop.run() is not None
 
 
 def test_missing_clients_keep_their_state_and_their_scores(mlp, run_federation, assert_identical):

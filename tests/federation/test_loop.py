@@ -196,6 +196,21 @@ def test_own_start_of_local_clients_is_a_start_of_all_weights(mlp, run_federatio
 # --- the learning rate --------------------------------------------------------------------------------------------
 
 
+def test_statistics_of_batch_norm_stay_with_clients_that_do_not_share_them(conv_net, run_federation):
+    statistics = lambda names: {name for name in names if "running_" in name or "num_batches" in name}  # noqa: E731
+    shared = run_federation(lambda: FedAvg(conv_net()), rounds=2)
+    apart = run_federation(lambda: FedAvg(conv_net()), rounds=2, share_buffers=False)
+    whole, parameters = shared.diary.sent[1, 0].weights, apart.diary.sent[1, 0].weights
+    assert statistics(whole)
+    assert parameters.keys() == whole.keys() - statistics(whole)
+    kept = [apart.runner.pool.get(client) for client in range(4)]
+    assert all(state.keys() == statistics(whole) for state in kept)
+    means = [next(value for name, value in state.items() if "running_mean" in name) for state in kept]
+    assert not torch.equal(means[0], means[3])
+    assert shared.diary.rows[-1]["Server-T"] is not None
+    assert apart.diary.rows[-1]["Server-T"] is None
+
+
 def test_learning_rate_decays_from_round_to_round(mlp, run_federation):
     rates = []
 

@@ -1,5 +1,6 @@
 """Clients that join a running federation."""
 
+import csv
 import itertools
 import math
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.loop import FederatedLoop, Newcomers
+from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -50,6 +53,31 @@ def test_columns_are_the_founders_and_the_newcomers_have_their_own(mlp, run_fede
                 assert row[f"{column}_newcomers"] == pytest.approx(newcomer)
     assert "Local-T_newcomers" in loop.row_columns
     assert "Local-T_received_newcomers" in loop.final
+
+
+def test_losses_are_the_founders_and_the_newcomers_have_their_own(mlp, run_federation):
+    loop = run_federation(lambda: FedProto(mlp()), rounds=4, **LAST_JOINS)
+    for row in loop.diary.rows:
+        losses = [loop.diary.reports[row["round"], client].losses for client in range(3)]
+        assert row["loss"] == pytest.approx(np.mean([own["loss"] for own in losses]))
+        assert row["loss/cross_entropy"] == pytest.approx(np.mean([own["cross_entropy"] for own in losses]))
+        assert ("loss_newcomers" in row) == (row["round"] > 2)
+        if row["round"] > 2:
+            assert row["loss_newcomers"] == pytest.approx(loop.diary.reports[row["round"], 3].losses["loss"])
+    assert set(loop.diary.rows[-1]) <= set(loop.row_columns)
+
+
+def test_round_of_newcomers_alone_has_no_founders_loss(mlp, set_up_federation, tmp_path):
+    recorder = Recorder(tmp_path, {})
+    options = {"failures": Failures(schedule={"3": [0, 1, 2]}), "callbacks": [recorder], **LAST_JOINS}
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=4, **options)
+    with recorder:
+        loop.run()
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [bool(row["loss"]) for row in rows] == [True, True, False, True]
+    assert [bool(row["loss/cross_entropy"]) for row in rows] == [True, True, False, True]
+    assert [bool(row["loss_newcomers"]) for row in rows] == [False, False, True, True]
+    assert all(math.isfinite(float(row["Local-T"])) for row in rows)
 
 
 def test_federation_without_newcomers_has_no_column_for_them(mlp, run_federation):

@@ -416,6 +416,12 @@ def test_dispfl_message_counts_active_weights_and_statistics(conv_net, run_feder
         assert 0.3 * entries - len(NAMES) < sum(active) <= 0.3 * entries
 
 
+def test_dispfl_active_weights_are_a_client_s_own_and_travel(conv_net, run_federation):
+    loop = run_federation(lambda: DisPFL(conv_net(), density=0.3), rounds=2, optimizer=momentum)
+    active = sum(sum(count(sent_masks(message))) for message in loop.diary.sent.values()) / len(loop.diary.sent)
+    assert loop.runner.num_parameters() == {"personal": active, "shared": active}
+
+
 def test_dispfl_message_of_a_resnet18_is_half_of_the_model(make_data):
     """DRDFL's 106.65 is half of all entries, batch norm's 9,620 among them, which we send whole: 106.75."""
     torch.manual_seed(0)
