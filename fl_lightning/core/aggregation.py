@@ -164,6 +164,10 @@ class ArtifactRule(ABC):
 
     round: int = 0
     """The present round, 1-based; set by the server."""
+    takes_own: bool = True
+    """Without a server: whether a client's own value is among those that are merged for it."""
+    passes_one: bool = True
+    """Without a server: whether a value that is heard alone comes as it was sent."""
 
     @abstractmethod
     def add(self, value: Any, num_samples: int) -> None:

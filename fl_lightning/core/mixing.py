@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.server import RuleFactory
@@ -31,15 +33,23 @@ class Heard(NamedTuple):
 class Mixer(ABC):
     """Turns what a client hears in one round into the one message that it receives at the start of its next."""
 
-    takes_shares: bool = True
-    """Whether results depend on the exchange's shares, so that a push-sum weight must travel along."""
+    own: bool = True
+    """Whether the client's own message is in what it receives, so that both must be of one round."""
+
+    @property
+    def takes_shares(self) -> bool:
+        """Whether results depend on the exchange's shares, so that a push-sum weight must travel along.
+
+        If not, all that is mixed counts alike.
+        """
+        return True
 
     @abstractmethod
     def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:
         """The message for one client.
 
         Args:
-            own: what it sent itself, None if it never took part.
+            own: what it sent itself, None if it never took part or `self.own` is false.
             neighbours: what it hears from others, in any order; the result must not depend on it.
             previous: what this gave the client last time, None if it is the first.
         """
@@ -51,35 +61,51 @@ class MeanMixer(Mixer):
     Args:
         rules: artifact name -> factory of its rule, as for `Server`.
         own: whether the client's own message is in the mean. A method that merges what it hears with its own state by
-            itself leaves it out: then the message of an only neighbour comes as it was sent.
+            itself leaves it out: then the message of an only neighbour comes as it was sent, and all neighbours count
+            alike, because the method's own merge would lose what the exchange's shares conserve.
     """
 
     def __init__(self, rules: Mapping[str, RuleFactory] | None = None, own: bool = True) -> None:
         self.rules = dict(rules or {})
         self.own = own
 
+    @property
+    def takes_shares(self) -> bool:  # noqa: D102
+        return self.own
+
     def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:  # noqa: D102
-        heard = [*neighbours, *([own] if self.own and own is not None else [])]
-        if len(heard) < 2:
-            return heard[0].message if heard else Message()
-        mean = WeightedMean()
-        rules: dict[str, ArtifactRule] = {}
-        for _, message, share in sorted(heard, key=lambda part: part.sender):
-            if message.weights:
-                mean.add(message.weights, share)
-            for name, value in message.artifacts.items():
-                if name not in rules:
-                    default = ClassMeanRule if isinstance(value, ClassMeans) else TensorMean
-                    rules[name] = self.rules.get(name, default)()
-                rules[name].add(value, message.num_samples)
+        own = own if self.own else None
+        heard = sorted([*neighbours, *([] if own is None else [own])], key=lambda part: part.sender)
         before = {} if previous is None else previous.artifacts
-        artifacts: dict[str, Artifact] = {}
-        for name, rule in rules.items():
-            merged = rule.result(before.get(name))
-            if merged is not None:
-                artifacts[name] = merged
-        num_samples = sum(part.message.num_samples for part in heard)
-        return Message({} if mean.empty else mean.result(), artifacts, num_samples)
+        names = dict.fromkeys(name for part in heard for name in part.message.artifacts)
+        merged = {name: self._merged(name, heard, own, before.get(name)) for name in names}
+        artifacts = {name: value for name, value in merged.items() if value is not None}
+        return Message(_mean(heard), artifacts, sum(part.message.num_samples for part in heard))
+
+    def _merged(
+        self, name: str, heard: Sequence[Heard], own: Heard | None, previous: Artifact | None
+    ) -> Artifact | None:
+        """The artifact of all that is heard, by its rule."""
+        having = [part for part in heard if name in part.message.artifacts]
+        value = having[0].message.artifacts[name]
+        rule = self.rules.get(name, ClassMeanRule if isinstance(value, ClassMeans) else TensorMean)()
+        if len(heard) == 1 and rule.passes_one:
+            return value
+        for part in having:
+            if rule.takes_own or part is not own:
+                rule.add(part.message.artifacts[name], part.message.num_samples)
+        return rule.result(previous)
+
+
+def _mean(heard: Sequence[Heard]) -> dict[str, Tensor]:
+    """The weights' mean by shares; the only ones as they are."""
+    if len(heard) == 1:
+        return heard[0].message.weights
+    mean = WeightedMean()
+    for _, message, share in heard:
+        if message.weights:
+            mean.add(message.weights, share)
+    return {} if mean.empty else mean.result()
 
 
 def forget(rules: Mapping[str, RuleFactory]) -> bool:

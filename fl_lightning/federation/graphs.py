@@ -11,7 +11,7 @@ import torch
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message, Size
 from fl_lightning.core.mixing import PUSH_WEIGHT
-from fl_lightning.errors import require, require_choices
+from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.exchange import Exchange, Star
 from fl_lightning.federation.peers import Peers, Ring, Topology
 from fl_lightning.seeding import numpy_generator
@@ -38,7 +38,8 @@ class DirectedGraph(Peers):
             (``uniform``). Fewer where fewer are there.
         redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all,
             so that everybody is reached.
-        edges: a fixed graph instead, as pairs [sender, receiver].
+        edges: a fixed graph instead, as pairs [sender, receiver]. Push-sum needs a way back along each of them, or mass
+            would only leave its sender; a client without edges trains alone.
         mixing: ``push_sum``, or ``uniform``: the plain mean of the own and the heard, whose limit is not the mean.
     """
 
@@ -53,6 +54,8 @@ class DirectedGraph(Peers):
     ) -> None:
         require(degree >= 1, "federation.exchange.degree", "must be >= 1", degree)
         require_choices("federation.exchange", mixing=(mixing, Mixing))
+        some = edges is None or len(edges) > 0
+        require(some, "federation.exchange.edges", "must not be empty; null draws them", edges)
         for edge in edges or ():
             pair = len(edge) == 2 and edge[0] != edge[1]
             require(pair, "federation.exchange.edges", "each must be a pair of different clients", edge)
@@ -61,12 +64,24 @@ class DirectedGraph(Peers):
         self.edges = None if edges is None else sorted({(sender, receiver) for sender, receiver in edges})
         self.mixing = mixing
 
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
+    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:
+        """Start a federation whose clients are like `template`.
+
+        Raises:
+            ConfigError: if the method cannot do without its server, or `edges` names other clients than there are or,
+                under push-sum, lets a client give mass away that never comes back.
+        """
         super().setup(template, num_clients, seed)
         for edge in self.edges or ():
             there = all(0 <= client < num_clients for client in edge)
             allowed = f"each must be between clients 0 to {num_clients - 1}"
             require(there, "federation.exchange.edges", allowed, list(edge))
+        if self.edges is not None and self.pushes:
+            reached = {client: _reached(client, self.edges) for client in {receiver for _, receiver in self.edges}}
+            for sender, receiver in self.edges:
+                way = f"under push-sum there must be a way back from client {receiver} to client {sender}, whose mass"
+                allowed = f"{way} would only drain (or take mixing: uniform)"
+                require(sender in reached[receiver], "federation.exchange.edges", allowed, [sender, receiver])
         self._fixed = self._fixed_edges()
         self.mass: dict[int, float] = {}
         """Client -> its push-sum weight μ, where it is not 1."""
@@ -116,16 +131,15 @@ class DirectedGraph(Peers):
         return [int(other) for other in rng.choice(others, min(count, len(others)), replace=False)]
 
     def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:  # noqa: D102
-        if self.edges is None:
-            return self._draw("join", round, client, there, self.degree)
-        senders = [sender for sender, receiver in self.edges if receiver == client and sender in there]
-        return senders or list(there)
+        fixed = self.edges is not None or not self.redraw
+        senders = self._neighbours(round, client, there) if fixed else []
+        return senders or self._draw("join", round, client, there, self.degree)
 
     def shares(self, topology: Topology) -> Topology:
         """Rows that sum to 1: p_ij μ_j / μ_i, with the new μ_i, which they leave in `mass`.
 
         Raises:
-            RuntimeError: if a client's μ falls below 1e-8, where z = u/μ loses its meaning.
+            ConfigError: if a client's μ falls below 1e-8, where z = u/μ loses its meaning.
         """
         if not self.pushes:
             return super().shares(topology)
@@ -134,10 +148,9 @@ class DirectedGraph(Peers):
             arriving = {sender: part * self.mass.get(sender, 1.0) for sender, part in row.items()}
             mass[receiver] = math.fsum(arriving.values())
             if mass[receiver] < LEAST_MASS:
-                raise RuntimeError(
-                    f"DirectedGraph: client {receiver}'s push-sum weight is {mass[receiver]:.1e} after round "
-                    f"{self.round}: it hears too little; add edges to it or take mixing: uniform"
-                )
+                weight = f"its push-sum weight is {mass[receiver]:.1e} after round {self.round}"
+                rule = f"client {receiver} hears too little ({weight}): add edges to it or take mixing: uniform"
+                raise ConfigError("federation.exchange", rule)
             rows[receiver] = {sender: part / mass[receiver] for sender, part in arriving.items()}
         self.mass = mass
         return rows
@@ -208,8 +221,22 @@ class RandomPeers(Peers):
             yield from zip(circle[:half], circle[half : 2 * half], strict=True)
 
     def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:  # noqa: D102
+        senders = [] if self.redraw else self._neighbours(round, client, there)
         rng = numpy_generator(self.seed, "exchange/join", round, client)
-        return [int(other) for other in rng.choice(there, min(self.degree, len(there)), replace=False)]
+        return senders or [int(other) for other in rng.choice(there, min(self.degree, len(there)), replace=False)]
+
+
+def _reached(client: int, edges: Iterable[tuple[int, int]]) -> set[int]:
+    """The clients to which a way leads from `client`, itself among them."""
+    followers: dict[int, list[int]] = {}
+    for sender, receiver in edges:
+        followers.setdefault(sender, []).append(receiver)
+    reached, waiting = {client}, [client]
+    while waiting:
+        new = set(followers.get(waiting.pop(), ())) - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 EXCHANGES: dict[str, type[Exchange]] = {kind.__name__: kind for kind in (Star, Ring, DirectedGraph, RandomPeers)}

@@ -28,8 +28,11 @@ class Peers(Exchange, ABC):
 
     A round's graph joins its participants alone: who is out neither sends nor hears, and keeps its state. When the
     round ends, everybody sends to its neighbours, and the method's `Mixer` makes one message of what each hears; it
-    receives that at the start of its next round, whenever that is. In the first round nothing has been sent. A client
-    that takes part for the first time later on is sent what its neighbours finished the round before.
+    receives that at the start of its next round. In the first round nothing has been sent. A client that takes part
+    for the first time later on is sent what its neighbours finished the round before.
+
+    Where the own message is part of what a client receives, that waits for as long as the client is out: a share of the
+    clients' mean is in it. Where it is not, a client that comes back is sent newer messages, like one that joins.
     """
 
     keeps_shared = True
@@ -51,7 +54,7 @@ class Peers(Exchange, ABC):
         self.participants: list[int] = []
         self.topology: Topology = {}
         self._posted: dict[int, Message] = {}  # of the round that is open
-        self._finished: dict[int, Message] = {}  # of the last round that anybody finished, for who joins
+        self._finished: dict[int, Message] = {}  # of the last round that anybody finished, for who was out of it
         self._arrived: dict[int, Arrival] = {}
         self._hops: list[Hop] = []
 
@@ -61,15 +64,16 @@ class Peers(Exchange, ABC):
 
     @abstractmethod
     def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:
-        """From which of those who finished the round before `round` a client that joins hears."""
+        """From which of those who finished the round before `round` a client that was out of it hears."""
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def inbox(self, client: int) -> Message:  # noqa: D102
-        return self._arrival(client).message
+        there = client in self.participants and client in self._arrived
+        return self._arrived[client].message if there or self._waits(client) else self._join(client)[0]
 
     def downlink(self, client: int) -> Size:  # noqa: D102
-        return self._arrival(client).size
+        return self._arrived[client].size if client in self._arrived else NOTHING
 
     def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
         self.round, self.participants = round, list(participants)
@@ -79,7 +83,7 @@ class Peers(Exchange, ABC):
         for receiver, row in self.topology.items():
             for sender in row:
                 self._out[sender] += sender != receiver
-        self._hops = self._hops_to_joiners()
+        self._hops = self._bring_in()
         self._num_pulled = len(self._hops)
 
     def uplink(self, client: int, message: Message) -> Size:  # noqa: D102
@@ -95,7 +99,7 @@ class Peers(Exchange, ABC):
     def close(self) -> None:  # noqa: D102
         shares = self.shares(self.topology)
         for receiver, row in shares.items():
-            own = Heard(receiver, self._posted[receiver], row[receiver])
+            own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
             others = [Heard(s, self._posted[s], share) for s, share in row.items() if s != receiver]
             before = self._arrived.get(receiver)
             message = self.mixer.mix(own, others, None if before is None else before.message)
@@ -106,12 +110,18 @@ class Peers(Exchange, ABC):
 
     def _finish(self) -> None:
         self._finished, self._posted = self._posted or self._finished, {}
-        if len(self._arrived) == self.num_clients:
+        if self.mixer.own and len(self._arrived) == self.num_clients:
             self._finished = {}  # nobody is left to join
 
     def shares(self, topology: Topology) -> Topology:
         """The share that every message has in its receiver's mean, from the graph of the round that closes."""
-        return topology
+        if self.mixer.takes_shares:
+            return topology
+        return {receiver: self._alike(receiver, row) for receiver, row in topology.items()}
+
+    def _alike(self, receiver: int, row: Iterable[int]) -> dict[int, float]:
+        mixed = [sender for sender in row if self.mixer.own or sender != receiver]
+        return dict.fromkeys(mixed, 1 / max(len(mixed), 1))
 
     def addressed(self, client: int, message: Message) -> Message:
         """What goes to `client` beside the mixed message."""
@@ -121,20 +131,34 @@ class Peers(Exchange, ABC):
     def hops(self) -> Sequence[Hop]:  # noqa: D102
         return self._hops
 
-    def _arrival(self, client: int) -> Arrival:
-        return self._arrived[client] if client in self._arrived else self._join(client)[0]
+    def _waits(self, client: int) -> bool:
+        """Whether `client` will hear what it was sent at the end of its last round."""
+        return client in self._arrived and (self.mixer.own or client in self._finished)
 
-    def _join(self, client: int) -> tuple[Arrival, list[Hop]]:
-        """What a client hears that never took part, and its hops."""
-        if client in self._arrived or not self._finished:
-            return Arrival(Message(), NOTHING), []
+    def _join(self, client: int) -> tuple[Message, list[Hop]]:
+        """What a client hears that was out of the round before, and its hops."""
+        if not self._finished:
+            return Message(), []
         sponsors = self.sponsors(self.round, client, sorted(self._finished))
         heard = [Heard(s, self._finished[s], 1 / len(sponsors)) for s in sponsors]
-        hops = [self._hop(part, client) for part in heard]
-        return Arrival(self.mixer.mix(None, heard, None), _total(hops)), hops
+        before = self._arrived.get(client)
+        message = self.mixer.mix(None, heard, None if before is None else before.message)
+        return message, [self._hop(part, client) for part in heard]
 
-    def _hops_to_joiners(self) -> list[Hop]:
-        return [hop for client in self.participants for hop in self._join(client)[1]]
+    def _bring_in(self) -> list[Hop]:
+        """Send to the participants that were out of the round before; returns the hops."""
+        brought = []
+        for client in self.participants:
+            if self._finished and not self._waits(client):
+                message, hops = self._join(client)
+                unheard = [self._arrived[client].size] if client in self._arrived else []  # it came down all the same
+                self._arrived[client] = Arrival(message, _total([*hops, *unheard]))
+                brought += hops
+        return brought
+
+    def _neighbours(self, round: int, client: int, there: Sequence[int]) -> list[int]:
+        """From which of those who are there `client` would hear if it were there, too."""
+        return [sender for sender in self.connect(round, sorted({*there, client}))[client] if sender != client]
 
     def _size(self, message: Message) -> Size:
         return message.size
@@ -163,9 +187,9 @@ class Peers(Exchange, ABC):
         }
 
 
-def _total(hops: Iterable[Hop]) -> Size:
-    hops = list(hops)
-    return Size(sum(hop.num_params for hop in hops), sum(hop.num_bytes for hop in hops))
+def _total(parts: Iterable[Hop | Size]) -> Size:
+    parts = list(parts)
+    return Size(sum(part.num_params for part in parts), sum(part.num_bytes for part in parts))
 
 
 # --- the ring ---------------------------------------------------------------------------------------------------------
@@ -184,7 +208,9 @@ class Ring(Peers):
     Args:
         schedule: ``parallel`` lets all exchange at the end of a round, so that everybody hears at the start of the next
             one; ``sequential`` lets clients train one after another around the ring, each hearing what its predecessor
-            has just finished in the same round, and the first one what its predecessor finished last.
+            has just finished in the same round, and the first one what its predecessor finished last, however long ago.
+            In the run's first round the first one hears nothing, because its predecessor still has the common initial
+            weights; the others average with these, as their own.
         directions: hear from the predecessor alone (``one``), or from both neighbours (``both``; parallel only).
     """
 
@@ -200,6 +226,7 @@ class Ring(Peers):
     def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
         super().setup(template, num_clients, seed)
         self._last: dict[int, Message] = {}  # sequential: everybody's last message
+        self._initial = template.initial_message() if self.in_turn else Message()
 
     @property
     def in_turn(self) -> bool:  # noqa: D102
@@ -224,28 +251,36 @@ class Ring(Peers):
 
     # --- one after another: a message is heard in the round in which it is finished -----------------------------------
 
-    def _arrival(self, client: int) -> Arrival:
-        if not self.in_turn:
-            return super()._arrival(client)
-        message, hops = self._hear(client)
-        return Arrival(message, _total(hops))
+    def inbox(self, client: int) -> Message:  # noqa: D102
+        return self.mixer.mix(*self._hear(client), None) if self.in_turn else super().inbox(client)
 
-    def _hear(self, client: int) -> tuple[Message, list[Hop]]:
-        """What a client hears now: what its predecessor has finished in this round, or else in the one before."""
-        waiting = {c: own for c, own in self._finished.items() if c in self.participants or not self.participants}
-        there = {**waiting, **self._posted}
+    def downlink(self, client: int) -> Size:  # noqa: D102
+        return _total(self._hops_to(client)) if self.in_turn else super().downlink(client)
+
+    def _hear(self, client: int) -> tuple[Heard | None, list[Heard]]:
+        """The own message of a client and the one that it hears now: the newest of its predecessor in this round.
+
+        Where nobody else in the round has ever finished anything, of its predecessor in the round before.
+        """
+        there = {c: self._last[c] for c in self.participants if c in self._last} | self._posted
         there.pop(client, None)
-        own = [Heard(client, self._last[client], 0.5)] if client in self._last else []
-        sender = self._predecessor(client, there) if there else None
-        heard = [] if sender is None else [Heard(sender, there[sender], 0.5 if own else 1.0)]
-        return self.mixer.mix(own[0] if own else None, heard, None), [self._hop(part, client) for part in heard]
+        there = there or {c: message for c, message in self._finished.items() if c != client}
+        if not there:
+            return (Heard(client, self._last[client], 1.0) if client in self._last and self.mixer.own else None), []
+        last = self._last.get(client, None if self._finished else self._initial)
+        own = Heard(client, last, 0.5) if last is not None and self.mixer.own else None
+        sender = self._predecessor(client, there)
+        return own, [Heard(sender, there[sender], 1.0 if own is None else 0.5)]
 
-    def _hops_to_joiners(self) -> list[Hop]:
-        return [] if self.in_turn else super()._hops_to_joiners()
+    def _hops_to(self, client: int) -> list[Hop]:
+        return [self._hop(part, client) for part in self._hear(client)[1]]
+
+    def _bring_in(self) -> list[Hop]:
+        return [] if self.in_turn else super()._bring_in()
 
     def post(self, client: int, message: Message) -> None:  # noqa: D102
         if self.in_turn:
-            self._hops += self._hear(client)[1]
+            self._hops += self._hops_to(client)
             self._num_pulled = len(self._hops)
             self._last[client] = message
         super().post(client, message)

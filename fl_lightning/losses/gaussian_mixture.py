@@ -247,7 +247,7 @@ class GaussianMixture(Term):
             return
         self.received_mean.copy_(mean)
         self.received_log_variance.copy_(log_variance)
-        if self.finished_fits == 0:
+        if self.finished_fits == 0 and client.round != 1:
             self.class_mean.copy_(mean)
             self.class_log_variance.copy_(log_variance)
         elif self.ema_when == "round":

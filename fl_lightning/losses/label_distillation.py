@@ -94,15 +94,19 @@ def leave_one_out(sums: Tensor, own: Tensor, included: Tensor) -> tuple[Tensor, 
 class LabelSums(ClassMeanRule):
     """Sum clients' soft labels class by class, all clients alike, and say in which round each row was summed.
 
-    The result is [C, C + 1]: the sums, and in the last column the round (0 where there is none). How many clients stand
-    behind a row is the row's sum, so that it need not be sent.
+    The result is [C, C + 1]: the sums, and in the last column the round (0 where there is none, or no server counts
+    rounds). How many clients stand behind a row is the row's sum, so that it need not be sent.
 
     Args:
         stale: a class that no participant held this round keeps its last sums (``keep``) or has none (``drop``).
+        include_self: whether without a server a client's own soft labels are in its sums. A server sums everybody's.
     """
 
-    def __init__(self, stale: Stale = "keep") -> None:
+    passes_one = False
+
+    def __init__(self, stale: Stale = "keep", include_self: bool = False) -> None:
         super().__init__("uniform", stale)
+        self.takes_own = include_self
 
     def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]  # noqa: D102
         if self._shape is None or self._holders is None:
@@ -152,9 +156,8 @@ class LabelDistillation(Term):
         self.include_self = include_self
         self.stale = stale
 
-    own: Tensor  # [C, C], what the client sent last
-    own_valid: Tensor  # [C] bool, the classes that it sent
-    sent_round: Tensor  # int64, the round in which it sent; 0 before the first
+    own: Tensor  # [C, C], what the client sent last of each class
+    sent_round: Tensor  # [C] int64, the round in which it did; 0 for a class that it never sent
     teacher: Tensor  # [C, C], as received
     valid: Tensor  # [C] bool
     sums: Tensor  # [C, C], of this fit's predictions
@@ -164,8 +167,7 @@ class LabelDistillation(Term):
         classes = client.model.num_classes
         remembers = self.exchanges and not self.include_self
         self.register_buffer("own", torch.zeros(classes, classes), persistent=remembers)
-        self.register_buffer("own_valid", torch.zeros(classes, dtype=torch.bool), persistent=remembers)
-        self.register_buffer("sent_round", torch.zeros((), dtype=torch.long), persistent=remembers)
+        self.register_buffer("sent_round", torch.zeros(classes, dtype=torch.long), persistent=remembers)
         self.register_buffer("teacher", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
         self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
@@ -190,7 +192,7 @@ class LabelDistillation(Term):
             self.valid.zero_()
             return
         sums, rounds = received[:, :-1], received[:, -1]
-        included = self.own_valid & (rounds == self.sent_round) & (not self.include_self)
+        included = (self.sent_round > 0) & (rounds == self.sent_round) & (not self.include_self)
         teacher, valid = leave_one_out(sums, self.own.to(sums), included)
         self.teacher.copy_(teacher)
         self.valid.copy_(valid)
@@ -202,13 +204,13 @@ class LabelDistillation(Term):
             collected = client.collect(data)
             predictions = torch.softmax(widened(collected.logits), 1)
             means = ClassMeans.from_samples(predictions, collected.y, len(self.valid))
-        self.own.copy_(means.mean)
-        self.own_valid.copy_(means.valid)
-        self.sent_round.fill_(client.round)
-        return {"label_distillation": ClassMeans(self.own.float().clone(), means.count)}
+        sent = means.valid
+        self.own.copy_(torch.where(sent[:, None], means.mean.to(self.own), self.own))
+        self.sent_round.masked_fill_(sent, client.round)
+        return {"label_distillation": ClassMeans(torch.where(sent[:, None], self.own, 0.0).float(), means.count)}
 
     def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"label_distillation": tuple(self.teacher.shape)}
 
     def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
-        return {"label_distillation": lambda: LabelSums(self.stale)}
+        return {"label_distillation": lambda: LabelSums(self.stale, self.include_self)}

@@ -175,10 +175,11 @@ class DRDFL(ClientModule):
     # --- what comes in: lines 5 to 7 ----------------------------------------------------------------------------------
 
     def receive(self, message: Message, data: LocalData) -> None:
-        """Average the Learngene with the neighbour's, or copy it on the first time; move the class Gaussians."""
+        """Average the Learngene with the neighbour's, and move the class Gaussians; who joins later copies both."""
         self.held.copy_(data.held_classes)
         self.mixture[0].know_classes(data.class_counts)
-        weights = message.weights if self.finished_fits == 0 else self._averaged(message.weights)
+        joins = self.finished_fits == 0 and self.round != 1
+        weights = message.weights if joins else self._averaged(message.weights)
         super().receive(Message(weights, message.artifacts, message.num_samples), data)
 
     @torch.no_grad()
@@ -194,6 +195,12 @@ class DRDFL(ClientModule):
         """The neighbour's message as it is: `receive` merges it."""
         rules = self.artifact_rules()
         return MeanMixer(rules, own=False) if forget(rules) else None
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """The class Gaussians travel, too, as artifacts."""
+        personal, shared = super().parameter_counts()
+        gaussians = sum(p.numel() for p in self.mixture[0].parameters())
+        return personal - gaussians, shared + gaussians
 
     # --- the local fit: lines 8 to 18 ---------------------------------------------------------------------------------
 

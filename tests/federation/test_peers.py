@@ -9,7 +9,9 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
+from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedgh import FedGH
@@ -25,7 +27,8 @@ def values(value):
 
 def connected(exchange, num_clients=4, mixer=None, seed=0):
     """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
-    exchange.setup(SimpleNamespace(make_mixer=lambda: mixer or MeanMixer(own=False)), num_clients, seed)
+    template = SimpleNamespace(make_mixer=lambda: mixer or MeanMixer(own=False), initial_message=Message)
+    exchange.setup(template, num_clients, seed)
     return exchange
 
 
@@ -117,49 +120,118 @@ def test_ring_refuses_an_unknown_schedule():
         Ring("random")
 
 
-@pytest.fixture
-def learngenes(mlp, sgd, set_up_federation):
-    """Merge the Learngenes 0, 4, 8 and 12 of four clients, of whom some finished the round before; nobody trains."""
+class Placed(DRDFL):
+    """Its Learngene is 4 m from the start, and again after its first fit where the test wants that."""
 
-    def merge(schedule, active=(0, 1, 2, 3)):
-        loop = set_up_federation(
-            lambda: DRDFL(mlp(), personal_size=3, shared_size=2),
-            rounds=2,
-            optimizer=sgd(0.0),
-            exchange=Ring(schedule),
-        )
-        loop.exchange.open(0, active)
-        for client in range(4):
-            module = loop.runner.load(client)
-            module.finished_fits += 1
-            for parameter in module.learngene.parameters():
-                torch.nn.init.constant_(parameter, 4.0 * client)
-            loop.runner._keep(module, client, 0, None)
-            if client in active:
-                loop.exchange.post(client, module.send(loop.data.clients[client]))
-        loop.exchange.close()
-        loop.draw_participants = lambda round: list(active)
-        loop.advance()
-        found = {}
-        for client in range(4):
-            learngene = [t for n, t in loop.runner.pool.get(client).items() if n.startswith("learngene.")]
-            (found[client],) = {value for tensor in learngene for value in tensor.unique().tolist()}
-        return found
+    def __init__(self, model, value, again):
+        super().__init__(model, personal_size=3, shared_size=2)
+        self.value, self.again = value, again
+        self.place()
 
-    return merge
+    def place(self):
+        for parameter in self.learngene.parameters():
+            torch.nn.init.constant_(parameter, self.value)
+
+    def on_train_end(self):
+        super().on_train_end()
+        if self.again and self.round == 1:
+            self.place()
 
 
 @pytest.mark.parametrize(
-    ("schedule", "active", "expected"),
+    ("schedule", "rounds", "active", "expected"),
     [
-        ("parallel", (0, 1, 2, 3), {0: 6, 1: 2, 2: 6, 3: 10}),
-        ("sequential", (0, 1, 2, 3), {0: 6, 1: 5, 2: 6.5, 3: 9.25}),
-        ("parallel", (0, 1, 3), {0: 6, 1: 2, 2: 8, 3: 8}),
+        ("parallel", 2, (0, 1, 2, 3), {0: 6, 1: 2, 2: 6, 3: 10}),
+        ("parallel", 2, (0, 1, 3), {0: 6, 1: 2, 2: 8, 3: 8}),
+        ("sequential", 2, (0, 1, 2, 3), {0: 6, 1: 5, 2: 6.5, 3: 9.25}),
+        ("parallel", 1, (0, 1, 2, 3), {0: 0, 1: 4, 2: 8, 3: 12}),
+        ("sequential", 1, (0, 1, 2, 3), {0: 0, 1: 2, 2: 5, 3: 8.5}),
     ],
 )
-def test_ring_of_four_learngenes_merges_as_computed_by_hand(learngenes, schedule, active, expected):
-    """DRDFL.md, section 8, test 9; a client that rests keeps its own."""
-    assert learngenes(schedule, active) == expected
+def test_ring_of_four_learngenes_merges_as_computed_by_hand(
+    schedule, rounds, active, expected, mlp, sgd, set_up_federation
+):
+    """DRDFL.md, section 8, test 9, from 0, 4, 8 and 12 without training; a client that rests keeps its own.
+
+    In the very first round client 0 hears nothing yet, which in a federation of equal initial weights is no loss.
+    """
+    loop = set_up_federation(
+        lambda m: Placed(mlp(), 4.0 * m, again=rounds == 2),
+        architecture=[0, 1, 2, 3],
+        rounds=rounds,
+        optimizer=sgd(0.0),
+        exchange=Ring(schedule),
+    )
+    loop.draw_participants = lambda round: list(active)
+    loop.run()
+    found = {}
+    for client in range(4):
+        learngene = loop.runner.load(client).learngene
+        (found[client],) = {value for tensor in learngene.parameters() for value in tensor.unique().tolist()}
+    assert found == expected
+
+
+def test_sequential_ring_hears_the_nearest_active_predecessor_however_old_its_message():
+    exchange = ring(schedule="sequential")
+    assert pass_round(exchange, {0: 0, 1: 1}) == {0: None, 1: 0}
+    assert pass_round(exchange, {2: 12, 3: 13}) == {2: 1, 3: 12}  # they join: from who finished the round before
+    assert pass_round(exchange, {0: 20, 1: 21}) == {0: 1, 1: 20}
+    assert pass_round(exchange, {1: 31, 3: 33}) == {1: 13, 3: 31}
+    assert [hop[:2] for hop in exchange.hops] == [(3, 1), (1, 3)]
+
+
+def test_ring_gives_who_comes_back_what_was_finished_the_round_before():
+    """A message that is not mixed with the own one gets old; nobody's share of a mean is in it."""
+    one, other = ring(), ring()
+    pass_round(one, {0: 0, 1: 1, 2: 2, 3: 3})
+    pass_round(one, {0: 10, 1: 11, 3: 13})
+    other.load_state_dict(one.state_dict())
+    for exchange in (one, other):
+        assert exchange.downlink(2) == (1, 4)  # client 1's first message is there
+        assert number(exchange.inbox(2)) == 11
+        exchange.open(3, [0, 1, 2, 3])
+        assert [number(exchange.inbox(client)) for client in range(4)] == [13, 10, 11, 11]
+        assert exchange.hops == [(1, 2, 1.0, 1, 4)]
+        assert exchange.pulled() == (1, 4)
+        assert exchange.downlink(2) == (2, 8)  # and the newer one came down, too
+        for client in range(4):
+            exchange.post(client, values(20 + client))
+        exchange.close()
+        assert [number(exchange.inbox(client)) for client in range(4)] == [23, 20, 21, 22]
+
+
+def test_averaging_keeps_for_who_rests_what_holds_its_share_of_the_mean():
+    exchange = connected(Ring(), 4, MeanMixer())
+    gossip(exchange, [0.0, 4.0, 8.0, 12.0], 1)
+    gossip(exchange, [1.0, 1.0, 0.0, 1.0], 1, lambda round: [0, 1, 3])
+    exchange.open(3, [0, 1, 2, 3])
+    assert number(exchange.inbox(2)) == 6.0
+    assert exchange.hops == []
+
+
+def test_founders_of_a_sequential_ring_average_with_their_initial_weights(mlp, set_up_federation):
+    """In the first round, too; only who joins later takes a message over as it is."""
+
+    class Listening(FedAvg):
+        def receive(self, message, data):
+            super().receive(message, data)
+            heard[self.round, data.client] = message.weights
+
+    heard = {}
+    joining = Newcomers(clients=1, after=1)
+    loop = set_up_federation(lambda: Listening(mlp()), rounds=2, exchange=Ring("sequential"), newcomers=joining)
+    initial = loop.runner.modules[0].shared_weights()
+    loop.advance()
+    loop.advance()
+    sent = {at: message.weights for at, message in loop.diary.sent.items()}
+    assert heard[1, 0] == {}
+    for name, start in initial.items():
+        torch.testing.assert_close(heard[1, 1][name], (start + sent[1, 0][name]) / 2)
+        torch.testing.assert_close(heard[1, 2][name], (start + sent[1, 1][name]) / 2)
+        torch.testing.assert_close(heard[2, 0][name], (sent[1, 0][name] + sent[1, 2][name]) / 2)
+        assert torch.equal(heard[2, 3][name], sent[2, 2][name])
+    assert [hop[:3] for hop in loop.diary.hops[1]] == [(0, 1, 0.5), (1, 2, 0.5)]
+    assert [hop[:3] for hop in loop.diary.hops[2]] == [(2, 0, 0.5), (0, 1, 0.5), (1, 2, 0.5), (2, 3, 1.0)]
 
 
 # --- mixing with the own message --------------------------------------------------------------------------------------
@@ -299,10 +371,31 @@ def test_push_sum_weight_travels_and_is_told_to_its_client():
     assert [exchange.downlink(client) for client in range(3)] == [(2, 8), (2, 8), (4, 16)]
 
 
-def test_push_sum_that_loses_its_meaning_is_an_error():
-    exchange = connected(DirectedGraph(edges=[[0, 1]]), 2, MeanMixer())
-    with pytest.raises(RuntimeError, match=r"client 0's push-sum weight is .* after round 27"):
-        gossip(exchange, [1.0, 2.0], 40)  # client 0 gives half of what it has in every round and hears nothing
+def test_push_sum_that_loses_its_meaning_is_refused_in_one_line():
+    exchange = connected(DirectedGraph(edges=[[0, 1], [1, 2], [2, 0]]), 3, MeanMixer())
+    rule = r"^federation\.exchange: client 0 hears too little \(its push-sum weight is .* after round 27\): add edges"
+    with pytest.raises(ConfigError, match=rule):
+        gossip(exchange, [1.0, 2.0, 3.0], 40, lambda round: [0, 1])  # client 0 gives half of its mass, hears nothing
+
+
+@pytest.mark.parametrize(
+    ("edges", "bad"),
+    [
+        ([[0, 1]], r"from client 1 to client 0, whose mass would only drain .*got \[0, 1\]"),
+        ([[0, 1], [1, 2], [2, 0], [3, 0]], r"from client 0 to client 3, .*got \[3, 0\]"),
+        ([[0, 1], [1, 0], [1, 2]], r"from client 2 to client 1, .*got \[1, 2\]"),
+    ],
+)
+def test_graph_on_which_push_sum_drains_a_client_is_refused_before_training(edges, bad):
+    with pytest.raises(ConfigError, match=rf"^federation\.exchange\.edges: .*there must be a way back {bad}$"):
+        connected(DirectedGraph(edges=edges), 4, MeanMixer())
+    for exchange in (DirectedGraph(edges=edges, mixing="uniform"), DirectedGraph(edges=edges)):
+        connected(exchange, 4, MeanMixer(own=exchange.mixing != "push_sum"))  # no mass is sent
+
+
+def test_client_without_edges_is_allowed_and_keeps_what_it_has():
+    exchange = connected(DirectedGraph(edges=[[0, 1], [1, 0]]), 3, MeanMixer())
+    assert gossip(exchange, [0.0, 4.0, 9.0], 40)[-1] == [2.0, 2.0, 9.0]
 
 
 # --- random graphs ----------------------------------------------------------------------------------------------------
@@ -349,6 +442,37 @@ def test_random_peers_converge_to_the_mean():
         assert gossip(exchange, u, 150)[-1] == pytest.approx([9.5] * 20, abs=1e-6)
 
 
+# --- mixers that have their own way -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: DirectedGraph(edges=THREE), lambda: RandomPeers(2), lambda: Ring()])
+def test_without_the_own_message_all_that_is_heard_counts_alike(make):
+    exchange = connected(make(), 3, MeanMixer(own=False))
+    for _ in range(3):
+        gossip(exchange, [3.0, 6.0, 12.0], 1, dtype=torch.float32)
+        mean = {}
+        for receiver in range(3):
+            hops = [hop for hop in exchange.hops if hop.receiver == receiver]
+            assert [hop.share for hop in hops] == [1 / len(hops)] * len(hops)
+            mean[receiver] = sum((3.0, 6.0, 12.0)[hop.sender] for hop in hops) / len(hops)
+            assert number(exchange.inbox(receiver)) == mean[receiver]
+        assert {hop[3:] for hop in exchange.hops} == {(1, 4)}  # no push-sum weight
+        assert all(exchange.inbox(client).artifacts == {} for client in range(3))
+
+
+def test_drdfl_on_a_directed_graph_sends_no_push_sum_weight(mlp, run_federation):
+    loop = run_federation(lambda: DRDFL(mlp()), rounds=2, exchange=DirectedGraph(2))
+    assert {hop.num_params for hop in loop.diary.hops[2]} == {loop.diary.sent[2, 0].num_params}
+    assert sum(hop.share for hop in loop.diary.hops[2]) == pytest.approx(4)
+
+
+def test_dispfl_logs_the_equal_shares_that_it_takes(mlp, run_federation):
+    loop = run_federation(lambda: DisPFL(mlp()), rounds=1, exchange=DirectedGraph(edges=[*THREE, [0, 3], [3, 0]]))
+    shares = {hop[:2]: hop.share for hop in loop.diary.hops[1]}
+    third = 1 / 3
+    assert shares == {(2, 0): third, (3, 0): third, (0, 1): 0.5, (0, 2): third, (1, 2): third, (0, 3): 0.5}
+
+
 # --- who joins, who rests, what is saved ------------------------------------------------------------------------------
 
 EXCHANGES = [
@@ -373,6 +497,33 @@ def test_client_that_joins_hears_those_who_finished_the_round_before(make):
         joining = [hop for hop in exchange.hops if hop.receiver == 4]
         assert sum(hop.num_params for hop in joining) == late.num_params
         assert exchange.pulled().num_params == sum(hop.num_params for hop in exchange.hops)
+
+
+@pytest.mark.parametrize(
+    ("make", "senders"),
+    [
+        (lambda: DirectedGraph(edges=[*THREE, [1, 5], [3, 5], [4, 5], [5, 0], [0, 3], [0, 4]]), {1, 3}),
+        (lambda: DirectedGraph(2, redraw=False), None),
+        (lambda: DirectedGraph(2, redraw=False, mixing="uniform"), None),
+        (lambda: RandomPeers(2, redraw=False), None),
+    ],
+)
+def test_client_that_joins_a_fixed_graph_hears_its_neighbours(make, senders):
+    exchange = connected(make(), 8, MeanMixer())
+    early = [0, 1, 2, 3]
+    gossip(exchange, [1.0] * 8, 2, lambda round: early)
+    for client in [5] if senders is not None else range(4, 8):
+        expected = senders or {s for s, r in edges_of(exchange, 3, [*early, client]) if r == client}
+        exchange.open(3, [*early, client])
+        if expected:
+            assert {hop.sender for hop in exchange.hops} == expected
+
+
+def test_client_whose_neighbours_were_all_out_hears_others():
+    exchange = connected(DirectedGraph(2, edges=[[0, 1], [1, 0], [2, 3], [3, 2]]), 4, MeanMixer())
+    gossip(exchange, [1.0] * 4, 2, lambda round: [0, 1])
+    exchange.open(3, [0, 1, 2])
+    assert {hop[:2] for hop in exchange.hops} == {(0, 2), (1, 2)}
 
 
 def test_client_that_rests_hears_later_what_it_was_sent():
@@ -450,6 +601,7 @@ def test_method_that_needs_its_server_is_refused(kind, mlp, set_up_federation):
         (lambda: DirectedGraph(0), r"federation\.exchange\.degree: must be >= 1, got 0"),
         (lambda: RandomPeers(0), r"federation\.exchange\.degree: must be >= 1, got 0"),
         (lambda: DirectedGraph(mixing="mean"), r"mixing: must be one of push_sum, uniform, got 'mean'"),
+        (lambda: DirectedGraph(edges=[]), r"federation\.exchange\.edges: must not be empty; null draws them, got \[\]"),
         (lambda: DirectedGraph(edges=[[1, 1]]), r"edges: each must be a pair of different clients, got \[1, 1\]"),
         (lambda: DirectedGraph(edges=[[1]]), r"edges: each must be a pair of different clients, got \[1\]"),
         (lambda: connected(DirectedGraph(edges=[[0, 4]])), r"edges: each must be between clients 0 to 3, got \[0, 4\]"),

@@ -22,6 +22,7 @@ MEAN = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]])
 LOG_VARIANCE = torch.tensor([[1.0, 1.0], [0.25, 4.0], [1.0, 1.0]]).log()
 TWO = (MEAN[:2], LOG_VARIANCE[:2])
 FIRST = torch.tensor([0])
+LATER = SimpleNamespace(round=2)  # a client in the second round
 
 
 def term(classes=3, features=2, **options):
@@ -241,16 +242,22 @@ def test_equal_statistics_stay_equal_to_the_bit():
 def test_client_that_never_took_part_copies():
     made = filled(term(), 0.0, 1.0)
     theirs = torch.full((3, 2), 0.25)
-    made.receive(None, statistics(theirs, theirs))
+    made.receive(LATER, statistics(theirs, theirs))
     assert torch.equal(made.class_mean, theirs)
     assert torch.equal(made.class_log_variance, theirs)
     made.class_mean.data.zero_()
     assert theirs.all()  # a copy
 
 
+def test_founder_moves_in_the_first_round():
+    made = filled(term(ema=0.5), 0.0, 1.0)
+    made.receive(SimpleNamespace(round=1), statistics(torch.ones(3, 2), torch.zeros(3, 2)))
+    assert (made.class_mean == 0.5).all()
+
+
 def test_nothing_received_changes_nothing():
     for made in (term(), trained(term()), trained(term(ema_when="step"))):
-        made.receive(None, statistics(torch.ones(3, 2), torch.ones(3, 2)))
+        made.receive(LATER, statistics(torch.ones(3, 2), torch.ones(3, 2)))
         before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
         made.receive(None, Message())
         made.know_classes(before["class_count"])

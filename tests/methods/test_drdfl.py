@@ -21,6 +21,7 @@ from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods import drdfl
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.resnet import ResNet18
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
 SMALL = {"personal_size": 6, "shared_size": 4}
@@ -130,6 +131,15 @@ def test_drdfl_message_holds_the_learngene_and_the_class_statistics_and_nothing_
     assert set(client.interface()) == {*message.weights, *message.artifacts}
 
 
+@pytest.mark.parametrize(("weight", "shared"), [(1.0, 30_520), (0.0, 29_240)])
+def test_drdfl_counts_the_gaussians_where_they_travel(weight, shared):
+    """Of a ResNet-18 client the message's 30,520 values are shared, and all else is personal."""
+    client = DRDFL(ResNet18((3, 32, 32), 10, stem="imagenet"), mixture_weight=weight)
+    trained = sum(p.numel() for p in client.parameters())
+    assert client.parameter_counts() == (trained - shared, shared)
+    assert client.send(client_data((3, 32, 32), 10)).num_params == shared
+
+
 def test_drdfl_keeps_its_parts_private(small):
     client = small()
     kept = {name.partition(".")[0] for name in client.private_names}
@@ -181,6 +191,24 @@ def test_drdfl_client_that_never_took_part_copies(small):
     entries = received(small(), client_data((1, 8, 8), 4)).entries
     copied = [t for name, t in entries.items() if name.startswith("learngene.") or ".class_mean" in name]
     assert all((tensor == 0.25).all() for tensor in copied)
+
+
+@pytest.mark.parametrize("when", ["round", "step"])
+def test_drdfl_founder_averages_what_it_hears_in_the_first_round(small, when):
+    """As in a ring in turn."""
+    data = client_data((1, 8, 8), 4)
+    for mixture in (1.0, 0.0):
+        client = small(ema_when=when, mixture_weight=mixture)
+        client.round = 1
+        before = {name: tensor.clone() for name, tensor in client.entries.items()}
+        for name, tensor in received(client, data).entries.items():
+            if name.startswith("learngene."):
+                torch.testing.assert_close(tensor, (before[name] + 0.25) / 2)
+            elif name.endswith("class_mean"):
+                expected = 0.99 * before[name] + 0.01 * 0.25 if when == "round" else before[name]
+                torch.testing.assert_close(tensor, expected)
+            elif name.endswith("finished_fits"):
+                assert tensor == 0
 
 
 def test_drdfl_empty_message_changes_nothing(small):

@@ -10,7 +10,9 @@ from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
+from fl_lightning.federation.loop import EvaluationPolicy, Newcomers
+from fl_lightning.federation.peers import Ring
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation, label_distillation_loss
 from fl_lightning.methods.fedavg import FedAvg
@@ -175,6 +177,17 @@ def test_feddistill_knows_that_older_sums_still_hold_its_own_soft_labels(mlp):
     torch.testing.assert_close(made.teacher(2)[0][1], torch.tensor([0.3, 0.7]))
 
 
+def test_feddistill_knows_in_which_round_it_sent_each_class(mlp):
+    """Its fits of rounds 2 and 3 see class 0 alone; class 1's sums of round 1 still hold what it sent then."""
+    made = Round(mlp)
+    made.send({0: {0: 0.8, 1: 0.2}, 1: {1: 0.4}, 2: {1: 0.6}})
+    made.send({0: {0: 0.7}, 1: {0: 0.5}})
+    made.send({0: {0: 0.6}, 1: {0: 0.1}})
+    teacher, valid = made.teacher(0)
+    assert valid == [True, True]
+    torch.testing.assert_close(teacher, torch.tensor([[0.1, 0.9], [0.5, 0.5]]))
+
+
 @pytest.mark.parametrize("sits_out", [False, True])
 def test_feddistill_class_of_one_client_has_no_teacher_there(mlp, sits_out):
     made = Round(mlp)
@@ -218,6 +231,75 @@ def test_feddistill_teacher_is_a_constant_distribution(mlp, run_federation):
         assert valid.any()
         torch.testing.assert_close(teacher[valid].sum(1), torch.ones(int(valid.sum())))
         assert not teacher[~valid].any()
+
+
+# --- without a server ----------------------------------------------
+
+
+def taught(loop, client):
+    """A client's teacher after one more receive, and which classes have one."""
+    module = loop.runner.load(client)
+    module.receive(loop.exchange.inbox(client), loop.data.clients[client])
+    return teachers_of(loop)
+
+
+def mean_of_senders(loop, client, round):
+    """By hand: the mean over the neighbours that hold a class, and where there is one."""
+    senders = {hop.sender for hop in loop.diary.hops[round] if hop.receiver == client}
+    sent = [loop.diary.sent[round, sender].artifacts["label_distillation"] for sender in senders]
+    holders = sum(part.valid.long() for part in sent)
+    return sum(part.mean for part in sent) / holders.clamp(min=1)[:, None], holders > 0
+
+
+@pytest.mark.parametrize("directions", ["one", "both"])
+@pytest.mark.parametrize("method", [FedDistill, FedDistillPlus])
+def test_feddistill_on_a_ring_is_taught_by_its_neighbours_alone(method, directions, mlp, run_federation):
+    loop = run_federation(lambda: method(mlp(), stale="drop"), rounds=2, exchange=Ring(directions=directions))
+    for client in range(4):
+        teacher, valid = taught(loop, client)
+        expected, held = mean_of_senders(loop, client, 2)
+        assert torch.equal(valid, held)
+        torch.testing.assert_close(teacher[valid], expected[valid])
+
+
+@pytest.mark.parametrize("stale", ["keep", "drop"])
+def test_feddistill_class_that_no_neighbour_holds_has_no_teacher(stale, mlp, make_data, run_federation):
+    data = make_data(counts=((8, 8, 0, 0), (8, 0, 0, 0), (8, 0, 8, 0)))
+    options = {"rounds": 3, "data": data, "participation": 0.7}
+    for exchange in (Ring(), Ring("sequential"), DirectedGraph(2), RandomPeers(2)):
+        loop = run_federation(lambda: FedDistill(mlp(), stale=stale), exchange=exchange, **options)
+        assert not taught(loop, 0)[1][1]  # class 1 is client 0's alone, class 3 nobody's
+        assert not taught(loop, 2)[1][2]
+        assert not any(taught(loop, client)[1][3] for client in range(3))
+
+
+def test_feddistill_keeps_older_soft_labels_of_neighbours_without_its_own(mlp, make_data, set_up_federation):
+    """Client 0 hears 2 in round 1 and 1, who lacks class 2, in round 2."""
+    data = make_data(counts=((8, 8, 8, 0), (8, 0, 0, 8), (8, 0, 8, 0)))
+    loop = set_up_federation(lambda: FedDistill(mlp()), rounds=3, data=data, exchange=Ring())
+    loop.draw_participants = lambda round: [[0, 2], [0, 1], [0]][round - 1]
+    loop.run()
+    first, second = (loop.diary.sent[at].artifacts["label_distillation"] for at in ((1, 2), (2, 1)))
+    teacher, valid = taught(loop, 0)
+    assert valid.tolist() == [True, False, True, True]
+    torch.testing.assert_close(teacher[2], first.mean[2])
+    torch.testing.assert_close(teacher[[0, 3]], second.mean[[0, 3]])
+
+
+def test_feddistill_newcomer_on_a_ring_is_taught_by_its_predecessor(mlp, run_federation):
+    joining = Newcomers(clients=1, after=1)
+    for exchange in (Ring(), Ring("sequential")):
+        loop = run_federation(lambda: FedDistill(mlp()), rounds=2, exchange=exchange, newcomers=joining)
+        assert loop.diary.reports[2, 3].losses["label_distillation"] > 0
+
+
+def test_feddistill_on_a_ring_may_include_the_own_soft_labels(mlp, run_federation):
+    loop = run_federation(lambda: FedDistill(mlp(), include_self=True), rounds=1, exchange=Ring())
+    own, other = (loop.diary.sent[1, client].artifacts["label_distillation"] for client in (0, 3))
+    teacher, valid = taught(loop, 0)
+    assert torch.equal(valid, own.valid | other.valid)
+    expected = (own.mean + other.mean) / (own.valid.long() + other.valid.long()).clamp(min=1)[:, None]
+    torch.testing.assert_close(teacher, expected)
 
 
 # --- degenerate cases ----------------------------------------------
