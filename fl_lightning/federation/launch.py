@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from fl_lightning.errors import ConfigError, require
@@ -25,6 +27,7 @@ from fl_lightning.federation.transport import WorkerLost
 from fl_lightning.federation.watch import LOST
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
+MEETING = 600.0  # seconds in which all processes of a run must have met
 GRACE = 5.0  # seconds in which whoever knows better why a run ends may say so first
 
 
@@ -85,8 +88,10 @@ def plan(
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, by its affinity and its container's limit."""
+    from joblib import cpu_count
+
+    return cpu_count()
 
 
 def share(processes: int) -> int:
@@ -118,6 +123,12 @@ def started_outside() -> tuple[int, int]:
     return 1, 1
 
 
+def gpu_here() -> int:
+    """Which of the GPUs that this process sees is its own; its launcher may show it that one alone."""
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    return local % torch.cuda.device_count()
+
+
 def is_main() -> bool:
     """Whether this process is the run's only or first one; known before the processes have met."""
     if TorchElasticEnvironment.detect():
@@ -136,19 +147,50 @@ def _fabric(team: Team, start_method: str) -> Fabric:
     backend = "cpu:gloo,cuda:nccl" if team.cuda else "gloo"
     strategy = DDPStrategy(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
     here = None if team.outside else LightningEnvironment()
-    return Fabric(
-        accelerator="cuda" if team.cuda else "cpu",
-        devices=team.size // team.nodes,
-        num_nodes=team.nodes,
-        strategy=strategy,
-        plugins=here,
-    )
+    devices = team.size // team.nodes
+    sees_own_only = team.outside and torch.cuda.device_count() < devices  # then Lightning must not look for the others
+    try:
+        return Fabric(
+            accelerator="cuda" if team.cuda and not sees_own_only else "cpu",
+            devices=devices,
+            num_nodes=team.nodes,
+            strategy=strategy,
+            plugins=here,
+        )
+    except MisconfigurationException as error:
+        raise ConfigError("federation.workers", str(error)) from error
 
 
 def join(team: Team) -> None:
-    """Meet the other processes that torchrun or SLURM started."""
-    _fabric(team, "popen").launch()
+    """Meet the other processes that torchrun or SLURM started; end this one if they do not come."""
+    with speak_for_the_team(is_main()), _in_time(team):
+        _fabric(team, "popen").launch()
+    if team.cuda:
+        torch.cuda.set_device(gpu_here())
     use_threads(team)
+
+
+@contextmanager
+def _in_time(team: Team) -> Iterator[None]:
+    """End the process, with one line, where the team has not met in time.
+
+    A bound on the group of processes itself would bound every later message, too.
+    """
+    met = threading.Event()
+
+    def wait() -> None:
+        if met.wait(MEETING) or (not is_main() and met.wait(GRACE)):
+            return
+        late = f"not all of the {team.size} processes that were expected have met within {MEETING:.0f} s"
+        advice = "see that each of them was started, and reaches the first one's machine"
+        print(f"fl-lightning: error: {late}; {advice}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="meeting").start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def use_threads(team: Team) -> None:

@@ -169,6 +169,8 @@ class FederatedLoop:
         self.callbacks = list(callbacks or ())
         self.round = 0
         self.stopping = False
+        """Whether somebody asked to stop."""
+        self._stops = False  # whether all processes know it
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
     # --- setting up -------------------------------------------------------------------------------------------------
@@ -268,12 +270,18 @@ class FederatedLoop:
 
     @property
     def done(self) -> bool:
-        """All rounds are done, or somebody asked to stop."""
-        return self.round >= self.rounds or self.stopping
+        """All rounds are done, or all processes know that somebody asked to stop."""
+        return self.round >= self.rounds or self._stops
 
     def stop(self) -> None:
         """Ask the loop to stop once the present round is done and saved."""
         self.stopping = True
+
+    def _agree(self) -> None:
+        """Let all processes know whether to stop; who is asked later stops after the next round, with the others."""
+        self._stops = self.workers.any_says(self.stopping)
+        if self._stops:
+            self.stopping = True
 
     def run(self) -> dict[str, Any] | None:
         """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.
@@ -286,6 +294,7 @@ class FederatedLoop:
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
         with watched(self.worker_timeout, self.advice):
             self._call("on_run_start")
+            self._agree()
             while not self.done:
                 self.advance()
             if self.round < self.rounds:
@@ -366,7 +375,7 @@ class FederatedLoop:
         for name, value in traffic.items():
             self.traffic[name] += value
         self._call("on_round_end", row)
-        self.stopping = self.workers.any_says(self.stopping)
+        self._agree()
         if self.checkpoint.due(self.round, self.done):
             self._save()
 

@@ -21,7 +21,7 @@ from fl_lightning.federation.exchange import Hop
 from fl_lightning.federation.files import write_text
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.report.record import MetricsFile, read_rows, summarise
-from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
+from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart, relates_classes
 
 
 class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
@@ -79,7 +79,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "round"}
         for logger in self.loggers:
             if isinstance(logger, RunLogger):
-                wanted = evaluated and logger.wants_shared(loop.round)
+                wanted = logger.wants_shared(loop.round)
                 shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0]) if wanted else {}
                 logger.log_round(RoundRecord(numbers, clients, evaluated, shared))
             else:
@@ -176,8 +176,8 @@ def shared_by_class(message: Message | None, template: ClientModule) -> dict[str
         template: a client, for the architecture that the message's weights are of.
 
     Returns:
-        Artifact -> [C, K], NaN in the rows of classes that nobody holds. Where one of them relates classes to classes
-        (K = C), ``class_relation`` beside it is σ(W Wᵀ) of the global classification layer, if that is shared, too.
+        Artifact -> [C, K], NaN in the rows of classes that nobody holds. Where one of them relates classes to classes,
+        ``class_relation`` beside it is σ(W Wᵀ) of the global classification layer, if that is shared, too.
     """
     found = {}
     for name, artifact in (message.artifacts if message is not None else {}).items():
@@ -185,7 +185,7 @@ def shared_by_class(message: Message | None, template: ClientModule) -> dict[str
             rows = artifact.mean.detach().flatten(1).float().cpu().numpy().copy()
             rows[~artifact.valid.cpu().numpy()] = np.nan
             found[name] = rows
-    if message is not None and any(rows.shape[0] == rows.shape[1] for rows in found.values()):
+    if message is not None and any(relates_classes(name, rows) for name, rows in found.items()):
         weight = message.weights.get(_classification_weight(template))
         if weight is not None:
             w = weight.detach().float().cpu()  # [C, D]

@@ -25,7 +25,8 @@ LOST = 70  # exit code of a process that gave the run up because another one is 
 class Watch(threading.Thread):
     """Says every second that this process is alive, and ends it when another one has been silent for too long.
 
-    A process counts as alive while its main thread computes or waits for other processes. A thread can be stuck in a
+    A process counts as alive while its main thread computes or waits for other processes. Silence is counted in seconds
+    in which this process runs, too, so that a job that was suspended as a whole goes on. A thread can be stuck in a
     message from a process that will never send it, where no exception reaches it: so the end is `os._exit`, after one
     line. What is on disk is whole at any moment.
 
@@ -47,7 +48,8 @@ class Watch(threading.Thread):
         self._stopped = threading.Event()
         self._beat = 0
         self._computed = -1.0
-        self._looked = time.monotonic()
+        self._time = 0.0  # seconds that this process has run; one that is suspended does not tick
+        self._looked = self._time
         self._who: list[dict[str, Any]] = []
         me = {"pid": os.getpid(), "host": socket.gethostname()}
         self.store.set(f"who/{self.rank}", json.dumps(me))
@@ -71,7 +73,7 @@ class Watch(threading.Thread):
         threading.Thread(target=self._see_the_store, daemon=True, name="watch-store").start()
         self._who = [json.loads(self.store.get(f"who/{rank}")) for rank in range(self.size)]
         heard: dict[int, bytes] = {}
-        since = dict.fromkeys(range(self.size), time.monotonic())
+        since = dict.fromkeys(range(self.size), self._time)
         while not self._stopped.wait(PERIOD):
             if os.getppid() != self.parent:
                 self._end("the process that started the workers is gone", speaks=self.rank == 0)
@@ -82,17 +84,18 @@ class Watch(threading.Thread):
                 if not self._stopped.wait(3 * PERIOD):  # the main process may have ended in good order
                     self._end("worker 0 is gone", speaks=self.rank == 1)
                 return
-            self._looked = time.monotonic()
+            self._looked = now = self._time
             for rank, beat in enumerate(beats):
                 if heard.get(rank) != beat:
-                    heard[rank], since[rank] = beat, time.monotonic()
-                elif rank != self.rank and time.monotonic() - since[rank] > self.limit:
+                    heard[rank], since[rank] = beat, now
+                elif rank != self.rank and now - since[rank] > self.limit:
                     self._lose(rank)
 
     def _see_the_store(self) -> None:
-        """The store is in the main process: where that one is stopped, a look never returns."""
+        """Tick; and the store is in the main process: where that one is stopped, a look never returns."""
         while not self._stopped.wait(PERIOD):
-            if time.monotonic() - self._looked > self.limit:
+            self._time += PERIOD
+            if self._time - self._looked > self.limit:
                 self._lose(0)
 
     def _say(self) -> None:

@@ -161,7 +161,7 @@ def publish(project: str, entity: str | None) -> str:
 
     base = wandb.setup(settings=settings()).settings
     other = "or write the panels with --json FILE"
-    require(has_key(base.base_url), "dashboard", f"there is no W&B key; say wandb login first, {other}")
+    require(has_key(base), "dashboard", f"there is no W&B key; say wandb login first, {other}")
     require(is_reachable(base.base_url), "dashboard", f"{base.base_url} cannot be reached; try later, {other}")
     try:
         entity = entity or wandb.Api().default_entity

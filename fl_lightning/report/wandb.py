@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.errors import require
 from fl_lightning.report import figures, wandb_access
 from fl_lightning.report.record import summarise, write_whole
-from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
+from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart, relates_classes
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
 CLASS_PATH = "fl_lightning.report.wandb.WandbLogger"
@@ -29,6 +29,8 @@ STATE_FILE = "wandb.json"
 """In the run's folder: W&B's id of the run, so that a resumed run goes on under it."""
 HISTOGRAMS = ("Local-T", "Local-T_received")
 BINS = 20
+BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
+"""Beginnings of the columns whose best value is the lowest one; of other columns, accuracies alone have a best."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -99,6 +101,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self.is_offline = False
         self._draws = True  # tables and pictures
         self._logged = 0  # rounds that W&B has
+        self._done = 0  # rounds that the run has
+        self._past_step = 0  # W&B's last step in an earlier process of the run
+        self._coming: dict[str, Any] = {}  # values of somebody else's for the next round's row
         self._best: dict[str, float] = {}
         self._rounds = 0
 
@@ -123,11 +128,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         run.define_metric("round")
         run.define_metric("*", step_metric="round")
         run.config.update(self._facts(), allow_val_change=True)
-        if self.is_offline:
-            self._logged = max((row["_step"] for path in earlier for row in read_history(path)), default=0)
-        else:
-            self._logged = max(0, run.starting_step - 1)
+        self._look_back(earlier)
         self._catch_up()
+        self._done = start.rows[-1]["round"] if start.rows else 0
 
     def wants_shared(self, round: int) -> bool:
         """Now and then, and in the first and the last round."""
@@ -136,18 +139,20 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @_harmless
     def log_round(self, record: RoundRecord) -> None:
-        """Log a round under its number as W&B's step; a round that W&B has is left alone."""
+        """Log a round, with its number as W&B's step where that is possible; a round that W&B has is left alone."""
         round = record.row["round"]
         if round > self._logged:
             numbers = {name: value for name, value in record.row.items() if value is not None}
-            self._log(numbers, record)
+            self._log({**self._coming, **numbers}, record)
             self._logged = round
+        self._done, self._coming = round, {}
         self._note_best([record.row])
 
     def _log(self, numbers: dict[str, Any], record: RoundRecord) -> None:
         """Log numbers with their tables and pictures; where these fail, the numbers alone from then on."""
         failure = None
-        step = record.row["round"]
+        round = record.row["round"]
+        step = self._step_of(round)
         if self._draws:
             try:
                 with tempfile.TemporaryDirectory() as folder, self._own_data_folder():
@@ -159,7 +164,20 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 failure, self._draws = error, False
         self._experiment.log(numbers, step=step, commit=True)
         if failure is not None:
-            _say(f"a table or picture failed ({_described(failure)}); from round {step} on, it gets the numbers alone")
+            _say(f"a table or picture failed ({_described(failure)}); from round {round} on, it gets the numbers alone")
+
+    def _step_of(self, round: int) -> int | None:
+        """W&B's step for a round; None takes W&B's next one, where somebody else's logging is past the round.
+
+        W&B would drop a row whose step is past, without a word to the program; rows are drawn against `round` anyway.
+        """
+        step = max(round, self._past_step + 1)
+        return step if self._experiment.step <= step else None
+
+    def _log_beside(self, metrics: Mapping[str, Any], round: int) -> None:
+        """Log values of a round that is past, or far ahead, in a row of their own."""
+        self._experiment.log({**metrics, "round": round}, step=None, commit=True)
+        self._experiment.summary.update({"round": self._logged})  # which `_look_back` reads
 
     @_harmless
     def end(self, summary: Mapping[str, Any]) -> None:
@@ -167,6 +185,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         parts = {part: summary.get(part) or {} for part in ("mean_last_10", "final_received", "communication")}
         values = {f"{part}/{name}": value for part, own in parts.items() for name, value in own.items()}
         plain = {name: summary[name] for name in ("rounds", "finished", "clients") if name in summary}
+        if self._coming:
+            self._log_beside(self._coming, self._done)
+            self._coming = {}
         self._experiment.summary.update({**values, **plain, "seconds_total": summary.get("seconds")})
 
     @_harmless
@@ -178,10 +199,18 @@ class WandbLogger(RunLogger, LightningWandbLogger):
 
     @_harmless
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log values of your own, e.g. from a callback, before the round's own are logged."""
-        if self._experiment is not None:
-            at = {} if step is None else {"round": step}
-            self._experiment.log({**metrics, **at}, step=step)
+        """Log values of your own, e.g. from a callback.
+
+        Args:
+            metrics: the values.
+            step: the round that they belong to; None for the one that is logged next.
+        """
+        if self._experiment is None:
+            return
+        if step is None or step == self._done + 1:
+            self._coming |= metrics  # logging them now would advance W&B's step
+        else:
+            self._log_beside(metrics, step)
 
     def give_up(self, error: Exception) -> None:
         """Say what W&B failed at, and go on without it."""
@@ -232,7 +261,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             return "offline was asked for"
         if any(map(is_unsent, earlier)):
             return "parts of it were recorded offline and are not sent yet"
-        if not wandb_access.has_key(base.base_url):
+        if not wandb_access.has_key(base):
             return "there is no key (wandb login)"
         return "" if wandb_access.is_reachable(base.base_url) else f"{base.base_url} cannot be reached"
 
@@ -272,6 +301,20 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         facts = {"method_name": about["method"], "partition_hash": self._start.partition_hash, **more}
         return {**self.config, **facts, "num_clients": len(self._start.class_counts)}
 
+    def _look_back(self, earlier: Sequence[Path]) -> None:
+        """Find out which rounds W&B has: somebody else may have logged, too, so its steps need not be rounds."""
+        if self.is_offline:
+            rows = [row for path in earlier for row in read_history(path)]
+            self._past_step = max((row["_step"] for row in rows), default=0)
+            # Only a round's own row has its seconds.
+            self._logged = max((row["round"] for row in rows if {"round", "seconds"} <= row.keys()), default=0)
+            return
+        run = self._experiment
+        self._logged = max(0, run.starting_step - 1)
+        round = run.summary.get("round")
+        if isinstance(round, (int, float)):
+            self._logged = min(self._logged, int(round))
+
     def _catch_up(self) -> None:
         """Log what W&B lacks of the rounds so far, and say again what stands in its summary."""
         rows, clients = self._start.rows, _by_round(self._start.client_rows)
@@ -286,14 +329,21 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             self._experiment.summary.update(last)
 
     def _note_best(self, rows: Sequence[Row]) -> None:
-        """Keep the best round of every accuracy in W&B's summary."""
+        """Keep the best value in W&B's summary, with its round: an accuracy's highest, a cost's lowest."""
         if self._experiment is None:
             return
+        highest = summarise([dict(row) for row in rows])["best"]
+        found = {name: (best["value"], best["round"]) for name, best in highest.items()}
+        for name in [name for name in (rows[0] if rows else ()) if name.startswith(BEST_IS_LOWEST)]:
+            known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
+            finite = [pair for pair in known if math.isfinite(pair[0])]
+            found |= {name: min(finite)} if finite else {}
         better: dict[str, Any] = {}
-        for name, best in summarise([dict(row) for row in rows])["best"].items():
-            if best["value"] > self._best.get(name, -math.inf):
-                self._best[name] = best["value"]
-                better |= {f"best/{name}": best["value"], f"best_round/{name}": best["round"]}
+        for name, (value, round) in found.items():
+            merit = -value if name.startswith(BEST_IS_LOWEST) else value
+            if merit > self._best.get(name, -math.inf):
+                self._best[name] = merit
+                better |= {f"best/{name}": value, f"best_round/{name}": round}
         if better:
             self._experiment.summary.update(better)
 
@@ -329,7 +379,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             )
         for name, rows in record.shared.items():
             title = f"{name.replace('_', ' ')}, round {round}"
-            draw = figures.class_relation_map if rows.shape[1] == len(rows) else figures.class_projection
+            draw = figures.class_relation_map if relates_classes(name, rows) else figures.class_projection
             paths[f"shared/{name}"] = draw(rows, folder / f"{name}.png", classes, title)
         return {name: wandb.Image(str(path)) for name, path in paths.items()}
 
@@ -346,7 +396,13 @@ def _say(text: str) -> None:
 
 
 def _described(error: Exception) -> str:
-    return " ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
+    """One line: an error's type and its message's first line, or for pydantic's own the first value that is wrong."""
+    pydantic = sys.modules.get("pydantic")  # W&B's settings are its models; absent where W&B cannot be imported
+    said = str(error).strip().splitlines()[:1]
+    if pydantic is not None and isinstance(error, pydantic.ValidationError):
+        first = error.errors(include_url=False)[0]
+        said = [f"{'.'.join(map(str, first['loc']))}: {first['msg']}"]
+    return " ".join(" ".join([type(error).__name__, *said]).split())[:200]
 
 
 def _by_round(rows: Sequence[Row]) -> dict[int, list[Row]]:

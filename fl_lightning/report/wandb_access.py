@@ -29,18 +29,37 @@ def settings(**more: Any) -> Any:
     return wandb.Settings(**{name: value for name, value in {**SETTINGS, **more}.items() if name in known})
 
 
-def has_key(base_url: str) -> bool:
-    """Whether W&B would find a key without asking: in the environment, or in the user's netrc file."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+def has_key(base: Any) -> bool:
+    """Whether W&B would find a key without asking: in the environment, its settings, or the user's netrc file.
+
+    Args:
+        base: W&B's settings, as ``wandb.setup`` has read them.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or base.api_key:
         return True
     named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    paths = [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    for path in paths:
         try:
-            if netrc.netrc(path).authenticators(urllib.parse.urlsplit(base_url).hostname or ""):
-                return True
+            logins = netrc.netrc(path)
         except (OSError, netrc.NetrcParseError):
             continue
+        found = (logins.authenticators(machine) for machine in _machines(base.base_url))
+        if any(login is not None and login[2] for login in found):
+            return True
     return False
+
+
+def _machines(base_url: str) -> list[str]:
+    """What W&B's server is called in a netrc file: host and port, and those of the server that it stands before."""
+    urls = [base_url]
+    try:
+        from wandb.sdk.lib.urls import forge_upstream_url
+
+        urls.append(forge_upstream_url(base_url))
+    except ImportError:  # an older W&B knows no such servers
+        pass
+    return [urllib.parse.urlsplit(url).netloc for url in urls]
 
 
 def is_reachable(base_url: str, timeout: float = REACHED_WITHIN) -> bool:

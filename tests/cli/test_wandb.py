@@ -108,6 +108,12 @@ def test_summary_has_last_best_and_final_values(recorded):
         assert said[name] == value
     for name, best in written["best"].items():
         assert (said[f"best/{name}"], said[f"best_round/{name}"]) == (best["value"], best["round"])
+    rows = rows_of(recorded.run / "metrics.csv")
+    costs = [name for name in rows[-1] if name.startswith(("loss", "receive_drop", "seconds", "uplink", "downlink"))]
+    assert {"loss", "loss/class_relation", "seconds", "uplink_bytes", "downlink_params"} < set(costs)
+    for name in costs:
+        value, round = min((row[name], row["round"]) for row in rows if name in row)
+        assert (said[f"best/{name}"], said[f"best_round/{name}"]) == (value, round)
     for part in ("mean_last_10", "final_received", "communication"):
         assert written[part]
         for name, value in written[part].items():
@@ -164,7 +170,7 @@ def test_pictures_of_the_partition_and_of_what_is_shared(recorded):
                 assert (files / values[name.replace("_type", "path")]).read_bytes().startswith(b"\x89PNG")
                 drawn.setdefault(name.removesuffix("._type"), []).append(values["round"])
     shared = ("shared/soft_labels", "shared/class_relation", "shared/prototypes")
-    assert drawn == {"clients/partition": [1], **{name: [4] for name in shared}}
+    assert drawn == {"clients/partition": [1], **{name: [1, 4] for name in shared}}
 
 
 def test_one_line_says_that_it_is_offline_and_how_to_send_it(recorded):
@@ -278,6 +284,50 @@ def test_run_that_is_stopped_is_recorded_to_its_last_round(place):
     assert_every_round_once(place.run)
     assert merged_records(place.run, "summary")["finished"] is False
     assert exit_codes(place.run) == [1]
+
+
+MINE = """
+import wandb
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.recorder import Recorder
+
+
+class Logs(FederationCallback):
+    def __init__(self, past_us: bool = False) -> None:
+        self.past_us = past_us
+
+    def on_client_fit_end(self, loop, report):
+        if self.past_us:
+            wandb.run.log({"theirs": 1.0})
+            return
+        recorder = next(callback for callback in loop.callbacks if isinstance(callback, Recorder))
+        recorder.loggers[0].log_metrics({"mine": float(report.client)})
+"""
+
+
+def test_values_that_a_callback_logs_are_in_their_rounds_row(place):
+    place.write("mine.py", MINE)
+    place.change(federation={"rounds": 3, "callbacks": [{"class_path": "mine.Logs"}]})
+    fit(place)
+    (logged,) = history(place.run)
+    assert [(row["_step"], row["round"], row["mine"]) for row in logged] == [(r, r, 5.0) for r in (1, 2, 3)]
+    assert all("loss" in row for row in logged)
+
+
+def test_no_round_is_lost_where_a_callback_logs_to_wandb_itself(place):
+    """W&B's own steps run ahead of the rounds, also over a resume."""
+    place.write("mine.py", MINE)
+    callback = {"class_path": "mine.Logs", "init_args": {"past_us": True}}
+    place.change(federation={"rounds": 4, "callbacks": [callback]})
+    code, _, _ = place.call("fit", "--config", "exp.yaml", "--quiet", env=OFFLINE, die_at="round-0002.ckpt")
+    assert code == -9
+    fit(place, "--resume", "auto")
+    rows, parts = rows_of(place.run / "metrics.csv"), history(place.run)
+    logged = [row for part in parts for row in part if "seconds" in row]
+    assert [row["round"] for row in logged] == [row["round"] for row in rows] == [1, 2, 3, 4]
+    steps = [row["_step"] for row in logged]
+    assert steps == sorted(set(steps))
+    assert len([row for row in parts[-1] if "theirs" in row]) == 6 * 2
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -120,6 +120,24 @@ def test_worker_that_hangs_ends_the_run(workplace, rank):
             os.kill(worker, 0)
 
 
+def test_run_that_was_suspended_as_a_whole_goes_on(workplace):
+    """Nobody is accused of the time in which nobody ran."""
+    run, workers = started(workplace, "--federation.worker_timeout", "5")
+    everybody = [run.process.pid, *workers]
+    for process in everybody:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(6)
+    saved = rounds_saved(workplace)
+    for process in everybody:
+        os.kill(process, signal.SIGCONT)
+    until = time.monotonic() + 1.5
+    run.wait_until(lambda: rounds_saved(workplace) > saved and time.monotonic() > until)
+    assert "error" not in run.err.read_text()
+    for process in everybody:
+        os.kill(process, signal.SIGKILL)
+    run.process.join()
+
+
 def test_interrupt_stops_after_the_round(workplace, assert_resumes):
     run, _ = started(workplace)
     run.interrupt()

@@ -1,7 +1,11 @@
 """How many processes a run has, and who starts them."""
 
+import builtins
+import io
 import os
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
-from fl_lightning.federation.launch import Team, is_main, launch, num_devices, plan, started_outside
+from fl_lightning.federation.launch import Team, is_main, launch, num_cores, num_devices, plan, started_outside
+from fl_lightning.federation.runner import _place_among_workers
 
 SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
 SLURM |= {"SLURM_NTASKS_PER_NODE": "4"}
@@ -126,3 +131,74 @@ def test_spawned_processes_meet():
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_forked_processes_meet():
     assert launch(sum_of_ranks, Team(3, threads=1)) == 6
+
+
+def test_cores_are_those_of_the_container(monkeypatch):
+    """One core's worth of every period, as ``docker run --cpus 1`` writes it."""
+    limit, exists, read = "/sys/fs/cgroup/cpu.max", os.path.exists, builtins.open
+    monkeypatch.delenv("LOKY_MAX_CPU_COUNT", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == limit or exists(path))
+    monkeypatch.setattr(
+        builtins, "open", lambda path, *rest: io.StringIO("100000 100000") if path == limit else read(path, *rest)
+    )
+    assert num_cores() == 1
+
+
+def test_cores_are_those_of_the_affinity(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert num_cores() <= 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_that_never_comes_ends_the_meeting(tmp_path, rank):
+    """One of two processes, as torchrun starts them: no other one is there, or it is the first one that is not."""
+    code = "from fl_lightning.federation import launch\n"
+    code += "launch.MEETING = launch.GRACE = 1.0\nlaunch.join(launch.Team(2, outside=True))\n"
+    meeting = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29987"}
+    start = time.monotonic()
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **meeting}, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < 40
+    assert done.returncode == 1
+    line = "fl-lightning: error: not all of the 2 processes that were expected have met within 1 s; "
+    (said,) = [text for text in done.stderr.splitlines() if "error" in text]
+    assert said.startswith(line)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Pretend that the launcher shows each process the one that is its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_process_that_sees_its_own_gpu_alone_takes_it(one_gpu, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert _place_among_workers({})["devices"] == [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert _place_among_workers({})["devices"] == [3]
+
+
+def test_processes_that_see_one_gpu_each_can_meet(one_gpu, monkeypatch):
+    """Four tasks on each of two machines: Lightning counts four processes a machine, and looks for no GPU."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    fabric = launching._fabric(planned("auto", trainer={}), "popen")
+    assert fabric.strategy.num_processes == 4
+    assert fabric.strategy.process_group_backend == "cpu:gloo,cuda:nccl"
+    fabric._connector.cluster_environment.validate_settings(fabric.strategy.num_processes, 2)
+
+
+def test_gpus_that_lightning_refuses_give_one_line(one_gpu):
+    with pytest.raises(ConfigError, match=r"federation\.workers: "):
+        launching._fabric(Team(2, cuda=True), "fork")

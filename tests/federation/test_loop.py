@@ -277,6 +277,20 @@ def test_callback_can_stop_the_run_after_a_round(mlp, run_federation):
     assert [row["participants"] for row in loop.diary.rows] == [4, 4]
 
 
+def test_request_that_comes_after_the_others_were_asked_waits_for_the_next_round(mlp, set_up_federation, tmp_path):
+    """As a Ctrl-C during a save: a worker that stopped alone would leave the others waiting for it."""
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=5, folder=tmp_path)
+    save = loop.checkpoints.save
+
+    def save_and_stop(*arguments):
+        save(*arguments)
+        loop.stop()
+
+    loop.checkpoints.save = save_and_stop
+    assert loop.run() is None
+    assert loop.round == 2
+
+
 # --- failures -----------------------------------------------------------------------------------------------------
 
 

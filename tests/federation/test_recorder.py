@@ -45,6 +45,12 @@ def test_class_relation_stands_beside_what_relates_classes():
     np.testing.assert_allclose(found["class_relation"], expected / expected.sum(1, keepdims=True), rtol=1e-5)
 
 
+def test_prototypes_relate_no_classes_whatever_their_size():
+    weights = {name: tensor.clone() for name, tensor in template().state_dict().items()}
+    message = Message(weights, {"prototypes": means(CLASSES, [1, 1, 1])})
+    assert list(shared_by_class(message, template())) == ["prototypes"]
+
+
 def test_class_relation_is_left_out_where_heads_are_private():
     message = Message({"model.body.weight": torch.ones(2)}, {"soft_labels": means(CLASSES, [1, 1, 1])})
     assert list(shared_by_class(message, template())) == ["soft_labels"]

@@ -2,13 +2,14 @@
 
 import json
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("wandb")
 
-from fl_lightning.report import wandb_access
+from fl_lightning.report import figures, wandb_access
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.report.wandb import WandbLogger, takes_place_of
 from fl_lightning.report.wandb_file import BLOCK, HEADER, is_unsent, raw_records, run_files
@@ -78,18 +79,56 @@ def test_logger_takes_the_place_of_lightnings(name, ours):
     assert takes_place_of(name) is ours
 
 
-def test_key_is_found_without_asking(tmp_path, monkeypatch):
+def has_key(url, api_key=None):
+    return wandb_access.has_key(SimpleNamespace(base_url=url, api_key=api_key))
+
+
+@pytest.fixture
+def netrc(tmp_path, monkeypatch):
+    """The user's netrc file, which is not there yet, in a home of its own."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    file = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(file))
-    assert not wandb_access.has_key("https://example.org")
-    file.write_text("machine example.org login user password secret\n")
-    file.chmod(0o600)
-    assert wandb_access.has_key("https://example.org")
-    assert not wandb_access.has_key("https://example.com")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", "~/keys")
+    return tmp_path / "keys"
+
+
+def test_key_is_found_without_asking(netrc, monkeypatch):
+    assert not has_key("https://example.org")
+    assert has_key("https://example.org", api_key="of W&B's settings")
+    netrc.write_text("machine example.org login user password secret\nmachine example.net login user\n")
+    assert has_key("https://example.org")
+    assert has_key("https://example.org/path")
+    for other in ("https://example.com", "https://example.org:8080", "https://example.net"):
+        assert not has_key(other)
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert wandb_access.has_key("https://example.com")
+    assert has_key("https://example.com")
+
+
+def test_key_of_a_server_with_a_port_is_found(netrc):
+    netrc.write_text("machine localhost:8080 login user password secret\n")
+    assert has_key("http://localhost:8080")
+    assert not has_key("http://localhost")
+
+
+def test_key_of_the_server_behind_wandbs_own_is_found(netrc):
+    urls = pytest.importorskip("wandb.sdk.lib.urls")
+    if not hasattr(urls, "forge_upstream_url"):
+        pytest.skip("this W&B knows no such servers")
+    netrc.write_text("machine api.wandb.ai login user password secret\n")
+    assert has_key(urls.DEFAULT_BASE_URL)
+    assert not has_key("https://example.org")
+
+
+def test_keys_that_wandb_itself_wrote_are_found(netrc):
+    """Whatever this version of W&B makes of its address, ``wandb login`` and `has_key` must agree on it."""
+    wbnetrc = pytest.importorskip("wandb.sdk.lib.wbauth.wbnetrc")
+    import wandb
+
+    for url in (wandb.Settings().base_url, "http://localhost:8080"):
+        netrc.unlink(missing_ok=True)
+        wbnetrc.write_netrc_auth(host=url, api_key="0" * 40)
+        assert has_key(url)
 
 
 def make_start(folder, rows=()):
@@ -106,13 +145,17 @@ class Run:
 
     def __init__(self, fails_on=()):
         self.fails_on, self.steps, self.finished = fails_on, {}, []
-        self.config, self.summary, self.starting_step = {}, {}, 0
+        self.config, self.summary, self.starting_step, self.step = {}, {}, 0, 0
 
-    def log(self, values, step, commit):
+    def log(self, values, step=None, commit=True):
+        """W&B takes its own step where none is given, and drops a row whose step is past."""
         for word in self.fails_on:
             if any(word in name for name in values):
                 raise RuntimeError(f"no {word}\nsecond line")
-        self.steps[step] = values
+        step = self.step if step is None else step
+        if step >= self.step:
+            self.steps[step] = {**self.steps.get(step, {}), **values}
+            self.step = step + 1 if commit else step
 
     def define_metric(self, *arguments, **options):
         pass
@@ -125,9 +168,10 @@ class Run:
 def logger(tmp_path, monkeypatch):
     """A logger that has begun a run on `Run`, which `logger.run` is."""
 
-    def make(fails_on=(), rows=(), starting_step=0):
+    def make(fails_on=(), rows=(), starting_step=0, summary=()):
         run = Run(fails_on)
-        run.starting_step = starting_step
+        run.starting_step = run.step = starting_step
+        run.summary |= summary
         run.config = type("Config", (), {"update": lambda self, values, **options: None})()
         made = WandbLogger(save_dir=str(tmp_path))
         monkeypatch.setattr(made, "_connect", lambda earlier: setattr(made, "_experiment", run))
@@ -191,11 +235,95 @@ def test_rounds_that_the_server_has_are_not_logged_again(logger):
     assert (made.run.summary["best/Local-T"], made.run.summary["best_round/Local-T"]) == (0.5, 5)
 
 
+def test_rounds_are_counted_by_what_was_logged_as_their_number(logger):
+    """Somebody else logged, too, so that W&B's next step is 8 after two rounds."""
+    made = logger(rows=[row(round) for round in (1, 2, 3)], starting_step=8, summary={"round": 2})
+    made.log_round(RoundRecord(row(4), evaluated=False))
+    assert made.run.steps == {8: row(3), 9: row(4)}
+
+
+@pytest.mark.parametrize("step", [None, "its round"])
+def test_values_of_ones_own_join_the_row_of_their_round(logger, step):
+    made = logger()
+    made._draws = False
+    for round in (1, 2, 3):
+        made.log_metrics({"mine": float(round)}, step=step and round)
+        made.log_metrics({"more": 0.0}, step=step and round)
+        made.log_round(RoundRecord(row(round), evaluated=False))
+    assert made.run.steps == {round: row(round, mine=float(round), more=0.0) for round in (1, 2, 3)}
+
+
+def test_values_of_ones_own_that_come_late_are_rows_of_their_own(logger):
+    made = logger()
+    made._draws = False
+    made.log_round(RoundRecord(row(1), evaluated=False))
+    made.log_metrics({"late": 1.0}, step=1)
+    made.log_round(RoundRecord(row(2), evaluated=False))
+    made.log_metrics({"last": 2.0})
+    made.end({"rounds": 2})
+    rows = list(made.run.steps.values())
+    assert rows == [row(1), {"round": 1, "late": 1.0}, row(2), {"round": 2, "last": 2.0}]
+    assert made.run.summary["round"] == 2
+
+
+def test_round_that_wandb_has_does_not_lend_its_values_to_the_next(logger):
+    """Round 1 is done again after a resume; what a callback logs in it is in W&B already."""
+    made = logger(starting_step=2)
+    made.log_metrics({"mine": 1.0}, step=1)
+    made.log_round(RoundRecord(row(1), evaluated=False))
+    made.log_round(RoundRecord(row(2), evaluated=False))
+    assert made.run.steps == {2: row(2)}
+
+
+def test_no_round_is_dropped_where_somebody_else_logs(logger):
+    made = logger()
+    for round in (1, 2, 3):
+        for _ in range(round):
+            made.experiment.log({"theirs": 1.0})
+        made.log_round(RoundRecord(row(round), evaluated=False))
+    rounds = {step: values["round"] for step, values in made.run.steps.items() if "round" in values}
+    assert rounds == {1: 1, 4: 2, 8: 3}
+
+
 def test_worse_round_does_not_replace_the_best(logger):
     made = logger()
     for round, value in ((1, 0.4), (2, 0.9), (3, 0.9), (4, 0.1)):
         made.log_round(RoundRecord({"round": round, "Local-T": value}))
     assert (made.run.summary["best/Local-T"], made.run.summary["best_round/Local-T"]) == (0.9, 2)
+
+
+def test_best_of_what_costs_is_the_lowest(logger):
+    made = logger()
+    costs = ("loss", "loss/cross_entropy", "receive_drop", "seconds", "uplink_bytes", "downlink_params")
+    for round, value in ((1, 5), (2, float("nan")), (3, 2), (4, 2), (5, 3)):
+        made.log_round(RoundRecord({"round": round, "participants": value, **dict.fromkeys(costs, value)}))
+    said = {name: value for name, value in made.run.summary.items() if name.startswith("best")}
+    assert said == {f"best/{name}": 2 for name in costs} | {f"best_round/{name}": 3 for name in costs}
+
+
+def test_bad_setting_is_said_with_its_name(logger, capsys):
+    import wandb
+
+    made = logger()
+    with pytest.raises(ValueError, match="base_url") as caught:
+        wandb.Settings(base_url="no address")
+    made.give_up(caught.value)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "base_url: Input should be a valid URL" in err
+
+
+@pytest.mark.parametrize(("name", "kind"), [("prototypes", "points"), ("soft_labels", "map")])
+def test_square_artifact_is_drawn_as_what_it_is(logger, monkeypatch, tmp_path, name, kind):
+    drawn = []
+    picture = tmp_path / "x.png"
+    for function, what in (("class_projection", "points"), ("class_relation_map", "map")):
+        monkeypatch.setattr(figures, function, lambda *arguments, what=what: drawn.append(what) or picture)
+    monkeypatch.setattr("wandb.Image", str)
+    made = logger()
+    made._logged = 1
+    made._pictures(RoundRecord(row(2), shared={name: np.eye(2)}), tmp_path)
+    assert drawn == [kind]
 
 
 def test_id_is_kept_in_the_runs_folder(logger, tmp_path):
