@@ -124,18 +124,17 @@ def test_run_resumes_exactly(name, precision, run_method, outcome, assert_identi
     assert_identical(second.final, straight.final)
 
 
-@pytest.mark.parametrize("plugin", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("name", METHODS)
-def test_float16_trains_with_a_scaled_loss(name, plugin, run_method, outcome, assert_identical):
+def float16(precision):
     """On the CPU, where only a test may: the same plugins as on a GPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    mixed = precision == "16-mixed"
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler) if mixed else HalfPrecision(precision)]}
 
-    def trainer():
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-        return {
-            "plugins": [MixedPrecision("16-mixed", "cpu", scaler) if plugin == "16-mixed" else HalfPrecision(plugin)]
-        }
 
-    loop = run_method(name, trainer(), rounds=2)
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("name", METHODS)
+def test_float16_trains_with_a_scaled_loss(name, precision, run_method):
+    loop = run_method(name, float16(precision), rounds=2)
     loop.run()
     assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
     assert loop.diary.rows[0]["loss"] != loop.diary.rows[1]["loss"]
@@ -143,10 +142,13 @@ def test_float16_trains_with_a_scaled_loss(name, plugin, run_method, outcome, as
     assert all(tensor.isfinite().all() for state in states for tensor in state.values())
     assert all(state["loss_scale"][0] >= 1 for state in states)
     assert not any("loss_scale" in message.weights for message in loop.diary.sent.values())
-    if plugin == "16-true":
-        return
-    backwards = run_method(name, trainer(), rounds=2)  # a scale is a client's own
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "PerFedAvg", "DRDFL"])  # one optimizer, gradients of its own, several
+def test_loss_scale_is_a_clients_own(name, run_method, outcome, assert_identical):
+    loop, backwards = (run_method(name, float16("16-mixed"), rounds=2) for _ in range(2))
     backwards.fit_order = lambda clients: clients[::-1]
+    loop.run()
     backwards.run()
     assert_identical(outcome(backwards), outcome(loop))
 
