@@ -130,7 +130,6 @@ VALUES = [
     ("federation.pool", "tape", ["federation.pool", "memory", "disk", "tape"]),
     ("federation.failures", "often", [*FAILURES, "'often'"]),
     ("federation.failures", None, [*FAILURES, "None"]),
-    ("federation.failures", True, [*FAILURES, "True"]),
     ("federation.failures", ["a"], [*FAILURES, "['a']"]),
     ("federation.failures", {3: 0}, [*FAILURES, "{3: 0}"]),
     ("federation.failures", {3: [0], "clients": [1]}, [*FAILURES, "{3: [0], 'clients': [1]}"]),

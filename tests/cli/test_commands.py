@@ -195,16 +195,20 @@ FORMS = [
 
 @pytest.mark.parametrize("written", ["file", "option"])
 @pytest.mark.parametrize(("short", "whole"), FORMS)
-def test_short_form_of_failures_is_kept_as_the_long_one(workplace, short, whole, written):
+def test_short_form_of_failures_stands_for_the_long_one(workplace, short, whole, written):
+    workplace.write("failures.yaml", {"federation": {"failures": short}})
+    flow = yaml.safe_dump(short, default_flow_style=True).split("\n")[0]
+    argv = ["--config", "failures.yaml"] if written == "file" else ["--federation.failures", flow]
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", *argv, "--print_config")
+    assert code == 0, err
+    assert yaml.safe_load(out)["federation"]["failures"] == {**NOBODY, **whole}
+
+
+def test_short_form_of_failures_is_kept_as_the_long_one(workplace):
     workplace.draws = False
-    workplace.change(federation={"rounds": 5})
-    if written == "file":
-        workplace.write("failures.yaml", {"federation": {"failures": short}})
-        workplace.fit("--quiet", "--config", "failures.yaml")
-    else:
-        workplace.fit("--quiet", "--federation.failures", yaml.safe_dump(short, default_flow_style=True).split("\n")[0])
+    workplace.fit("--quiet", "--federation.failures", "{3: [0, 4], 5-8: [2]}", "--federation.rounds", "5")
     kept = yaml.safe_load((workplace.run / "config.yaml").read_text())["federation"]["failures"]
-    assert kept == {**NOBODY, **whole}
+    assert kept == {**NOBODY, "schedule": {"3": [0, 4], "5-8": [2]}}
     assert workplace.call("evaluate", "runs/run")[0] == 0
 
 

@@ -392,8 +392,7 @@ def test_server_that_cannot_be_reached_makes_the_run_offline(place):
         ({"pictures_every": -1}, "logger.pictures_every: must be >= 0"),
     ],
 )
-@pytest.mark.parametrize("name", ["wandb", "lightning.pytorch.loggers.WandbLogger"])
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("name", "listed"), [("wandb", False), ("lightning.pytorch.loggers.WandbLogger", True)])
 def test_bad_argument_is_refused_in_one_line(place, listed, name, arguments, said):
     logger = {"class_path": name, "init_args": arguments}
     place.change(logger=[logger] if listed else logger)

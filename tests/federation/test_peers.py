@@ -566,8 +566,8 @@ def test_state_round_trips_through_a_file(make, tmp_path, assert_identical):
 @pytest.mark.parametrize("make", EXCHANGES)
 @pytest.mark.parametrize("kind", [FedAvg, FedProto, DRDFL])
 def test_averaging_prototype_and_ring_methods_run_on_every_graph(make, kind, mlp, run_federation):
-    loop = run_federation(lambda: kind(mlp()), rounds=3, exchange=make(), participation=0.75)
-    assert [row["participants"] for row in loop.diary.rows] == [3, 3, 3]
+    loop = run_federation(lambda: kind(mlp()), rounds=2, exchange=make(), participation=0.75)
+    assert [row["participants"] for row in loop.diary.rows] == [3, 3]
     assert loop.diary.rows[-1]["Server-T"] is None
     assert loop.diary.rows[-1]["uplink_params"] > 0
 
