@@ -14,6 +14,8 @@ from fl_lightning.core.steps import HalfLayers
 from fl_lightning.federation.callbacks import FederationCallback
 
 METHODS = [entry.name for entry in catalog.entries("methods")]
+DIFFERENT = ["FedAvg", "FedProto", "PerFedAvg", "FedALA", "FedBABU", "FedFed", "FedNova", "DisPFL", "FedCVAE", "DRDFL"]
+"""A method for each way to step and to keep what it has."""
 PRECISIONS = {"bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 """Precision -> dtype of a layer's weights."""
 
@@ -109,7 +111,7 @@ def test_weights_travel_as_they_are_kept(finished):
 
 
 @pytest.mark.parametrize("precision", ["bf16-true"])  # where what is kept is not what was stepped on
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_run_resumes_exactly(name, precision, run_method, outcome, assert_identical, tmp_path):
     options = {"rounds": 2, "participation": 0.5}
     straight = run_method(name, precision, **options)
@@ -131,8 +133,9 @@ def float16(precision):
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler) if mixed else HalfPrecision(precision)]}
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "precision"), [(n, "16-mixed") for n in METHODS] + [(n, "16-true") for n in DIFFERENT]
+)
 def test_float16_trains_with_a_scaled_loss(name, precision, run_method):
     loop = run_method(name, float16(precision), rounds=2)
     loop.run()
