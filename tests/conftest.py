@@ -22,6 +22,10 @@ from fl_lightning.models.split import Body, SplitModel
 COUNTS = ((12, 8, 0, 0), (6, 6, 5, 0), (0, 5, 9, 5), (0, 0, 1, 13))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--rewrite-golden", action="store_true", help="record tests/golden anew")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_and_one_thread(tmp_path_factory):
     """No test reads or writes the user's cache, and float sums do not depend on the machine's cores."""

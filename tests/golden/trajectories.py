@@ -1,0 +1,177 @@
+"""Six rounds of every method on Digits, as numbers that a change of the code must leave as they are."""
+
+import hashlib
+import json
+import math
+import platform
+from pathlib import Path
+
+import torch
+
+from fl_lightning import catalog
+from fl_lightning.configuration import import_class
+from fl_lightning.core.message import Message
+from fl_lightning.data.digits import Digits
+from fl_lightning.data.module import FederatedData
+from fl_lightning.data.partitions import Dirichlet
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.loop import FederatedLoop
+
+FOLDER = Path(__file__).parent / "recorded"
+ROUNDS = 6
+CLIENTS = 4
+# Beside a method's defaults: what takes another way through the code. A name of the form `Method: what`.
+OPTIONS = {
+    "FedProc": {"anneal_rounds": 100},
+    "DisPFL": {"anneal_rounds": 500},
+    "DisPFL: random": {"anneal_rounds": 5, "regrow": "random", "density": 0.3},
+    "DRDFL: joint": {"update_order": "joint", "ema_when": "step", "posterior_classes": "present"},
+    "DRDFL: full": {"grad_flow": "full", "class_prior": "local", "adversary_classes": "present"},
+    "FedALA: two layers": {"layers": 2, "share": 0.5},
+    "FedCPD: batch": {"alternation": "batch", "mid_channels": 16},
+    "FedCPD: inline": {"attention": "inline", "distillation_parameters": "shared", "mid_channels": 8},
+    "FedCPD: raw": {"feature_target": "raw", "align_reduction": "sum", "weighting": "uniform", "mid_channels": 8},
+    "FedDW: public code": {
+        "soft_labels_init": "identity",
+        "momentum": 0.5,
+        "history": "all",
+        "missing": "one_hot",
+        "decay_rounds": [3],
+        "bias": "keep",
+        "source": "running",
+    },
+    "FedDistill: running": {"averages": "running", "stale": "drop"},
+    "FedNova: mu, momentum": {"mu": 0.1, "server_momentum": 0.5},
+    "FedPA: running": {"collection": "running", "generated_batch": 8},
+    "FedPer: two layers": {"head_layers": 2},
+    "FedProto: running": {"collection": "running", "distance": "batch_proto_l2", "weighting": "uniform"},
+    "FedProto: local": {"download": "local", "candidates": "local", "inference": "classifier"},
+    "FeSEM: random": {"start": "random", "mu": 0.1, "weighting": "samples"},
+    "MOON: projection": {"projection": 8, "previous_models": 2},
+    "PerFedAvg: HF": {"approximation": "HF", "beta": 0.05},
+    "FedBABU: head": {"finetune": "head", "finetune_lr": 0.01},
+    "FedFed: 2 rounds": {"feature_rounds": 2, "feature_epochs": 2},
+}
+LOOP = {
+    "DRDFL: joint": {"exchange": "Ring"},
+    "FedPer: two layers": {"exchange": "RandomPeers"},
+    "FedALA: two layers": {"participation": 0.5},
+    "FedProto: local": {"participation": 0.5},
+    "FedNova: mu, momentum": {"lr_decay": 0.9},
+    "FedAvg: terms": {"lr_decay": 0.9, "local_epochs": 2},
+    "FedRep: Ring in turn": {"exchange": "Ring", "participation": 0.75},
+    "FeSEM: random": {"participation": 0.75},
+    "FedCRL: half": {"participation": 0.5},
+    "FedBN: plain": {"share_buffers": False},
+}
+TERMS = {
+    "FedAvg: terms": ["ClassRelation", "PrototypeAlignment", "FeatureDistillation", "ModelContrast", "Uniformity"],
+    "FedProto: running": ["PredictionVariance"],
+}
+SGD = {"FedNova: mu, momentum", "DFedPGP", "PerFedAvg: HF", "FedAvg: terms"}
+CONV = {"FedCPD: raw", "FedCPD: inline", "FedBN", "FedBN: plain", "PerFedAvg", "FedAvg: conv", "FedALA: two layers"}
+NARROW_SUMS = {"FedProto: running", "FedPA: running", "FedDW: public code", "FedDistill: running"}
+METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
+MORE = ("FedAvg: terms", "FedAvg: conv", "FedRep: Ring in turn", "FedCRL: half", "FedBN: plain")
+CASES = sorted({*METHODS, *OPTIONS, *MORE})
+
+
+class Watch(FederationCallback):
+    """Takes down every round: its row, and what was sent."""
+
+    def __init__(self):
+        self.rounds, self._hash, self._squares = [], hashlib.sha256(), 0.0
+        self._sent = {}
+
+    def on_client_fit_end(self, loop, report):
+        self._sent[report.client] = report.message
+
+    def on_round_end(self, loop, row):
+        digest, squares = hashlib.sha256(), 0.0
+        for client in sorted(self._sent):
+            for name, tensor in tensors_of(self._sent[client]):
+                digest.update(f"{client} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+                squares += float(tensor.double().square().sum())
+        self._sent = {}
+        numbers = {
+            k: v for k, v in row.items() if k not in ("seconds", "round") and not k.endswith(("_worst10", "_min"))
+        }
+        self.rounds.append({**numbers, "sent": digest.hexdigest()[:16], "norm": math.sqrt(squares)})
+
+
+def tensors_of(message: Message):
+    """Names and tensors of all that a message holds, in the order of names."""
+    found = {f"weights/{name}": tensor for name, tensor in message.weights.items()}
+    for name, artifact in message.artifacts.items():
+        fields = {"": artifact} if isinstance(artifact, torch.Tensor) else vars(artifact)
+        found |= {f"artifacts/{name}/{key}": value for key, value in fields.items() if isinstance(value, torch.Tensor)}
+    return [(name, found[name].detach().cpu().reshape(-1)) for name in sorted(found)]
+
+
+def make_method(case):
+    """A factory of one case's clients."""
+    name = case.partition(":")[0]
+    kinds = {entry.name: entry.class_path for entry in catalog.entries("terms")}
+
+    def make(_=0):
+        model_class = import_class("fl_lightning.models.mlp.MLP")
+        model = model_class((1, 8, 8), 10, [24, 12])
+        if case in CONV:
+            from conftest import TinyConvNet
+
+            model = TinyConvNet((1, 8, 8), 10)
+        terms = [import_class(kinds[term])() for term in TERMS.get(case, ())]
+        return import_class(METHODS[name])(model, **OPTIONS.get(case, {}), extra_terms=terms or None)
+
+    return make
+
+
+def make_loop(case, precision, watch):
+    """The federation of one case, set up."""
+    data = FederatedData(Digits(), Dirichlet(0.5, min_samples=20), CLIENTS, batch_size=64)
+    data.setup(0)
+    options = dict(LOOP.get(case, {}))
+    if "exchange" in options:
+        kinds = {entry.name: entry.class_path for entry in catalog.entries("exchanges")}
+        in_turn = {"schedule": "sequential"} if "in turn" in case else {}
+        options["exchange"] = import_class(kinds[options["exchange"]])(**in_turn)
+    loop = FederatedLoop(rounds=ROUNDS, callbacks=[watch], **options)
+    step = (
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+        if case in SGD
+        else (lambda parameters: torch.optim.Adam(parameters, lr=0.003))
+    )
+    loop.setup(make_method(case), data, step, 0, trainer={"accelerator": "cpu", "precision": precision})
+    return loop
+
+
+def replay(case, precision):
+    """The trajectory of one case: a list of rounds, and the last receive's figures."""
+    watch = Watch()
+    final = make_loop(case, precision, watch).run()
+    return {"rounds": watch.rounds, "final_received": final}
+
+
+def machine():
+    """What decides the bits: torch and the kernels that it takes here."""
+    flags = ""
+    try:
+        flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        flags = platform.processor()
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
+    kernels = [flag for flag in wanted if flag in flags.split()]
+    return {"torch": torch.__version__, "kernels": [platform.machine(), *kernels]}
+
+
+def path_of(case):
+    """Where a case is recorded."""
+    return FOLDER / (case.lower().replace(": ", "-").replace(", ", "-").replace(" ", "-") + ".json")
+
+
+def write(case, content):
+    """Record a case: one line a round."""
+    FOLDER.mkdir(exist_ok=True)
+    lines = json.dumps(content, indent=1)
+    path_of(case).write_text(lines + "\n")
