@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 KINDS = {
-    "methods": ("methods", "ClientModule"),
+    "methods": ("methods", "Method"),
     "models": ("models", "SplitModel"),
     "datasets": ("data", "Dataset"),
     "partitions": ("data", "Partition"),

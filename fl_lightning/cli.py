@@ -301,10 +301,10 @@ def config_parser(command: str, description: str, models: bool = False) -> Argum
     import torch
 
     from fl_lightning import catalog
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.method import Method
     from fl_lightning.data.module import FederatedData
-    from fl_lightning.federation.loop import FederatedLoop
     from fl_lightning.federation.runner import TRAINER_DEFAULTS
+    from fl_lightning.federation.settings import Federation
 
     sys.path.insert(0, os.getcwd())  # a user's own classes
     for module in (name for kind in catalog.KINDS for name in catalog.modules(kind)):
@@ -321,7 +321,7 @@ def config_parser(command: str, description: str, models: bool = False) -> Argum
     name_help = "the run's name; default: method, data set and seed"
     parser.add_argument("--name", type=str | None, help=name_help)  # type: ignore[arg-type]
     parser.add_argument("--output", type=str, default="runs", help="folder of runs; the run's own is <output>/<name>")
-    parser.add_subclass_arguments(ClientModule, "method", skip={"model", "terms"}, required=True, instantiate=False)
+    parser.add_subclass_arguments(Method, "method", skip={"model", "terms"}, required=True, instantiate=False)
     if models:
         parser.add_argument("--model", type=_checked_models, required=True, help="models, each for some of the clients")
     else:
@@ -331,7 +331,7 @@ def config_parser(command: str, description: str, models: bool = False) -> Argum
     )
     parser.set_defaults({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}})
     parser.add_class_arguments(FederatedData, "data", instantiate=False)
-    parser.add_class_arguments(FederatedLoop, "federation", instantiate=False)
+    parser.add_class_arguments(Federation, "federation", instantiate=False)
     own = {*TRAINER_DEFAULTS, "logger", "min_epochs", "default_root_dir", "barebones"} - {
         "num_sanity_val_steps",
         "devices",
@@ -363,13 +363,13 @@ def parse_config(parser: Any, argv: list[str]) -> Any:
     """
     import torch
 
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.method import Method
     from fl_lightning.data.dataset import Dataset
     from fl_lightning.data.partitions import Partition
     from fl_lightning.federation.exchange import Exchange
     from fl_lightning.models.split import SplitModel
 
-    bases: dict[str, type] = {"method": ClientModule, "model": SplitModel, "optimizer": torch.optim.Optimizer}
+    bases: dict[str, type] = {"method": Method, "model": SplitModel, "optimizer": torch.optim.Optimizer}
     bases |= {"data.dataset": Dataset, "data.partition": Partition, "federation.exchange": Exchange}
     check_classes(argv, bases)
     type(parser).given = given_keys(argv)  # of the class: jsonargparse makes parsers of it for nested arguments

@@ -33,16 +33,17 @@ from fl_lightning.configuration import (
     read_config,
     short_name,
 )
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.files import load_tensors, write_text
 from fl_lightning.federation.launch import Team, is_main, plan, signals_handled, started_outside, stop_signals
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop, Newcomers, check_identity
+from fl_lightning.federation.loop import FederatedLoop, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
+from fl_lightning.federation.settings import EvaluationPolicy, Federation, Newcomers
 from fl_lightning.models.split import SplitModel
 from fl_lightning.report.record import read_rows
 
@@ -84,7 +85,7 @@ class Experiment:
         federation["newcomers"] = Newcomers(**federation["newcomers"])
         federation["failures"] = Failures(**federation["failures"])
         federation["checkpoint"] = CheckpointPolicy(**federation["checkpoint"])
-        self.loop: FederatedLoop = construct(FederatedLoop, "federation", **federation)
+        self.loop = FederatedLoop(construct(Federation, "federation", **federation))
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         self.identity = identity(config)
@@ -95,7 +96,7 @@ class Experiment:
         self.data.setup(self.seed)
         trainer = {"default_root_dir": str(self.folder), **self.trainer}
         self.loop.setup(
-            self._make_client,
+            self._make_method,
             self.data,
             self._make_optimizer,
             self.seed,
@@ -105,7 +106,7 @@ class Experiment:
             identity=self.identity,
         )
 
-    def _make_client(self, architecture: int) -> ClientModule:
+    def _make_method(self, architecture: int) -> Method:
         spec = self.data.spec
         models = self.config["model"]
         node, key = (models[architecture], f"model.{architecture}") if isinstance(models, list) else (models, "model")
@@ -191,10 +192,10 @@ class Experiment:
 
     def team(self) -> Team:
         """The processes of the run."""
-        loop = self.loop
-        in_turn = loop.configured_exchange is not None and loop.configured_exchange.in_turn
-        participants = max(1, int(loop.participation * self.data.num_clients))
-        return plan(loop.configured_workers, loop.threads, participants, self.trainer, in_turn)
+        settings = self.loop.settings
+        in_turn = settings.exchange is not None and settings.exchange.in_turn
+        participants = max(1, int(settings.participation * self.data.num_clients))
+        return plan(settings.workers, settings.threads, participants, self.trainer, in_turn)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -214,12 +215,12 @@ class Experiment:
         self.loop.load_state_dict(checkpoints.load(checkpoint))
         self.loop.workers.main_says(None)  # all have read it
         if self.loop.checkpoints is not None and self.loop.workers.is_main:
-            checkpoints.prune(self.loop.checkpoint.keep)
+            checkpoints.prune(self.loop.settings.checkpoint.keep)
 
     @property
     def advice(self) -> str:
         """What to do when a run was broken off."""
-        if self.loop.checkpoint.every == 0:
+        if self.loop.settings.checkpoint.every == 0:
             return "nothing was saved (federation.checkpoint.every is 0)"
         return (
             "the rounds before are saved; continue with\n"
@@ -296,14 +297,14 @@ class Experiment:
         now: dict[str, float] = {}
         if finished:
             now |= self._trained_again()
-        server = loop.server_accuracy()
+        server = loop.examiner.server_accuracy()
         if server is not None:
             now["Server-T"] = server
         written: dict[str, Any] = dict(rows.get(loop.round, {}))
         result = [(name, written.get(name), value) for name, value in now.items()]
         if loop.exchange.in_turn and not finished:
             return result
-        all_receive = len(loop.draw_participants(loop.round + 1)) == loop.num_clients
+        all_receive = len(loop.calendar.participants(loop.round + 1)) == loop.num_clients
         then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
         again = loop.receive_once_more()
         return result + [(name, then.get(name), value) for name, value in again.items()]
@@ -311,7 +312,7 @@ class Experiment:
     def _trained_again(self) -> dict[str, float]:
         """Local-T and Global-T of the clients' own models, as the run kept them."""
         loop, folder = self.loop, self.folder / "models"
-        if not folder.is_dir() or not loop.evaluate.trained:
+        if not folder.is_dir() or not loop.settings.evaluate.trained:
             return {}
         scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
         for client in range(loop.num_clients):

@@ -26,9 +26,9 @@ CLASS_KEYS = {
 """Keys that name a class -> the kind that the package offers for it."""
 GROUPS = {
     "data": "fl_lightning.data.module.FederatedData",
-    "federation": "fl_lightning.federation.loop.FederatedLoop",
-    "federation.evaluate": "fl_lightning.federation.loop.EvaluationPolicy",
-    "federation.newcomers": "fl_lightning.federation.loop.Newcomers",
+    "federation": "fl_lightning.federation.settings.Federation",
+    "federation.evaluate": "fl_lightning.federation.settings.EvaluationPolicy",
+    "federation.newcomers": "fl_lightning.federation.settings.Newcomers",
     "federation.failures": "fl_lightning.federation.failures.Failures",
     "federation.checkpoint": "fl_lightning.federation.checkpoint.CheckpointPolicy",
 }

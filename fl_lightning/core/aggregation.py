@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, accumulation_dtype
+from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype
 from fl_lightning.errors import require
 
 Partial = dict[str, Any]
@@ -158,16 +158,23 @@ class WeightedMean:
 class ArtifactRule(ABC):
     """How the values of one artifact, one a client, become one value. Made anew for every round.
 
-    A rule that can be worked out in parts says so with `partial` and `merge`: then every worker folds in its own
-    clients, and only the parts travel. Its result must not depend on how clients are spread.
+    A rule that can be worked out in parts says so with `in_parts`, and has `partial` and `merge`: then every worker
+    folds in its own clients, and only the parts travel. Its result must not depend on how clients are spread.
     """
 
+    in_parts: ClassVar[bool] = False
+    """Whether it has `partial` and `merge`."""
     round: int = 0
     """The present round, 1-based; set by the server."""
     takes_own: bool = True
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
     """Without a server: whether a value that is heard alone comes as it was sent."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether something beyond `previous` is carried from round to round, which takes a server."""
+        return False
 
     @abstractmethod
     def add(self, value: Any, num_samples: int) -> None:
@@ -177,9 +184,9 @@ class ArtifactRule(ABC):
     def result(self, previous: Any) -> Artifact | None:
         """The merged value; `previous` is last round's, None if there was none."""
 
-    def partial(self) -> Partial | None:
-        """What was added so far, in plain containers; None for a rule that must see every client's value itself."""
-        return None
+    def partial(self) -> Partial:
+        """What was added so far, in plain containers."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be worked out in parts")
 
     def merge(self, partial: Mapping[str, Any]) -> None:
         """Fold in the `partial` of another worker's rule."""
@@ -193,14 +200,24 @@ class ArtifactRule(ABC):
         """Take up what last round's rule left in `memory`; called before the first `add`."""
 
 
-class TensorMean(ArtifactRule):
-    """Mean of tensors, weighted by samples."""
+RuleFactory = Callable[[], ArtifactRule]
 
-    def __init__(self) -> None:
+
+class TensorMean(ArtifactRule):
+    """Mean of tensors, weighted by samples.
+
+    Args:
+        uniform: all clients alike instead.
+    """
+
+    in_parts = True
+
+    def __init__(self, uniform: bool = False) -> None:
         self._mean = WeightedMean()
+        self._uniform = uniform
 
     def add(self, value: Tensor, num_samples: int) -> None:  # noqa: D102 - as the base says
-        self._mean.add({"value": value}, num_samples)
+        self._mean.add({"value": value}, 1 if self._uniform else num_samples)
 
     def result(self, previous: Tensor | None) -> Tensor | None:  # noqa: D102
         return previous if self._mean.empty else self._mean.result()["value"]
@@ -226,6 +243,8 @@ class ClassMeanRule(ArtifactRule):
         missing: a class that nobody held this round keeps its previous mean (``keep``) or becomes invalid (``drop``).
     """
 
+    in_parts = True
+
     def __init__(self, weighting: ClassWeighting = "count", missing: MissingClass = "keep") -> None:
         require(weighting in get_args(ClassWeighting), "weighting", f"must be in {get_args(ClassWeighting)}", weighting)
         require(missing in get_args(MissingClass), "missing", f"must be in {get_args(MissingClass)}", missing)
@@ -235,6 +254,7 @@ class ClassMeanRule(ArtifactRule):
         self._shape: torch.Size | None = None
         self._weight: Tensor | None = None
         self._holders: Tensor | None = None
+        self._relates_classes = False
 
     def add(self, value: ClassMeans, num_samples: int) -> None:
         """Fold in one client's means.
@@ -251,6 +271,7 @@ class ClassMeanRule(ArtifactRule):
                 torch.zeros_like(holds),
             )
         _same_shape(self._shape, value.mean.shape)
+        self._relates_classes = value.relates_classes
         rows = weight.view(-1, *(1,) * (value.mean.ndim - 1))
         scaled = torch.where(rows > 0, value.mean.to(accumulation_dtype(value.mean.device)) * rows, 0.0)
         self._sum.add(scaled.reshape(-1), 1.0)
@@ -265,6 +286,7 @@ class ClassMeanRule(ArtifactRule):
             "shape": list(self._shape),
             "weight": self._weight,
             "holders": self._holders,
+            "relates_classes": self._relates_classes,
         }
 
     def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
@@ -278,6 +300,7 @@ class ClassMeanRule(ArtifactRule):
         self._sum.merge(partial["sum"])
         self._weight += partial["weight"]
         self._holders += partial["holders"]
+        self._relates_classes = partial["relates_classes"]
 
     def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102
         if self._shape is None or self._weight is None or self._holders is None:
@@ -286,8 +309,38 @@ class ClassMeanRule(ArtifactRule):
         if self.weighting == "count_over_holders":
             divisor = divisor * self._holders.clamp(min=1)
         mean = self._sum.value(1.0).reshape(self._shape)
-        merged = ClassMeans((mean / divisor.view(-1, *(1,) * (mean.ndim - 1))).float(), self._weight).without_counts()
+        rows = (mean / divisor.view(-1, *(1,) * (mean.ndim - 1))).float()
+        merged = ClassMeans(rows, self._weight, relates_classes=self._relates_classes).without_counts()
         return merged.filled_from(previous) if self.missing == "keep" else merged
+
+
+class KindRule(ArtifactRule):
+    """Merge the values of a registered kind as the kind itself says (`Structured.merge`).
+
+    Args:
+        kind: its name.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = KINDS[kind]
+        self._values: list[tuple[Any, int]] = []
+
+    def add(self, value: Any, num_samples: int) -> None:  # noqa: D102
+        self._values.append((value, num_samples))
+
+    def result(self, previous: Any) -> Artifact | None:  # noqa: D102
+        return self._kind.merge(self._values, previous) if self._values else previous
+
+
+def default_rule(kind: str) -> RuleFactory:
+    """The rule of an artifact for which none is named, by the name of its type."""
+    known: dict[str, RuleFactory] = {"Tensor": TensorMean, ClassMeans.__name__: ClassMeanRule}
+    return known.get(kind, lambda: KindRule(kind))
+
+
+def kind_of(value: Artifact) -> str:
+    """The name of an artifact's type, as `default_rule` takes it."""
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _same_shape(own: torch.Size, other: torch.Size) -> None:

@@ -6,17 +6,41 @@ gradients for some parameters only are what clients are made of, so they average
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.precision import widened
 
-if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of a mini-batch that one device sees.
+
+    Args:
+        x: [B, …] inputs.
+        y: [B] int64 classes.
+        own: which samples of the mini-batch they are.
+        batch_size: samples of the mini-batch, on all devices together.
+        counts: whether they count; who is left without any sees one that does not.
+        factor: what a mean over them is worth, so that the average over devices is the mini-batch's mean.
+    """
+
+    x: Tensor
+    y: Tensor
+    own: slice
+    batch_size: int
+    counts: bool = True
+    factor: float = 1.0
+
+    @classmethod
+    def whole(cls, x: Tensor, y: Tensor) -> Part:
+        """The whole mini-batch, on the only device."""
+        return cls(x, y, slice(None), len(y))
 
 
 class SharedFit:
@@ -30,24 +54,16 @@ class SharedFit:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.factor = 1.0
-        """What a mean over this device's part is worth, so that the average over devices is the mini-batch's mean."""
-        self.counts = True
-        self.own = slice(None)
-        """Which samples of the present mini-batch are this device's."""
-        self.batch_size = 0
-        """Samples of the present mini-batch, on all devices together."""
 
-    def part(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def part(self, x: Tensor, y: Tensor) -> Part:
         """This device's part of a mini-batch: every `size`-th sample.
 
         Where there are fewer samples than devices, those that are left over see one that does not count.
         """
-        self.counts = self.rank < len(y)
-        self.own = slice(self.rank, None, self.size) if self.counts else slice(0, 1)
-        self.batch_size = len(y)
-        self.factor = len(y[self.own]) * self.size / len(y) if self.counts else 0.0
-        return x[self.own], y[self.own]
+        counts = self.rank < len(y)
+        own = slice(self.rank, None, self.size) if counts else slice(0, 1)
+        factor = len(y[own]) * self.size / len(y) if counts else 0.0
+        return Part(x[own], y[own], own, len(y), counts, factor)
 
     @torch.no_grad()
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -70,16 +86,16 @@ class SharedFit:
         return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
     @torch.no_grad()
-    def agree(self, client: ClientModule) -> None:
+    def agree(self, method: nn.Module, terms: Iterable[Any]) -> None:
         """Make the client the same on all devices, at the end of a fit.
 
         Parameters are already, but for what a library may round elsewhere; running statistics are averaged, what terms
         have added up over samples is added up, and counters take the largest.
         """
-        for parameter in client.parameters():
+        for parameter in method.parameters():
             parameter.data.copy_(self.first(widened(parameter.data)))
-        added = {id(getattr(term, name)) for term in client.all_terms for name in term.accumulates}
-        for buffer in client.buffers():
+        added = {id(getattr(term, name)) for term in terms for name in term.accumulates}
+        for buffer in method.buffers():
             if id(buffer) in added:
                 buffer.copy_(self.total(buffer))
             elif buffer.is_floating_point():

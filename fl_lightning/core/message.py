@@ -2,18 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Union
+from typing import Any, ClassVar, NamedTuple, TypeVar, Union
 
 import torch
 from torch import Tensor
 
-Artifact = Union["ClassMeans", "KeptRows", "MaskedWeights", Tensor]
+from fl_lightning.errors import suggest
 
 
+class Structured(ABC):
+    """A shared quantity of several tensors and settings: a frozen dataclass that is registered with `artifact`.
+
+    Its fields are tensors, numbers, strings or booleans; everything below follows from them, and a kind overrides what
+    it counts otherwise. Where no rule is named for an artifact (`Term.rules`), several clients' values become one by
+    `merge`.
+    """
+
+    lossy: ClassVar[tuple[str, ...]] = ()
+    """Fields whose floating-point values a lossy wire may narrow; the others must arrive as they are."""
+
+    @classmethod
+    def merge(cls, values: Sequence[tuple[Any, int]], previous: Any) -> Any:
+        """One value out of those of several clients, in the order of clients.
+
+        Args:
+            values: each client's, with the number of training samples behind it; not empty.
+            previous: last round's; None if there was none.
+
+        Raises:
+            NotImplementedError: unless the kind says how.
+        """
+        raise NotImplementedError(f"{cls.__name__}: say how it is merged: override `merge`, or name a rule for it")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by field."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def map(self, change: Callable[[Tensor], Tensor], *fields: str) -> Any:
+        """The same kind with changed tensors: of the named fields, or of all."""
+        own = {name: value for name, value in self.tensors().items() if not fields or name in fields}
+        return replace(self, **{name: change(value) for name, value in own.items()})  # type: ignore[type-var]
+
+    def to(self, device: torch.device) -> Any:
+        """Move to `device`."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def clone(self) -> Any:
+        """Copy, sharing no memory."""
+        return self.map(torch.clone)
+
+    @property
+    def num_params(self) -> int:
+        """Values really sent. Default: those of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these values, by dtype."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+Artifact = Union[Structured, Tensor]
+KINDS: dict[str, type[Structured]] = {}
+"""The registered kinds of artifacts, by the name under which checkpoints and workers know them."""
+Kind = TypeVar("Kind", bound="type[Structured]")
+
+
+def artifact(kind: Kind) -> Kind:
+    """Register a kind of artifact, so that it can be saved, resumed and moved between workers.
+
+    Raises:
+        TypeError: if another class has the name.
+    """
+    there = KINDS.setdefault(kind.__name__, kind)
+    if there.__module__ != kind.__module__:
+        raise TypeError(f"artifact {kind.__name__}: {there.__module__} has a kind of that name; rename one of the two")
+    KINDS[kind.__name__] = kind
+    return kind
+
+
+@artifact
 @dataclass(frozen=True)
-class ClassMeans:
+class ClassMeans(Structured):
     """One mean per class and the number of samples behind each.
 
     Serves prototypes [C, D], soft labels [C, C], class logits [C, C] and both halves of class Gaussians.
@@ -22,11 +95,15 @@ class ClassMeans:
         mean: [C, …] float; rows of absent classes are zero and mean nothing.
         count: [C] int64, samples behind each row; 0 marks an absent class.
         sends_count: whether the counts travel with the rows. If not, the receiver only learns which rows are valid.
+        relates_classes: whether a row says how its class relates to all classes (soft labels), so that it is drawn as a
+            matrix of classes; otherwise rows are points (prototypes).
     """
 
     mean: Tensor
     count: Tensor
     sends_count: bool = True
+    relates_classes: bool = False
+    lossy = ("mean",)
 
     def __post_init__(self) -> None:
         if self.count.ndim != 1 or self.mean.shape[:1] != self.count.shape:
@@ -36,13 +113,14 @@ class ClassMeans:
             )
 
     @classmethod
-    def from_samples(cls, values: Tensor, y: Tensor, num_classes: int) -> ClassMeans:
+    def from_samples(cls, values: Tensor, y: Tensor, num_classes: int, relates_classes: bool = False) -> ClassMeans:
         """Average samples by class; sums in float64, divided once.
 
         Args:
             values: [N, …] one value a sample.
             y: [N] int64 classes in [0, C).
             num_classes: C.
+            relates_classes: as the class's.
 
         >>> means = ClassMeans.from_samples(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([1, 1]), num_classes=2)
         >>> means.mean.tolist(), means.count.tolist()
@@ -51,7 +129,8 @@ class ClassMeans:
         sums = values.new_zeros((num_classes, *values.shape[1:]), dtype=accumulation_dtype(values.device))
         sums.index_add_(0, y, values.to(sums.dtype))
         count = torch.bincount(y, minlength=num_classes)
-        return cls((sums / _rows(count.clamp(min=1), sums)).float(), count)
+        mean = (sums / _rows(count.clamp(min=1), sums)).float()
+        return cls(mean, count, relates_classes=relates_classes)
 
     @property
     def valid(self) -> Tensor:
@@ -60,7 +139,7 @@ class ClassMeans:
 
     def without_counts(self) -> ClassMeans:
         """The same rows, sent without their counts: the receiver sees 1 for a valid row and 0 for an absent one."""
-        return ClassMeans(self.mean, self.valid.long(), sends_count=False)
+        return replace(self, count=self.valid.long(), sends_count=False)
 
     def filled_from(self, previous: ClassMeans | None) -> ClassMeans:
         """Take absent rows from `previous`, so that a class that nobody held this round is not forgotten."""
@@ -69,14 +148,6 @@ class ClassMeans:
         absent = ~self.valid
         mean = torch.where(_rows(absent, self.mean), previous.mean.to(self.mean), self.mean)
         return replace(self, mean=mean, count=torch.where(absent, previous.count.to(self.count), self.count))
-
-    def to(self, device: torch.device) -> ClassMeans:
-        """Move to `device`."""
-        return replace(self, mean=self.mean.to(device), count=self.count.to(device))
-
-    def clone(self) -> ClassMeans:
-        """Copy, sharing no memory."""
-        return replace(self, mean=self.mean.clone(), count=self.count.clone())
 
     @property
     def num_params(self) -> int:
@@ -90,98 +161,6 @@ class ClassMeans:
         held = int(self.valid.sum())
         counts = held * self.count.element_size() if self.sends_count else 0
         return held * self.mean[0].numel() * self.mean.element_size() + counts
-
-
-@dataclass(frozen=True)
-class KeptRows:
-    """Rows that a receiver keeps for good, of which only the new ones cross the wire now.
-
-    For what is handed out once and used ever after (a pool of shared samples): a federation of N clients stores it
-    once, not N times, and still counts what every client was sent.
-
-    Args:
-        rows: [M, …] all that the receiver holds once it has this message.
-        num_new: how many of them it did not hold before, in [0, M]; these are counted.
-    """
-
-    rows: Tensor
-    num_new: int
-
-    def to(self, device: torch.device) -> KeptRows:
-        """Move to `device`."""
-        return replace(self, rows=self.rows.to(device))
-
-    def clone(self) -> KeptRows:
-        """Copy, sharing no memory."""
-        return replace(self, rows=self.rows.clone())
-
-    @property
-    def num_params(self) -> int:
-        """Values really sent: those of the new rows."""
-        return self.num_new * self.rows[:1].numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values counted by `num_params`."""
-        return self.num_params * self.rows.element_size()
-
-
-@dataclass(frozen=True)
-class MaskedWeights:
-    """The active entries of one weight tensor, and where they belong: what a sparse model sends of it.
-
-    Values are counted without the mask, because published figures of sparse methods leave it out (106.65 for DisPFL in
-    DRDFL's tables); bytes are counted with it, one bit an entry.
-
-    Args:
-        values: [M] the active entries, in the mask's row-major order.
-        mask: […] bool, True at the M active entries.
-    """
-
-    values: Tensor
-    mask: Tensor
-
-    def __post_init__(self) -> None:
-        active = int(self.mask.sum())
-        if self.values.shape != (active,):
-            raise ValueError(
-                f"MaskedWeights: `values` is {tuple(self.values.shape)} but `mask` has {active} active entries"
-            )
-
-    @classmethod
-    def from_dense(cls, weights: Tensor, mask: Tensor) -> MaskedWeights:
-        """Pick the active entries out of a tensor of the mask's shape; shares no memory with either.
-
-        >>> mask = torch.tensor([[True, False], [False, True]])
-        >>> sent = MaskedWeights.from_dense(torch.tensor([[1., 2.], [3., 4.]]), mask)
-        >>> sent.values.tolist(), sent.num_params, sent.num_bytes
-        ([1.0, 4.0], 2, 9)
-        """
-        return cls(weights.detach()[mask], mask.clone())
-
-    def dense(self) -> Tensor:
-        """The whole tensor, in a new one: 0 where the mask is False."""
-        whole = torch.zeros(self.mask.shape, dtype=self.values.dtype, device=self.values.device)
-        whole[self.mask] = self.values
-        return whole
-
-    def to(self, device: torch.device) -> MaskedWeights:
-        """Move to `device`."""
-        return replace(self, values=self.values.to(device), mask=self.mask.to(device))
-
-    def clone(self) -> MaskedWeights:
-        """Copy, sharing no memory."""
-        return replace(self, values=self.values.clone(), mask=self.mask.clone())
-
-    @property
-    def num_params(self) -> int:
-        """Values really sent: the active entries, without the mask."""
-        return self.values.numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the active entries, and of the mask at one bit an entry."""
-        return self.values.nbytes + -(-self.mask.numel() // 8)
 
 
 class Size(NamedTuple):
@@ -202,21 +181,27 @@ class Message:
         weights: entries of the sender's `state_dict()` that are shared.
         artifacts: shared quantities that are no weights, by name.
         num_samples: training samples behind the message; rides along and is not counted.
+        sent: what a lossy wire made of its size; None where it travels as it is.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     num_samples: int = 0
+    sent: Size | None = None
 
     @property
     def num_params(self) -> int:
         """Values in the message, weights and artifacts: the papers' "# Comm. Params"."""
+        if self.sent is not None:
+            return self.sent.num_params
         artifacts = (a.numel() if isinstance(a, Tensor) else a.num_params for a in self.artifacts.values())
         return sum(tensor.numel() for tensor in self.weights.values()) + sum(artifacts)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of those values, by dtype."""
+        if self.sent is not None:
+            return self.sent.num_bytes
         artifacts = (a.nbytes if isinstance(a, Tensor) else a.num_bytes for a in self.artifacts.values())
         return sum(tensor.nbytes for tensor in self.weights.values()) + sum(artifacts)
 
@@ -228,23 +213,44 @@ class Message:
     def clone(self) -> Message:
         """Copy, sharing no memory: for who keeps a message beyond the call that brought it."""
         weights = {name: tensor.clone() for name, tensor in self.weights.items()}
-        return Message(weights, {name: a.clone() for name, a in self.artifacts.items()}, self.num_samples)
+        return replace(self, weights=weights, artifacts={name: a.clone() for name, a in self.artifacts.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, for a checkpoint that loads with ``weights_only=True``."""
-        artifacts = {name: a if isinstance(a, Tensor) else dict(vars(a)) for name, a in self.artifacts.items()}
-        return {"weights": dict(self.weights), "artifacts": artifacts, "num_samples": self.num_samples}
+        artifacts = {name: _packed(value) for name, value in self.artifacts.items()}
+        sent = {} if self.sent is None else {"sent": tuple(self.sent)}
+        return {"weights": dict(self.weights), "artifacts": artifacts, "num_samples": self.num_samples, **sent}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Message:
-        """The inverse of `state_dict`."""
-        artifacts = {name: _unpacked(a) if isinstance(a, Mapping) else a for name, a in state["artifacts"].items()}
-        return cls(dict(state["weights"]), artifacts, state["num_samples"])
+        """The inverse of `state_dict`.
+
+        Raises:
+            ValueError: for an artifact of a kind that nobody has registered.
+        """
+        artifacts = {name: _unpacked(name, value) for name, value in state["artifacts"].items()}
+        sent = Size(*state["sent"]) if "sent" in state else None
+        return cls(dict(state["weights"]), artifacts, state["num_samples"], sent)
 
 
-def _unpacked(fields: Mapping[str, Any]) -> ClassMeans | KeptRows | MaskedWeights:
-    kinds: dict[str, type] = {"mean": ClassMeans, "rows": KeptRows, "mask": MaskedWeights}
-    return next(kind for name, kind in kinds.items() if name in fields)(**fields)
+def _packed(value: Artifact) -> Any:
+    if isinstance(value, Tensor):
+        return value
+    kind = type(value).__name__
+    if KINDS.get(kind) is not type(value):
+        raise TypeError(f"{kind} is no registered kind of artifact: decorate the class with `artifact`")
+    return {"kind": kind, **vars(value)}
+
+
+def _unpacked(name: str, value: Any) -> Artifact:
+    if isinstance(value, Tensor):
+        return value
+    fields = dict(value)
+    kind = fields.pop("kind", "")
+    if kind not in KINDS:
+        rule = f"artifact {name!r} is of a kind that is not registered; import the file that defines it"
+        raise ValueError(f"{rule}: {kind!r}, {suggest(kind, KINDS)}")
+    return KINDS[kind](**fields)
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, TensorMean, WeightedMean
-from fl_lightning.core.message import Artifact, ClassMeans, Message
-from fl_lightning.core.server import RuleFactory
+from fl_lightning.core.aggregation import RuleFactory, WeightedMean, default_rule, kind_of
+from fl_lightning.core.message import Artifact, Message
 
 PUSH_WEIGHT = "push_weight"
 """Artifact that tells a client its push-sum weight μ, a scalar; where it is missing μ is 1."""
@@ -88,7 +87,7 @@ class MeanMixer(Mixer):
         """The artifact of all that is heard, by its rule."""
         having = [part for part in heard if name in part.message.artifacts]
         value = having[0].message.artifacts[name]
-        rule = self.rules.get(name, ClassMeanRule if isinstance(value, ClassMeans) else TensorMean)()
+        rule = self.rules.get(name, default_rule(kind_of(value)))()
         if len(heard) == 1 and rule.passes_one:
             return value
         for part in having:
@@ -107,7 +106,3 @@ def _mean(heard: Sequence[Heard]) -> dict[str, Tensor]:
             mean.add(message.weights, share)
     return {} if mean.empty else mean.result()
 
-
-def forget(rules: Mapping[str, RuleFactory]) -> bool:
-    """Whether no rule carries anything from round to round, which without a server there is nobody to keep."""
-    return all(type(rule()).memory is ArtifactRule.memory for rule in rules.values())

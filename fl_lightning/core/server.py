@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.aggregation import ArtifactRule, ClassMeanRule, Partial, TensorMean, WeightedMean
-from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.aggregation import ArtifactRule, Partial, RuleFactory, WeightedMean, default_rule, kind_of
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.message import Message
+from fl_lightning.core.mixing import MeanMixer, Mixer
+from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require_choices
 from fl_lightning.seeding import isolated_streams
 
-RuleFactory = Callable[[], ArtifactRule]
 Weighting = Literal["samples", "uniform"]
 
 
@@ -23,14 +26,20 @@ class Server:
     """Averages weights by samples and merges every artifact by its rule.
 
     Messages are folded in as they arrive, so that memory does not grow with the number of clients. A method with
-    another rule, or one that trains on the server, subclasses this and returns it from `ClientModule.make_server`.
+    another rule, or one that trains on the server, subclasses this and returns it from `Method.make_server`.
 
     Args:
         initial: what clients receive in the first round (the common initial weights).
-        rules: artifact name -> factory of its rule. The default merges `ClassMeans` by count and keeps classes that
-            nobody held, and averages tensors by samples.
+        rules: artifact name -> factory of its rule, on top of the terms'. The default is the kind's own
+            (`core/aggregation.py`).
         weighting: ``samples`` weighs a client's weights by its training samples, ``uniform`` all alike.
     """
+
+    only_averages: ClassVar[bool] = True
+    """Whether all that happens to weights is that they are averaged: then the method can do without a server, and its
+    mean may be followed by a server optimizer. Not inherited: a subclass says so by itself."""
+    sees_messages: ClassVar[bool] = False
+    """Whether `see` is called: for a server that must see every single message, in the order of clients."""
 
     def __init__(
         self,
@@ -44,60 +53,83 @@ class Server:
         self.rules = dict(rules or {})
         self.memories: dict[str, Mapping[str, Tensor]] = {}
         """What artifact rules carry from round to round."""
-        self.seed = 0
-        self.device = torch.device("cpu")
-        self.open_round(0)
+        self.facts = Facts()
+        """What is known of the federation; set anew for every round."""
+        self.optimizer: ServerOptimizer | None = None
+        """What follows the mean; None takes the mean itself."""
+        self.open_round()
 
-    def setup(self, seed: int, device: torch.device) -> None:
-        """Learn the run's seed and the device of the messages; called once, before the first round."""
-        self.seed, self.device = seed, device
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.only_averages = cls.__dict__.get("only_averages", False)
+        if "collect" in cls.__dict__ or ("see" in cls.__dict__ and not cls.sees_messages):
+            raise TypeError(f"{cls.__name__}: to look at messages, override `see` and say `sees_messages = True`")
+
+    def setup(self, facts: Facts) -> None:
+        """Learn the federation's facts; called once, before the first round."""
+        self.facts = facts
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages are."""
+        return self.facts.device
+
+    @property
+    def round(self) -> int:
+        """The present round, 1-based; 0 before the first."""
+        return self.facts.round
 
     def message_for(self, client: int) -> Message:
         """What `client` receives at the start of its next round. The same for all unless a method says otherwise."""
         return self.message
 
-    def open_round(self, round: int) -> None:
-        """Start a round: forget what was folded in."""
-        self.round = round
+    def open_round(self) -> None:
+        """Start the round that `facts` tell of: forget what was folded in."""
         self._weights = WeightedMean()
         self._artifacts: dict[str, ArtifactRule] = {}
-        self._of_classes: dict[str, bool] = {}
+        self._kinds: dict[str, str] = {}
         self._num_samples = 0
 
     @property
     def works_in_parts(self) -> bool:
-        """Whether every worker may fold in its own clients, so that only sums travel.
+        """Whether every worker may fold in its own clients, so that only sums travel."""
+        return not self.sees_messages and all(rule().in_parts for rule in self.rules.values())
 
-        True where messages only meet in means. A server that overrides `collect` sees every message itself, in the
-        order of clients, unless it overrides `partial` and `merge`, too.
-        """
-        own = type(self)
-        folds = own.collect is Server.collect or own.merge is not Server.merge
-        return folds and all(type(rule()).merge is not ArtifactRule.merge for rule in self.rules.values())
+    def mixer(self) -> Mixer | None:
+        """What takes the server's place where there is none; None if nothing can."""
+        plain = self.only_averages and not any(rule().remembers for rule in self.rules.values())
+        return MeanMixer(self.rules) if plain else None
 
     def partial(self) -> Partial:
         """What was folded in so far, in plain containers, to be merged by another worker's server."""
-        artifacts = {name: [self._of_classes[name], rule.partial()] for name, rule in self._artifacts.items()}
+        artifacts = {name: [self._kinds[name], rule.partial()] for name, rule in self._artifacts.items()}
         return {"weights": self._weights.partial(), "artifacts": artifacts, "num_samples": self._num_samples}
 
     def merge(self, partial: Mapping[str, Any]) -> None:
         """Fold in what another worker's server has folded in."""
         self._weights.merge(partial["weights"])
-        for name, (of_classes, part) in partial["artifacts"].items():
-            self._rule(name, of_classes).merge(part)
+        for name, (kind, part) in partial["artifacts"].items():
+            self._rule(name, kind).merge(part)
         self._num_samples += partial["num_samples"]
 
     def collect(self, client: int, message: Message) -> None:
-        """Fold in one client's message."""
-        if message.weights:
-            self._weights.add(message.weights, 1 if self.mean_weighting == "uniform" else message.num_samples)
-        for name, value in message.artifacts.items():
-            self._rule(name, isinstance(value, ClassMeans)).add(value, message.num_samples)
-        self._num_samples += message.num_samples
+        """Fold in one client's message; subclasses `see` it first."""
+        folded = self.see(client, message) if self.sees_messages else message
+        if folded is None:
+            return
+        if folded.weights:
+            self._weights.add(folded.weights, 1 if self.mean_weighting == "uniform" else folded.num_samples)
+        for name, value in folded.artifacts.items():
+            self._rule(name, kind_of(value)).add(value, folded.num_samples)
+        self._num_samples += folded.num_samples
+
+    def see(self, client: int, message: Message) -> Message | None:
+        """Look at one client's message; what is returned is folded in, None leaves the client out."""
+        return message
 
     def close_round(self) -> None:
         """Turn what came in into the next message. If nothing came in, the old one stays."""
-        weights = self.message.weights if self._weights.empty else self._weights.result()
+        weights = self.message.weights if self._weights.empty else self._step(self._weights.result())
         artifacts = dict(self.message.artifacts)
         for name, rule in self._artifacts.items():
             merged = rule.result(self.message.artifacts.get(name))
@@ -107,22 +139,25 @@ class Server:
             if memory is not None:
                 self.memories[name] = memory
         self.message = Message(weights, artifacts, self._num_samples)
-        self.open_round(self.round)
+        self.open_round()
+
+    def _step(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
+        return mean if self.optimizer is None else self.optimizer.step(self.message.weights, mean)
 
     def aggregate(self, messages: Mapping[int, Message]) -> Message:
         """One whole round at once: fold in `messages` and return what goes out."""
-        self.open_round(self.round + 1)
+        self.facts = replace(self.facts, round=self.round + 1, participants=tuple(messages))
+        self.open_round()
         for client, message in messages.items():
             self.collect(client, message)
         self.close_round()
         return self.message
 
-    def _rule(self, name: str, of_classes: bool) -> ArtifactRule:
+    def _rule(self, name: str, kind: str) -> ArtifactRule:
         """The rule of an artifact in the open round."""
         if name not in self._artifacts:
-            default = ClassMeanRule if of_classes else TensorMean
-            rule = self._artifacts[name] = self.rules.get(name, default)()
-            self._of_classes[name] = of_classes
+            rule = self._artifacts[name] = self.rules.get(name, default_rule(kind))()
+            self._kinds[name] = kind
             rule.round = self.round
             if name in self.memories:
                 rule.remember(self.memories[name])
@@ -130,12 +165,15 @@ class Server:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next rounds depend on."""
-        return {"message": self.message.state_dict(), "memories": {n: dict(m) for n, m in self.memories.items()}}
+        state = {"message": self.message.state_dict(), "memories": {n: dict(m) for n, m in self.memories.items()}}
+        return state if self.optimizer is None else {**state, "server_optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.message = Message.from_state_dict(state["message"])
         self.memories = dict(state["memories"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["server_optimizer"])
 
 
 class TrainingServer(Server, ABC):
@@ -147,8 +185,9 @@ class TrainingServer(Server, ABC):
     states, which are saved and resumed.
     """
 
+    sees_messages = True
     network: nn.Module
-    optimizer: Optimizer
+    network_optimizer: Optimizer
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -173,23 +212,23 @@ class TrainingServer(Server, ABC):
         """Add what was trained to the round's averages, before they go out; called at setup, too. Default: nothing."""
         return message
 
-    def setup(self, seed: int, device: torch.device) -> None:
+    def setup(self, facts: Facts) -> None:
         """Make network and optimizer, and the first message."""
-        super().setup(seed, device)
-        with isolated_streams(seed, "server/init"):
-            self.network = self.build().to(device, torch.float32)
-        self.optimizer = self.make_optimizer(self.network.parameters())
+        super().setup(facts)
+        with isolated_streams(facts.seed, "server/init"):
+            self.network = self.build().to(facts.device, torch.float32)
+        self.network_optimizer = self.make_optimizer(self.network.parameters())
         self.message = self.publish(self.message)
 
-    def open_round(self, round: int) -> None:
+    def open_round(self) -> None:
         """Start a round: forget what came in."""
-        super().open_round(round)
+        super().open_round()
         self._messages: dict[int, Message] = {}
 
-    def collect(self, client: int, message: Message) -> None:
-        """Fold in one client's message, and keep it until the round closes."""
-        super().collect(client, message)
+    def see(self, client: int, message: Message) -> Message:
+        """Keep a message until the round closes."""
         self._messages[client] = message
+        return message
 
     def close_round(self) -> None:
         """Train, average, publish. If nothing came in, nothing changes."""
@@ -197,7 +236,7 @@ class TrainingServer(Server, ABC):
         if not messages:
             super().close_round()
             return
-        streams = isolated_streams(self.seed, "server", self.round)
+        streams = isolated_streams(self.facts.seed, "server", self.round)
         with streams, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
             self.train(messages)
         super().close_round()
@@ -205,11 +244,11 @@ class TrainingServer(Server, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, the network's and the optimizer's."""
-        own = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        own = {"network": self.network.state_dict(), "optimizer": self.network_optimizer.state_dict()}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         super().load_state_dict(state)
         self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.network_optimizer.load_state_dict(state["optimizer"])

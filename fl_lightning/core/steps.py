@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.core.precision import keeps_float32
+from fl_lightning.core.method import Method
+from fl_lightning.core.term import Term
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -41,9 +43,10 @@ class CarefulSteps(Precision):
         return self.scaler is not None and self.scaler.is_enabled()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Give a client its loss scale."""
-        if self.scaler is not None and self.scales and "loss_scale" not in module._buffers:
-            module.register_buffer("loss_scale", torch.tensor([self.scaler.get_scale(), 0.0]))
+        """Give a client's method its loss scale."""
+        home = getattr(module, "method", module)
+        if self.scaler is not None and self.scales and "loss_scale" not in home._buffers:
+            home.register_buffer("loss_scale", torch.tensor([self.scaler.get_scale(), 0.0]))
         return self._convert(module)
 
     def _convert(self, module: nn.Module) -> nn.Module:
@@ -187,6 +190,15 @@ def careful(plugin: Precision, device: str) -> Precision:
     if type(plugin) is MixedPrecision:
         return MixedSteps(plugin.precision, plugin.device, plugin.scaler)
     return HalfLayers(plugin.precision, device) if type(plugin) is HalfPrecision else plugin
+
+
+def keeps_float32(module: nn.Module) -> bool:
+    """Whether a module's own parameters and buffers (not its submodules') stay in float32 under half precision.
+
+    Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms, whose
+    own tensors are statistics (prototypes, soft labels, Gaussians, running sums), no layers.
+    """
+    return isinstance(module, (_BatchNorm, Method, Term))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -3,85 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    import numpy as np
+
+    from fl_lightning.core.aggregation import RuleFactory
+    from fl_lightning.core.facts import Facts
+    from fl_lightning.core.host import Host, OwnData
     from fl_lightning.core.message import Artifact, Message
-    from fl_lightning.core.server import RuleFactory
-    from fl_lightning.data.store import ClientData as LocalData
-
-
-@dataclass
-class Latent:
-    """What a variational method adds to a forward pass; a step fills in what its losses need.
-
-    Args:
-        mean: [B, D] of the posterior q(z|x).
-        log_variance: [B, D] of the posterior.
-        sample: [B, D] drawn from the posterior, differentiable in `mean` and `log_variance`.
-        adversary_logits: [B, C] the adversary's answer to the sample, with the sample as a constant.
-        uniform_logits: [B, C] the adversary's answer to the sample, with the adversary as a constant.
-        adversary_classes: [C] bool, classes that the adversary tells apart; None for all.
-        reconstruction: [B, …] the inputs as the decoder gives them back.
-    """
-
-    mean: Tensor
-    log_variance: Tensor
-    sample: Tensor
-    adversary_logits: Tensor | None = None
-    uniform_logits: Tensor | None = None
-    adversary_classes: Tensor | None = None
-    reconstruction: Tensor | None = None
-
-
-@dataclass
-class Forward:
-    """One forward pass of a local mini-batch, shared by all terms.
-
-    Args:
-        x: [B, …] inputs.
-        y: [B] int64 classes.
-        features: feature maps of the body, first to last.
-        z: [B, D] embedding.
-        logits: [B, C].
-        latent: of methods with a variational part; None for the others.
-    """
-
-    x: Tensor
-    y: Tensor
-    features: list[Tensor]
-    z: Tensor
-    logits: Tensor
-    latent: Latent | None = None
+    from fl_lightning.models.split import SplitModel
 
 
 class Term(nn.Module):
     """One weighted part of a composite loss.
 
-    What a term received lives in non-persistent buffers that every `receive` overwrites; what a client must keep from
-    round to round lives in persistent buffers or parameters.
+    It is made before its method, and gets to know it in two moments: first all terms of a method `alter` its model,
+    then all are `setup`. What a term received lives in non-persistent buffers that every `receive` overwrites; what a
+    client must keep from round to round lives in persistent buffers or parameters.
 
     Args:
         weight: factor of the term in the loss, >= 0; 0 leaves the method as it is without the term.
     """
 
-    paper: str = ""
-    keeps_float32: ClassVar[bool] = True
-    """The term's own tensors are statistics, no layers (core/precision.py)."""
-    reaches: ClassVar[tuple[str, ...]] = ("",)
-    """Submodules of the client (dotted names, ``""`` the whole) that the term's gradient can reach, beside the term's
+    paper: ClassVar[str] = ""
+    reaches: tuple[str, ...] = ("",)
+    """Submodules of the method (dotted names, ``""`` the whole) that the term's gradient can reach, beside the term's
     own parameters: it is left out of a phase that trains none of them."""
-    shared: ClassVar[tuple[str, ...]] = ()
+    shared: tuple[str, ...] = ()
     """Submodules of the term whose weights are exchanged; the others stay with the client."""
     accumulates: ClassVar[tuple[str, ...]] = ()
     """Buffers in which `observe` adds samples up: where several devices share a fit, their sums are added."""
@@ -102,36 +60,51 @@ class Term(nn.Module):
         """Whether the term receives and sends: not while its weight is 0."""
         return self.weight > 0
 
-    def weight_at(self, round: int) -> float:
-        """The weight in a round (1-based); `weight` unless the term has a schedule."""
+    def weight_at(self, facts: Facts) -> float:
+        """The weight in the present round; `weight` unless the term has a schedule."""
         return self.weight
 
-    def setup(self, client: ClientModule) -> None:
-        """Make buffers and parameters whose size depends on the client's model; called once, at construction."""
+    def alter(self, model: SplitModel) -> None:
+        """Change the model before anybody notes its names; called once. At weight 0 it must stay as it is."""
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:
-        """The unweighted scalar."""
+    def setup(self, host: Host) -> None:
+        """Note names, make buffers and parameters; called once, when all terms have altered the model.
+
+        Raises:
+            ConfigError: saying why the term and the method do not go together.
+        """
+
+    def forward(self, host: Host, out: Forward) -> Tensor:
+        """The unweighted scalar.
+
+        Called outside any autocast, with embedding and logits in float32 or wider; further passes through a network go
+        `out.through` it, in the trainer's precision.
+        """
         raise NotImplementedError
 
-    def observe(self, client: ClientModule, out: Forward) -> None:
+    def observe(self, host: Host, out: Forward) -> None:
         """See a forward pass after its step, to average artifacts while training runs."""
 
-    def after_fit(self, client: ClientModule) -> None:
+    def after_fit(self, host: Host) -> None:
         """Keep what the next round needs, at the end of a local fit."""
 
-    def receive(self, client: ClientModule, message: Message) -> None:
+    def receive(self, host: Host, message: Message) -> None:
         """Take the term's artifact out of what came in."""
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         """The term's artifacts, computed from the client's own training data after the fit."""
         return {}
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the artifacts, which must be the same on clients whose models differ."""
         return {}
 
     def rules(self) -> Mapping[str, RuleFactory]:
         """How the server merges the term's artifacts, where it is not the default rule."""
+        return {}
+
+    def drawn(self, host: Host, message: Message) -> Mapping[str, np.ndarray]:
+        """Matrices [C, C] that are drawn beside the artifacts of a global message, by name. Default: none."""
         return {}
 
     def extra_repr(self) -> str:
@@ -142,8 +115,50 @@ class Term(nn.Module):
 class CrossEntropy(Term):
     """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays)."""
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return F.cross_entropy(widened(out.logits), out.y)
+
+
+class Terms(nn.ModuleList):
+    """The terms of a composite loss, cross-entropy first.
+
+    Args:
+        own: the method's, beside the cross-entropy. One that does not even exchange gives way to an extra one of its
+            name.
+        extra: those that the configuration adds.
+
+    Raises:
+        ConfigError: if a name occurs twice.
+    """
+
+    def __init__(self, own: Sequence[Term] = (), extra: Sequence[Term] | None = None) -> None:
+        extra = list(extra or ())
+        names = {term.name for term in extra}
+        own = [term for term in own if term.exchanges or term.name not in names]
+        super().__init__([CrossEntropy(), *own, *extra])
+        self.num_own = 1 + len(own)
+        """How many of them are the method's, the cross-entropy among them; the others are extra ones."""
+        all_names = [term.name for term in self]
+        for name in all_names:
+            require(all_names.count(name) == 1, "method.extra_terms", "each term may occur once only", name)
+
+    def __iter__(self) -> Iterator[Term]:  # type: ignore[override]
+        return super().__iter__()  # type: ignore[return-value]
+
+    @property
+    def cross_entropy(self) -> Term:
+        """The task's own loss."""
+        return next(iter(self))
+
+    @property
+    def exchanging(self) -> list[Term]:
+        """The terms that receive and send."""
+        return [term for term in self if term.exchanges]
+
+    @property
+    def extra(self) -> list[Term]:
+        """Those that the configuration adds."""
+        return list(self)[self.num_own :]
 
 
 def term_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import training
+from fl_lightning.core.method import Seen
 from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
@@ -54,35 +56,53 @@ class Evaluator:
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
-        with self._adapted(module, client, moment):
-            if self.globally:
-                return self.scores(module, client, moment, self.correct(module, self.data.server_test))
-            return self._local(module, moment, self.correct(module, self.data.clients[client].test))
+        indices = self.data.server_test if self.globally else self.data.clients[client].test
+        correct = self.correct(module, indices, client, moment)
+        return self.scores(module, client, moment, correct) if self.globally else self._local(module, moment, correct)
 
     def scores(self, module: ClientModule, client: int, moment: Moment, correct: Correct) -> Scores:
         """Read a client's accuracies off what its model got right on the union of all test splits."""
         local = self._local(module, moment, {name: hit[self._own(client)] for name, hit in correct.items()})
-        return {**local, **_columns("Global-T", module, "global", moment, correct)} if self.globally else local
+        return {**local, **_columns("Global-T", module, moment, correct)} if self.globally else local
 
     def _local(self, module: ClientModule, moment: Moment, correct: Correct) -> Scores:
-        return _columns("Local-T", module, "local", moment, correct) if self.data.local_test else {}
+        return _columns("Local-T", module, moment, correct) if self.data.local_test else {}
 
-    def correct(self, module: ClientModule, indices: Tensor) -> Correct:
-        """Which of the samples the module predicts right, for each of its ways to predict."""
-        return {name: join_batches([hits]) for name, hits in self.correct_batches(module, indices).items()}
+    def correct(self, module: ClientModule, indices: Tensor, client: int, moment: Moment) -> Correct:
+        """Which of the samples a client's module predicts right, for each of its ways to predict.
+
+        Those that adapt do so on a throw-away copy.
+        """
+        ways = module.predictors
+        adapting = [name for name, way in ways.items() if way.adapts]
+        plain = [name for name in ways if name not in adapting]
+        hits = self.correct_batches(module, indices, names=plain) if plain else {}
+        if adapting:
+            with _ThrowAway(self, module, client, moment):
+                hits |= self.correct_batches(module, indices, names=adapting)
+        return {name: join_batches([hits[name]]) for name in ways}
 
     @torch.no_grad()
-    def correct_batches(self, module: ClientModule, indices: Tensor, first: int = 0, step: int = 1) -> CorrectBatches:
-        """The same, batch by batch, for every `step`-th batch from the `first` on: what one of `step` workers does."""
-        was_training = module.training
-        module.eval()
-        hits: CorrectBatches = {name: [] for name in module.prediction_names}
-        with self.context():
+    def correct_batches(
+        self, module: ClientModule, indices: Tensor, first: int = 0, step: int = 1, names: Sequence[str] | None = None
+    ) -> CorrectBatches:
+        """The same, batch by batch and as the module is now, for every `step`-th batch from the `first` on.
+
+        Args:
+            module: the module.
+            indices: of the samples.
+            first: this worker.
+            step: how many workers there are.
+            names: ways to predict; None takes all.
+        """
+        ways = module.predictors
+        hits: CorrectBatches = {name: [] for name in (ways if names is None else names)}
+        with training(module, False), self.context():
             for part in indices.split(self.batch_size)[first::step]:
                 x, y = self.data.store.gather(part)
-                for name, scores in module.predictions(x).items():
-                    hits[name].append(scores.argmax(1) == y)
-        module.train(was_training)
+                seen = Seen(x)
+                for name, found in hits.items():
+                    found.append(ways[name].scores(seen).argmax(1) == y)
         return {name: _to_cpu(batches) for name, batches in hits.items()}
 
     def _own(self, client: int) -> Tensor:
@@ -91,11 +111,6 @@ class Evaluator:
             own = self.data.clients[client].test.cpu()
             self._positions[client] = torch.searchsorted(self.data.server_test.cpu(), own)
         return self._positions[client]
-
-    def _adapted(self, module: ClientModule, client: int, moment: Moment) -> AbstractContextManager[None]:
-        if type(module).adapt is ClientModule.adapt:
-            return _Unchanged()
-        return _ThrowAway(self, module, client, moment)
 
 
 def join_batches(parts: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -110,11 +125,6 @@ def _to_cpu(batches: list[Tensor]) -> list[Tensor]:
     return list(torch.cat(batches).cpu().split([len(batch) for batch in batches])) if batches else []
 
 
-class _Unchanged(AbstractContextManager[None]):
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-
 class _ThrowAway(AbstractContextManager[None]):
     """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed."""
 
@@ -126,30 +136,31 @@ class _ThrowAway(AbstractContextManager[None]):
         self.context = evaluator.context
 
     def __enter__(self) -> None:
-        self.saved = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        self.saved = {name: tensor.detach().clone() for name, tensor in self.module.entries.items()}
         self.streams.__enter__()
         with self.context():
             self.module.adapt(self.data)
 
     def __exit__(self, *exception: object) -> None:
         self.streams.__exit__(None, None, None)
-        self.module.load_weights(self.saved)
+        self.module.load(self.saved)
 
 
-def _columns(base: str, module: ClientModule, scope: Literal["local", "global"], moment: str, hit: Correct) -> Scores:
-    name = base if moment == "trained" else f"{base}_received"
+def _columns(figure: Literal["Local-T", "Global-T"], module: ClientModule, moment: str, hit: Correct) -> Scores:
+    name = figure if moment == "trained" else f"{figure}_received"
     accuracy = {key: float(h.double().mean()) if len(h) else math.nan for key, h in hit.items()}
     named = {f"{name}/{key}": value for key, value in accuracy.items()} if len(accuracy) > 1 else {}
-    return {name: accuracy[module.headline(scope)], **named}
+    headline = module.headline(figure)
+    return {**({} if headline is None else {name: accuracy[headline]}), **named}
 
 
 def score_columns(module: ClientModule, moments: Iterable[str], local: bool, globally: bool) -> list[str]:
     """The columns that evaluations of `module` fill, in their order in a table."""
-    nothing = {name: torch.zeros(0).bool() for name in module.prediction_names}
+    nothing = {name: torch.zeros(0).bool() for name in module.predictors}
     columns: list[str] = []
     for moment in moments:
-        columns += _columns("Local-T", module, "local", moment, nothing) if local else []
-        columns += _columns("Global-T", module, "global", moment, nothing) if globally else []
+        columns += _columns("Local-T", module, moment, nothing) if local else []
+        columns += _columns("Global-T", module, moment, nothing) if globally else []
     return columns
 
 

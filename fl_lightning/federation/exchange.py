@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerOptimizer
+from fl_lightning.errors import require
 
 
 class Hop(NamedTuple):
@@ -44,7 +48,7 @@ class Exchange(ABC):
     """Whether messages go from client to client, so that there are `hops` to write down."""
 
     @abstractmethod
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:
+    def setup(self, template: ClientModule, facts: Facts) -> None:
         """Start a federation whose clients are like `template`, with its present weights."""
 
     @abstractmethod
@@ -131,15 +135,30 @@ class Star(Exchange):
 
     server: Server
 
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
-        self.server = template.make_server(template.initial_message())
-        self.server.setup(seed, template.device)
+    def setup(self, template: ClientModule, facts: Facts) -> None:  # noqa: D102
+        self.facts = facts
+        self.server = template.make_server(facts)
+        self.server.setup(facts)
+
+    def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
+        """Let an optimizer follow the server's mean.
+
+        Raises:
+            ConfigError: if the method's server does more than to average weights, or has none.
+        """
+        name = type(template.method).__name__
+        does = self.server.only_averages and bool(self.server.message.weights)
+        rule = f"needs a server that only averages weights, which {name}'s is not: must be null"
+        require(does, "federation.server_optimizer", rule, type(optimizer).__name__)
+        optimizer.trained = frozenset(name for name, _ in template.method.named_parameters())
+        self.server.optimizer = optimizer
 
     def inbox(self, client: int) -> Message:  # noqa: D102
         return self.server.message_for(client)
 
     def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
-        self.server.open_round(round)
+        self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
+        self.server.open_round()
 
     def post(self, client: int, message: Message) -> None:  # noqa: D102
         self.server.collect(client, message)

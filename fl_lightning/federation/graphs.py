@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message, Size
 from fl_lightning.core.mixing import PUSH_WEIGHT
 from fl_lightning.errors import ConfigError, require, require_choices
@@ -64,17 +65,17 @@ class DirectedGraph(Peers):
         self.edges = None if edges is None else sorted({(sender, receiver) for sender, receiver in edges})
         self.mixing = mixing
 
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:
+    def setup(self, template: ClientModule, facts: Facts) -> None:
         """Start a federation whose clients are like `template`.
 
         Raises:
             ConfigError: if the method cannot do without its server, or `edges` names other clients than there are or,
                 under push-sum, lets a client give mass away that never comes back.
         """
-        super().setup(template, num_clients, seed)
+        super().setup(template, facts)
         for edge in self.edges or ():
-            there = all(0 <= client < num_clients for client in edge)
-            allowed = f"each must be between clients 0 to {num_clients - 1}"
+            there = all(0 <= client < self.num_clients for client in edge)
+            allowed = f"each must be between clients 0 to {self.num_clients - 1}"
             require(there, "federation.exchange.edges", allowed, list(edge))
         if self.edges is not None and self.pushes:
             reached = {client: _reached(client, self.edges) for client in {receiver for _, receiver in self.edges}}
@@ -240,4 +241,4 @@ def _reached(client: int, edges: Iterable[tuple[int, int]]) -> set[int]:
 
 
 EXCHANGES: dict[str, type[Exchange]] = {kind.__name__: kind for kind in (Star, Ring, DirectedGraph, RandomPeers)}
-"""What `ClientModule.exchange` may say."""
+"""What `Method.exchange` may say."""

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fl_lightning.core.client import ClientModule, OptimizerFactory
+from fl_lightning.core.facts import OptimizerFactory
 from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
+from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
-from fl_lightning.federation.exchange import Exchange
-from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.runner import ClientReport, Job, Runner
-from fl_lightning.federation.scores import ScoreBoard, is_received, loss_column, mean_losses
+from fl_lightning.federation.scores import ScoreBoard, loss_column, mean_losses
+from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import watched
+from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import MAIN, Workers, shared_exchange
-from fl_lightning.seeding import numpy_generator
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -34,139 +34,16 @@ if TYPE_CHECKING:
 KEEP_MODELS_BELOW = 2**30  # bytes of all clients' models together, for `models: auto`
 
 
-@dataclass(frozen=True)
-class EvaluationPolicy:
-    """What is evaluated, in the rounds that are.
-
-    Args:
-        trained: clients' models after the local fit (`Local-T`, `Global-T`).
-        received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
-        globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
-        server: the global model on that union, where the method has one (`Server-T`).
-        batch_size: test samples a batch, >= 1.
-    """
-
-    trained: bool = True
-    received: bool = True
-    globally: bool = True
-    server: bool = True
-    batch_size: int = 512
-
-    def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
-
-    @property
-    def moments(self) -> list[str]:
-        """The moments at which clients are evaluated."""
-        return [moment for moment in ("trained", "received") if getattr(self, moment)]
-
-
-@dataclass(frozen=True)
-class Newcomers:
-    """Clients that stay out at first and join later, to see what a federation gives to those who come late.
-
-    They are the last ones. Until they join they neither train nor count in any mean; afterwards they take part like the
-    others, from what their method shares, and their mean is a column of its own (`Local-T_newcomers` and the like),
-    while the other columns stay those of the founders.
-
-    Args:
-        clients: how many; 0 for none.
-        after: the round after which they join.
-    """
-
-    clients: int = 0
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.clients >= 0, "federation.newcomers.clients", "must be >= 0", self.clients)
-        least = 1 if self.clients else 0
-        require(self.after >= least, "federation.newcomers.after", f"must be >= {least}", self.after)
-
-
 class FederatedLoop:
     """Runs a federation. Knows no method by name.
 
     Args:
-        rounds: rounds of the run, >= 1.
-        participation: fraction of the clients in a round, in (0, 1]; ``max(1, int(participation * N))`` of them are
-            drawn without replacement, from the seed.
-        local_epochs: epochs of a local fit, >= 1, where the method does not say otherwise.
-        lr_decay: factor on the learning rate from round to round, in (0, 1].
-        evaluate: what is evaluated.
-        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
-        exchange: how messages travel; null takes the method's own way (mostly a star around a server).
-        newcomers: clients that join later.
-        failures: clients that are out for rounds.
-        init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
-            private initial weights.
-        share_buffers: whether batch norm's running statistics travel with the layers that are shared, and are averaged;
-            some public code shares parameters alone.
-        pool: where clients' private states are kept between their fits; ``disk`` for large federations.
-        checkpoint: when the federation is saved.
-        workers: processes that share out a round's clients, one device each: a number, or ``auto`` for as many as keep
-            all cores busy, or all GPUs. By default one, or all that torchrun or SLURM started. It changes no result.
-        threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number, the cores divided
-            by the workers where it is ``auto``, else torch's own choice. Another number may change sums in their last
-            bit.
-        worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
-        steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
-        channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
-        callbacks: hooks of your own.
+        settings: how it runs.
     """
 
-    def __init__(
-        self,
-        rounds: int = 20,
-        participation: float = 1.0,
-        local_epochs: int = 1,
-        lr_decay: float = 1.0,
-        evaluate: EvaluationPolicy = EvaluationPolicy(),
-        evaluate_every: int = 1,
-        exchange: Exchange | None = None,
-        newcomers: Newcomers = Newcomers(),
-        failures: Failures = Failures(),  # noqa: B008 - frozen
-        init: Literal["common", "own"] = "common",
-        share_buffers: bool = True,
-        pool: Literal["memory", "disk"] = "memory",
-        checkpoint: CheckpointPolicy = CheckpointPolicy(),  # noqa: B008 - frozen
-        workers: int | Literal["auto"] | None = None,
-        threads: int | None = None,
-        worker_timeout: float = 20.0,
-        steps_per_bundle: int = 16,
-        channels_last: bool = True,
-        callbacks: list[FederationCallback] | None = None,
-    ) -> None:
-        require(rounds >= 1, "federation.rounds", "must be >= 1", rounds)
-        require(0 < participation <= 1, "federation.participation", "must be in (0, 1]", participation)
-        require(local_epochs >= 1, "federation.local_epochs", "must be >= 1", local_epochs)
-        require(0 < lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", lr_decay)
-        require(evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", evaluate_every)
-        require(steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", steps_per_bundle)
-        counted = workers in (None, "auto") or (isinstance(workers, int) and workers >= 1)
-        require(counted, "federation.workers", "must be auto or a number >= 1", workers)
-        require(threads is None or threads >= 1, "federation.threads", "must be >= 1", threads)
-        require(worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", worker_timeout)
-        self.rounds = rounds
-        self.participation = participation
-        self.local_epochs = local_epochs
-        self.lr_decay = lr_decay
-        self.evaluate = evaluate
-        self.evaluate_every = evaluate_every
-        early = newcomers.clients == 0 or newcomers.after < rounds
-        require(early, "federation.newcomers.after", f"must be < federation.rounds ({rounds})", newcomers.after)
-        self.configured_exchange = exchange
-        self.newcomers = newcomers
-        self.failures = failures
-        self.init = init
-        self.share_buffers = share_buffers
-        self.pool = pool
-        self.checkpoint = checkpoint
-        self.configured_workers = workers
-        self.threads = threads
-        self.worker_timeout = worker_timeout
-        self.steps_per_bundle = steps_per_bundle
-        self.channels_last = channels_last
-        self.callbacks = list(callbacks or ())
+    def __init__(self, settings: Federation) -> None:
+        self.settings = settings
+        self.callbacks = list(settings.callbacks or ())
         self.round = 0
         self.stopping = False
         """Whether somebody asked to stop."""
@@ -177,7 +54,7 @@ class FederatedLoop:
 
     def setup(
         self,
-        make_client: Callable[[int], ClientModule],
+        make_method: Callable[[int], Method],
         data: FederatedData,
         optimizer: OptimizerFactory,
         seed: int,
@@ -189,7 +66,7 @@ class FederatedLoop:
         """Build the resident modules and the Trainer. Writes nothing.
 
         Args:
-            make_client: makes a client module of an architecture.
+            make_method: makes a method of an architecture.
             data: the federation's data, set up.
             optimizer: makes an optimizer for some parameters.
             seed: the run's seed.
@@ -198,70 +75,56 @@ class FederatedLoop:
             folder: the run's folder, for checkpoints; None keeps everything in memory.
             identity: what makes this run this run (its configuration); a checkpoint of another is refused.
         """
+        settings = self.settings
         self.data = data
         self.seed = seed
         self.num_clients = len(data.clients)
-        self.num_founders = self.num_clients - self.newcomers.clients
         some = f"must be < data.num_clients ({self.num_clients})"
-        require(self.num_founders >= 1, "federation.newcomers.clients", some, self.newcomers.clients)
+        left = self.num_clients - settings.newcomers.clients
+        require(left >= 1, "federation.newcomers.clients", some, settings.newcomers.clients)
+        self.calendar = Calendar(settings, self.num_clients, seed)
         self.identity = dict(identity or {})
-        self.checkpoints = None if folder is None or self.checkpoint.every == 0 else Checkpoints(folder / "checkpoints")
+        saves = folder is not None and settings.checkpoint.every > 0
+        self.checkpoints = Checkpoints(folder / "checkpoints") if folder is not None and saves else None
         begun = self.checkpoints is not None and bool(self.checkpoints.all())
-        self.failures.check(self.num_clients, None if begun else self.rounds)
-        require(self.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
-        self.runner = Runner(
-            make_client,
-            architecture or [0] * self.num_clients,
-            data,
-            optimizer,
-            self.local_epochs,
-            trainer or {},
-            seed,
-            own_init=self.init == "own",
-            share_buffers=self.share_buffers,
-            eval_batch_size=self.evaluate.batch_size,
-            globally=self.evaluate.globally,
-            steps_per_bundle=self.steps_per_bundle,
-            channels_last=self.channels_last,
-        )
+        settings.failures.check(self.num_clients, None if begun else settings.rounds)
+        require(settings.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
+        architecture = architecture or [0] * self.num_clients
+        self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed)
         self._set_up_exchange()
-        on_disk = self.pool == "disk" and self.workers.writes
+        on_disk = settings.pool == "disk" and self.workers.writes
         self.runner.pool = ClientPool(self._pool_folder(folder), on_disk)
         self.models_folder = self._models_folder(folder) if self.workers.writes else None
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
-        module = self.runner.modules[0]
-        self.columns = score_columns(module, self.evaluate.moments, data.local_test, self.evaluate.globally)
-        self.board = ScoreBoard(self.columns, self.num_test, self.num_founders)
+        self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar)
         self.traffic = _traffic([])
         self.seconds = 0.0
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
-        self._draws: dict[int, frozenset[int]] = {}
         self.participants: list[int] = []
-        self._global_correct: Correct | None = None
         self.final_scores: dict[str, np.ndarray] = {}
 
     def _set_up_exchange(self) -> None:
-        template = self.runner.modules[0]
-        joins = template.takes_newcomers or not self.newcomers.clients
-        rule = f"{type(template).__name__} has no rule for clients that join later: must be 0"
-        require(joins, "federation.newcomers.clients", rule, self.newcomers.clients)
-        configured = self.configured_exchange
-        self.exchange = EXCHANGES[template.exchange]() if configured is None else configured
-        self.runner.keeps_shared = self.exchange.keeps_shared
-        self.exchange.setup(template, self.num_clients, self.seed)
+        template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
+        exchange = EXCHANGES[template.method.exchange]() if settings.exchange is None else settings.exchange
+        self.wire = Wire(settings.wire or (), exchange)
+        self.runner.keeps_shared = exchange.keeps_shared
+        exchange.setup(template, facts)
+        if settings.server_optimizer is not None:
+            exchange.optimize(settings.server_optimizer, template)
         self.workers = Workers.present(spread=self.runner.single_device)
+        self.exchange = exchange
         if self.workers.size > 1:
-            self.exchange = shared_exchange(self.exchange, self.workers, self.runner.device)
+            self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
 
     def _pool_folder(self, folder: Path | None) -> Path | None:
         if self.checkpoints is not None:
             return self.checkpoints.clients
-        return folder / "checkpoints" / "clients" if folder is not None and self.pool == "disk" else None
+        return folder / "checkpoints" / "clients" if folder is not None and self.settings.pool == "disk" else None
 
     def _models_folder(self, folder: Path | None) -> Path | None:
-        keep = self.checkpoint.models
+        keep = self.settings.checkpoint.models
         if folder is None or keep is False or self.checkpoints is None:
             return None
         return folder / "models" if keep is True or self.runner.model_bytes() < KEEP_MODELS_BELOW else None
@@ -271,7 +134,7 @@ class FederatedLoop:
     @property
     def done(self) -> bool:
         """All rounds are done, or all processes know that somebody asked to stop."""
-        return self.round >= self.rounds or self._stops
+        return self.round >= self.settings.rounds or self._stops
 
     def stop(self) -> None:
         """Ask the loop to stop once the present round is done and saved."""
@@ -290,14 +153,14 @@ class FederatedLoop:
             ConfigError: if more workers are configured than there are processes.
         """
         more = "needs that many processes: start them with `federation.launch.launch`, torchrun or the command line"
-        wanted = self.configured_workers
+        wanted = self.settings.workers
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
-        with watched(self.worker_timeout, self.advice):
+        with watched(self.settings.worker_timeout, self.advice):
             self._call("on_run_start")
             self._agree()
             while not self.done:
                 self.advance()
-            if self.round < self.rounds:
+            if self.round < self.settings.rounds:
                 return None
             final = self.receive_once_more()
             self._call("on_run_end", final)
@@ -307,26 +170,32 @@ class FederatedLoop:
         """One round."""
         start = time.perf_counter()
         round = self.round + 1
-        self.participants = self.draw_participants(round)
+        self.participants = self.calendar.participants(round)
         self.exchange.open(round, self.participants)
         owners = self._share_out(round)
         self._call("on_round_start", round, self.participants)
-        if self.evaluate.received and self.is_evaluated(round) and any(map(self._hears_global, self.participants)):
-            self._global_hits()  # now: it needs the resident module, which clients' own states are about to enter
+        self.examiner.prepare(round, self.participants)
         reports = []
         for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
-            self.runner.module(client).lr_factor = self.lr_decay ** (round - 1)
-            report = self.runner.run(self._job(round, client))
-            report.downlink = self.exchange.downlink(client)
-            report.uplink = self.exchange.uplink(client, report.message)
-            self.exchange.post(client, report.message)
+            report = self._take_part(round, client)
             reports.append(report)
             self._call("on_client_fit_end", report)
         reports = self._gather(reports)
         self.exchange.close()
-        self._global_correct = None
+        self.examiner.forget()
         self.round = round
         self._end_round(reports, start)
+
+    def _take_part(self, round: int, client: int) -> ClientReport:
+        """One participant's round: what it hears, its fit, and what it sends."""
+        self.runner.module(client).lr_factor = self.settings.lr_decay ** (round - 1)
+        job = self._job(round, client)
+        report = self.runner.run(job, self.wire)
+        heard = job.message.sent
+        report.downlink = self.exchange.downlink(client) if heard is None else heard
+        report.uplink = self.exchange.uplink(client, report.message)
+        self.exchange.post(client, report.message)
+        return report
 
     def _share_out(self, round: int) -> dict[int, int]:
         """Decide which worker fits which participant, and bring states and messages there."""
@@ -341,8 +210,9 @@ class FederatedLoop:
 
     def _cost(self, round: int, client: int) -> float:
         """About how long a client's round takes, in forward passes of one sample; a step is three of them."""
-        tested = len(self.data.server_test) if self.evaluate.globally else int(self.num_test[client])
-        passes = len(self.evaluate.moments) if self.is_evaluated(round) else 0
+        evaluate = self.settings.evaluate
+        tested = len(self.data.server_test) if evaluate.globally else int(self.num_test[client])
+        passes = len(evaluate.moments) if self.calendar.is_evaluated(round) else 0
         return 3.0 * self.runner.module(client).fit_epochs * int(self.num_train[client]) + passes * tested
 
     def _gather(self, own: list[ClientReport]) -> list[ClientReport]:
@@ -356,18 +226,15 @@ class FederatedLoop:
 
     def _end_round(self, reports: Sequence[ClientReport], start: float) -> None:
         for report in reports:
-            self.board.record(report.client, report.scores, report.losses)
-        evaluated = self.is_evaluated(self.round)
-        if evaluated:
-            self._evaluate_strangers()
+            self.examiner.board.record(report.client, report.scores, report.losses)
         traffic = _traffic(reports, self.exchange.pulled())
-        present = {"participants": len(reports), "missing": len(self.missing(self.round))}
+        present = {"participants": len(reports), "missing": len(self.calendar.missing(self.round))}
         row: dict[str, Any] = {"round": self.round, **traffic, **present}
-        if evaluated:
-            row |= self.board.figures(self.participants, self.is_evaluated(self.round - 1))
-            row["Server-T"] = self.server_accuracy() if self.evaluate.server else None
-        row |= mean_losses([report.losses for report in reports if report.client < self.num_founders])
-        later = mean_losses([report.losses for report in reports if report.client >= self.num_founders])
+        if self.calendar.is_evaluated(self.round):
+            row |= self.examiner.figures(self.round, self.participants)
+        founders = self.calendar.num_founders
+        row |= mean_losses([report.losses for report in reports if report.client < founders])
+        later = mean_losses([report.losses for report in reports if report.client >= founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
         elapsed = time.perf_counter() - start
         row["seconds"] = elapsed
@@ -376,7 +243,7 @@ class FederatedLoop:
             self.traffic[name] += value
         self._call("on_round_end", row)
         self._agree()
-        if self.checkpoint.due(self.round, self.done):
+        if self.settings.checkpoint.due(self.round, self.done):
             self._save()
 
     def _save(self) -> None:
@@ -385,140 +252,58 @@ class FederatedLoop:
         if not self.workers.writes:
             return
         with Waiting.context():  # a slow disk takes its time
-            files = _union(self.workers.gather(self.runner.pool.flush(self.round)))
+            files = union(self.workers.gather(self.runner.pool.flush(self.round)))
             if self.workers.is_main:
-                self.checkpoints.save(self.round, self.state_dict(), files, self.checkpoint.keep)
-
-    def _hears_global(self, client: int) -> bool:
-        """Whether the client is about to predict as the global model does."""
-        return self.runner.module(client).received_is_global and self.exchange.hears_global(client)
+                self.checkpoints.save(self.round, self.state_dict(), files, self.settings.checkpoint.keep)
 
     def _job(self, round: int, client: int) -> Job:
-        received = self.evaluate.received and self.is_evaluated(round)
-        known = received and self._hears_global(client)
-        last = not any(self._takes_part(client, later) for later in range(round + 1, self.rounds + 1))
+        facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
+        keeps = self.models_folder is not None and self.calendar.is_last_fit(client, round)
         return Job(
-            round,
+            facts,
             client,
-            self.exchange.inbox(client),
-            received=received,
-            trained=self.evaluate.trained and self._is_last_before_evaluation(round, client),
-            received_scores=(lambda module: self._global_scores(module, client)) if known else None,
-            keep_model=self.models_folder / f"{client:05d}.pt" if last and self.models_folder is not None else None,
+            self.wire.down(self.exchange.inbox(client)),
+            received=self.examiner.tests_received(round),
+            trained=self.examiner.tests_trained(round, client),
+            known_scores=self.examiner.global_scores(client),
+            keep_model=self.models_folder / f"{client:05d}.pt" if self.models_folder is not None and keeps else None,
         )
 
     def receive_once_more(self) -> dict[str, float]:
         """What every client's model scores after one more receive, without a fit: `final_received`."""
-        if not self.evaluate.received:
+        if not self.settings.evaluate.received:
             return {}
         self.exchange.address(self.holders)
-        if any(map(self._hears_global, range(self.num_clients))):
-            self._global_hits()
-        own = {c: self._received_scores(c) for c in self.holders if self.holders[c] == self.workers.rank}
-        scores = {name: np.full(self.num_clients, np.nan) for name in self.columns if is_received(name)}
-        for client, values in _union(self.workers.gather(own)).items():
-            for name, value in values.items():
-                scores[name][client] = value
-        self.final_scores = scores
-        return {n: v for name, values in scores.items() for n, v in self.board.spread(name, values).items()}
-
-    def _received_scores(self, client: int) -> Scores:
-        if self._hears_global(client):
-            return self._global_scores(self.runner.module(client), client)
-        return self.runner.evaluate_received(client, self.exchange.inbox(client), self.rounds + 1)
-
-    # --- who takes part, who is evaluated ---------------------------------------------------------------------------
-
-    def draw_participants(self, round: int) -> list[int]:
-        """The clients that take part in a round, in order; depends on seed and round alone."""
-        out = self.missing(round)
-        return [client for client in self._draw(round) if client not in out]
-
-    def missing(self, round: int) -> set[int]:
-        """The clients that should take part in a round and fail."""
-        return self.failures.among(self._draw(round), self.seed, round)
-
-    def _draw(self, round: int) -> list[int]:
-        there = self._num_present(round)
-        count = max(1, int(self.participation * there + 1e-9))
-        if count == there:
-            return list(range(there))
-        rng = numpy_generator(self.seed, "participants", round)
-        return sorted(rng.choice(there, size=count, replace=False).tolist())
-
-    def _num_present(self, round: int) -> int:
-        """How many clients have joined by `round`; they are the first ones."""
-        return self.num_clients if round > self.newcomers.after else self.num_founders
-
-    def is_evaluated(self, round: int) -> bool:
-        """Whether clients are evaluated in `round`."""
-        return round % self.evaluate_every == 0 or round == self.rounds
+        inbox = lambda client: self.wire.down(self.exchange.inbox(client))  # noqa: E731
+        self.final_scores = self.examiner.receive_once_more(self.holders, inbox)
+        board = self.examiner.board
+        return {n: v for name, values in self.final_scores.items() for n, v in board.spread(name, values).items()}
 
     @property
     def row_columns(self) -> list[str]:
         """The columns of a round's row, in their order in `metrics.csv`."""
-        suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if self.newcomers.clients else ()))
-        accuracies = [name + suffix for name in self.columns for suffix in suffixes]
-        module = self.runner.modules[0]
-        losses = [loss_column(name) for name in module.loss_names]
-        losses += ["loss_newcomers"] if self.newcomers.clients else []
+        later = bool(self.settings.newcomers.clients)
+        suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if later else ()))
+        accuracies = [name + suffix for name in self.examiner.columns for suffix in suffixes]
+        losses = [loss_column(name) for name in self.runner.modules[0].loss_names]
+        losses += ["loss_newcomers"] if later else []
         present = ("participants", "missing")
         return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, *present, "seconds", *losses]
 
-    def _is_last_before_evaluation(self, round: int, client: int) -> bool:
-        """Whether the state after this fit is the one that the next evaluated round reports.
+    @property
+    def columns(self) -> list[str]:
+        """The columns that evaluations of clients fill."""
+        return self.examiner.columns
 
-        Participants are known ahead, so a client that will sit out until then is evaluated now: its weights need not be
-        kept for it.
-        """
-        while not self.is_evaluated(round):
-            round += 1
-            if self._takes_part(client, round):
-                return False
-        return True
-
-    def _takes_part(self, client: int, round: int) -> bool:
-        if round not in self._draws:
-            self._draws[round] = frozenset(self.draw_participants(round))
-        return client in self._draws[round]
-
-    def _evaluate_strangers(self) -> None:
-        """Clients that never took part count with their initial model, once they have joined."""
-        strangers = self.board.strangers(self._num_present(self.round)) if self.evaluate.trained else []
-        own = strangers[self.workers.rank :: self.workers.size]
-        scores = {client: self.runner.evaluate_resting(client) for client in own}
-        for client, values in _union(self.workers.gather(scores)).items() if strangers else ():
-            self.board.record(client, values)
+    @property
+    def board(self) -> ScoreBoard:
+        """What is known of every client's accuracy."""
+        return self.examiner.board
 
     @property
     def scores(self) -> dict[str, np.ndarray]:
         """Column -> [N] each client's last score, NaN where there is none."""
-        return self.board.scores
-
-    # --- numbers ----------------------------------------------------------------------------------------------------
-
-    def server_accuracy(self) -> float | None:
-        """Server-T of the present global model; None where there is none."""
-        module = self.runner.modules[0]
-        if not module.has_global_model or self.exchange.global_message() is None:
-            return None
-        hit = self._global_hits()[module.headline("global")]
-        return float(hit.double().mean()) if len(hit) else None
-
-    def _global_hits(self) -> Correct:
-        """What the global model gets right on the union of all test splits; computed once a round, in parts."""
-        message = self.exchange.global_message()
-        assert message is not None
-        if self._global_correct is None:
-            module = self.runner.load_global(message)
-            rank, size = self.workers.rank, self.workers.size
-            own = self.runner.evaluator.correct_batches(module, self.data.server_test, rank, size)
-            parts = self.workers.gather(own)
-            self._global_correct = {name: join_batches([part[name] for part in parts]) for name in own}
-        return self._global_correct
-
-    def _global_scores(self, module: ClientModule, client: int) -> Scores:
-        return self.runner.evaluator.scores(module, client, "received", self._global_hits())
+        return self.examiner.board.scores
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -550,7 +335,7 @@ class FederatedLoop:
         self.board.load_state_dict(state["board"])
         self.traffic = dict(state["traffic"])
         self.seconds = state["seconds"]
-        self._global_correct = None
+        self.examiner.forget()
 
     def _call(self, hook: str, *arguments: Any) -> None:
         with Waiting.context():  # somebody else's code may take its time
@@ -579,11 +364,6 @@ def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING) -> dict[st
         for unit in ("params", "bytes")
         for direction, own in sizes.items()
     }
-
-
-def _union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-    """Every worker's share, by client."""
-    return {client: value for part in parts for client, value in part.items()}
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.mixing import Heard
 from fl_lightning.errors import ConfigError, require, require_choices
@@ -38,16 +39,16 @@ class Peers(Exchange, ABC):
     keeps_shared = True
     between_clients = True
 
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:
+    def setup(self, template: ClientModule, facts: Facts) -> None:
         """Start a federation whose clients are like `template`.
 
         Raises:
-            ConfigError: if the method cannot do without its server, or the graph does not fit `num_clients`.
+            ConfigError: if the method cannot do without its server, or the graph does not fit the clients.
         """
-        self.num_clients, self.seed = num_clients, seed
-        mixer = template.make_mixer()
+        self.num_clients, self.seed = facts.num_clients, facts.seed
+        mixer = template.method.make_mixer(template.make_server(facts))
         if mixer is None:
-            rule = f"{type(template).__name__} cannot do without its server: must be Star"
+            rule = f"{type(template.method).__name__} cannot do without its server: must be Star"
             raise ConfigError("federation.exchange", rule, type(self).__name__)
         self.mixer = mixer
         self.round = 0
@@ -223,8 +224,8 @@ class Ring(Peers):
         self.schedule = schedule
         self.directions = directions
 
-    def setup(self, template: ClientModule, num_clients: int, seed: int) -> None:  # noqa: D102
-        super().setup(template, num_clients, seed)
+    def setup(self, template: ClientModule, facts: Facts) -> None:  # noqa: D102
+        super().setup(template, facts)
         self._last: dict[int, Message] = {}  # sequential: everybody's last message
         self._initial = template.initial_message() if self.in_turn else Message()
 

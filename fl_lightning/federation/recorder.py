@@ -7,21 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Hop
 from fl_lightning.federation.files import write_text
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.report.record import MetricsFile, read_rows, summarise
-from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart, relates_classes
+from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
 
 
 class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
@@ -60,7 +59,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             loop.data.partition_hash,
             loop.data.arrays.classes,
             loop.data.class_counts(),
-            loop.rounds,
+            loop.settings.rounds,
             read_rows(self.metrics.path),
             read_rows(self.clients.path),
         )
@@ -75,20 +74,20 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         if self.topology is not None:
             self.topology.append({"round": loop.round, **hop._asdict()} for hop in loop.exchange.hops)
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        evaluated = loop.is_evaluated(loop.round)
+        evaluated = loop.calendar.is_evaluated(loop.round)
         finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "round"}
         for logger in self.loggers:
             if isinstance(logger, RunLogger):
                 wanted = logger.wants_shared(loop.round)
-                shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0]) if wanted else {}
-                logger.log_round(RoundRecord(numbers, clients, evaluated, shared))
+                shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0]) if wanted else Shared()
+                logger.log_round(RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations))
             else:
                 logger.log_metrics(finite, step=row["round"])
                 logger.save()
 
     def _client_rows(self, loop: FederatedLoop) -> list[dict[str, Any]]:
-        evaluated, taking_part = loop.is_evaluated(loop.round), set(loop.participants)
-        failed = loop.missing(loop.round)
+        evaluated, taking_part = loop.calendar.is_evaluated(loop.round), set(loop.participants)
+        failed = loop.calendar.missing(loop.round)
         rows = []
         for client in range(loop.num_clients):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
@@ -168,38 +167,40 @@ def communication(traffic: Mapping[str, int], rows: Sequence[Mapping[str, Any]])
     return figures
 
 
-def shared_by_class(message: Message | None, template: ClientModule) -> dict[str, np.ndarray]:
-    """What the global message says of each class, as plain arrays.
+class Shared(NamedTuple):
+    """What the federation shares of each class.
+
+    Args:
+        rows: by name, [C, K], NaN in the rows of classes that nobody holds.
+        relations: those of them whose rows relate a class to all classes.
+    """
+
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})
+    relations: frozenset[str] = frozenset()
+
+
+def shared_by_class(message: Message | None, template: ClientModule) -> Shared:
+    """What the global message says of each class, as plain arrays, and what terms draw beside it.
 
     Args:
         message: the global message; None where there is none.
         template: a client, for the architecture that the message's weights are of.
-
-    Returns:
-        Artifact -> [C, K], NaN in the rows of classes that nobody holds. Where one of them relates classes to classes,
-        ``class_relation`` beside it is σ(W Wᵀ) of the global classification layer, if that is shared, too.
     """
-    found = {}
-    for name, artifact in (message.artifacts if message is not None else {}).items():
+    if message is None:
+        return Shared()
+    found, relations = {}, set()
+    for name, artifact in message.artifacts.items():
         if isinstance(artifact, ClassMeans) and artifact.mean.ndim > 1:
             rows = artifact.mean.detach().flatten(1).float().cpu().numpy().copy()
             rows[~artifact.valid.cpu().numpy()] = np.nan
             found[name] = rows
-    if message is not None and any(relates_classes(name, rows) for name, rows in found.items()):
-        weight = message.weights.get(_classification_weight(template))
-        if weight is not None:
-            w = weight.detach().float().cpu()  # [C, D]
-            found["class_relation"] = torch.softmax(w @ w.t(), 1).numpy()
-    return found
-
-
-def _classification_weight(module: ClientModule) -> str:
-    """Name of the classification layer's weight in a message; empty where a model has no such layer."""
-    try:
-        layer = module.model.classification_layer
-    except ConfigError:
-        return ""
-    return next((f"{name}.weight" for name, part in module.named_modules() if part is layer), "")
+            if artifact.relates_classes:
+                relations.add(name)
+    for term in template.method.terms.exchanging:
+        drawn = term.drawn(template.method, message)
+        found |= drawn
+        relations |= drawn.keys()
+    return Shared(found, frozenset(relations))
 
 
 def _known(value: float) -> float | None:

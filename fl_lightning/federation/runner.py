@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule, FitSettings, OptimizerFactory
+from fl_lightning.core.client import ClientModule, FitSettings
+from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.method import Method
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.files import save_tensors
 from fl_lightning.federation.launch import gpu_here, num_devices
+from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
@@ -44,6 +49,10 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 1,
     "devices": 1,
 }
+_COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"}
+
+
+KnownScores = Callable[[ClientModule], "Scores | None"]
 
 
 class ClientError(RuntimeError):
@@ -55,22 +64,27 @@ class Job:
     """What a round asks of one participant.
 
     Args:
-        round: 1-based.
+        facts: of the round.
         client: 0-based.
         message: what the client receives.
         received: whether to evaluate right after the receive.
         trained: whether to evaluate after the fit.
-        received_scores: the received model's scores where they are known already (a global model on its test splits).
+        known_scores: gives the received model's scores where they are known already (a global model's), else None.
         keep_model: where to save the trained model, None for not at all.
     """
 
-    round: int
+    facts: Facts
     client: int
     message: Message
     received: bool = True
     trained: bool = True
-    received_scores: Callable[[ClientModule], Scores] | None = None
+    known_scores: KnownScores | None = None
     keep_model: Path | None = None
+
+    @property
+    def round(self) -> int:
+        """1-based."""
+        return self.facts.round
 
 
 @dataclass
@@ -102,86 +116,70 @@ class Runner:
     """The resident modules, the Trainer, and the swapping of clients' states.
 
     Args:
-        make_client: makes a fresh client module of an architecture; called under a seed.
+        make_method: makes a fresh method of an architecture; called under a seed.
         architecture: [N] which architecture each client has; one resident module each.
         data: the federation's data.
         optimizer: makes an optimizer for a phase's parameters.
-        local_epochs: epochs of a phase that names none.
+        settings: of the federation.
         trainer: flags of `lightning.pytorch.Trainer`.
         seed: the run's seed.
-        own_init: give each client initial weights of its own instead of the common ones.
-        eval_batch_size: test samples a batch.
-        globally: whether evaluations include the union of all test splits.
-        steps_per_bundle: local steps gathered at once; fewer where the Trainer's flags count batches.
-        channels_last: lay images and convolutions out with channels last: on CPUs and under mixed precision it is
-            faster, and never slower in what was measured (2 cores: CNN batch 10 5.2 → 4.5 ms a step).
-        share_buffers: let batch norm's running statistics travel with the layers that are shared.
     """
 
     def __init__(
         self,
-        make_client: Callable[[int], ClientModule],
+        make_method: Callable[[int], Method],
         architecture: Sequence[int],
         data: FederatedData,
         optimizer: OptimizerFactory,
-        local_epochs: int,
+        settings: Federation,
         trainer: Mapping[str, Any],
         seed: int,
-        own_init: bool = False,
-        eval_batch_size: int = 512,
-        globally: bool = True,
-        steps_per_bundle: int = 16,
-        channels_last: bool = True,
-        share_buffers: bool = True,
     ) -> None:
-        self.make_client = make_client
+        self.make_method = make_method
         self.architecture = list(architecture)
         self.data = data
         self.seed = seed
-        self.own_init = own_init
-        self.channels_last = channels_last
-        self.share_buffers = share_buffers
+        self.settings = settings
         flags = {name: value for name, value in trainer.items() if value is not None}
-        settings = FitSettings(
+        fit_settings = FitSettings(
             optimizer,
-            local_epochs,
+            settings.local_epochs,
             clip_value=flags.pop("gradient_clip_val", None),
             clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
             accumulate=flags.pop("accumulate_grad_batches", 1),
         )
-        counts_batches = {
-            "max_steps",
-            "max_time",
-            "limit_train_batches",
-            "overfit_batches",
-            "fast_dev_run",
-        } & flags.keys()
         self.trainer = make_trainer(flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        self.steps_per_bundle = 1 if counts_batches or not self.single_device else steps_per_bundle
+        by_batch = not self.single_device or bool(_COUNT_BATCHES & flags.keys())
+        self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
-        self.modules = [self._new_module(a, settings) for a in range(max(self.architecture) + 1)]
+        self.facts = Facts(
+            len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients
+        )
+        self.modules = [self._new_module(a, fit_settings) for a in range(max(self.architecture) + 1)]
         _check_interfaces(self.modules, self.architecture)
-        self._initial = [_copy(module, module.private_names) for module in self.modules]
-        self._initial_shared = [_copy(module, module.shared_names) for module in self.modules]
+        self._initial = [_copy(module, module.division.kept) for module in self.modules]
+        self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
-        self.evaluator = Evaluator(data, eval_batch_size, self._autocast, seed, globally)
+        evaluate = settings.evaluate
+        self.evaluator = Evaluator(data, evaluate.batch_size, self._autocast, seed, evaluate.globally)
         self.pool = ClientPool(None)
         self.keeps_shared = False
+        self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
-        data.store.channels_last = channels_last and any(_has_convolution(module) for module in self.modules)
+        data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
 
-    def _new_module(self, architecture: int, settings: FitSettings | None, client: int = -1) -> ClientModule:
+    def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         seed_global_streams(self.seed, "init", 0, client)
-        module = self.make_client(architecture)
-        module.share_buffers = self.share_buffers
-        if settings is not None:
-            module.settings = settings
+        method = self.make_method(architecture)
+        method.facts = self.facts
+        module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
+        if fit_settings is not None:
             _check_optimizer(module)
-        if self.channels_last and _has_convolution(module):
+        if self.settings.channels_last and _has_convolution(module):
             module.to(memory_format=torch.channels_last)
-        return self.trainer.precision_plugin.convert_module(module).to(self.device)  # type: ignore[return-value]
+        return module.use(self.trainer.precision_plugin).to(self.device)
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self.trainer.precision_plugin.forward_context()
@@ -194,19 +192,25 @@ class Runner:
         """Swap the client's own last state in; its initial one if it never took part."""
         module = self.module(client)
         state = self.pool.get(client)
-        module.load_weights(self._initial_state(client) if state is None else state)
+        own = self._initial_state(client) if state is None else state
+        self._memory = {name: tensor for name, tensor in own.items() if name.startswith(MEMORY)}
+        module.load({name: tensor for name, tensor in own.items() if name not in self._memory})
         return module
 
     def _initial_state(self, client: int) -> dict[str, Tensor]:
         architecture = self.architecture[client]
         private = self._initial[architecture]
-        if self.own_init:
+        if self.settings.init == "own":
             fresh = self._new_module(architecture, None, client)
-            private = _copy(fresh, fresh.private_names)
+            private = _copy(fresh, fresh.division.kept)
         return {**private, **self._initial_shared[architecture]}
 
-    def run(self, job: Job) -> ClientReport:
+    def run(self, job: Job, wire: Wire) -> ClientReport:
         """One participant's round: receive, local fit, send.
+
+        Args:
+            job: what the round asks of it.
+            wire: what its message passes.
 
         Raises:
             ClientError: naming round, client and step, the original error chained.
@@ -216,13 +220,11 @@ class Runner:
         with self._step(job, "load"):
             module = self.load(client)
         with self._step(job, "receive"):
-            self._receive(module, job.message, data, round)
+            self._receive(module, job.message, data, job.facts)
         scores: Scores = {}
         with self._step(job, "evaluation after the receive"):
-            if job.received and job.received_scores is not None:
-                scores.update(job.received_scores(module))
-            elif job.received:
-                scores.update(self.evaluator.client(module, client, "received"))
+            if job.received:
+                scores.update(self._received_scores(module, client, job.known_scores))
         with self._step(job, "fit"):
             self.fit(module, data, round)
         with self._step(job, "evaluation after the fit"):
@@ -232,15 +234,22 @@ class Runner:
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
+            message = wire.up(message, job.message, self._memory)
         self._keep(module, client, round, job.keep_model)
-        losses, steps = module.mean_losses(), module.num_steps
+        losses, steps = module.meter.means(), module.meter.num_steps
         return ClientReport(client, message, scores, losses, steps, time.perf_counter() - start)
 
-    def evaluate_received(self, client: int, message: Message, round: int) -> Scores:
+    def _received_scores(self, module: ClientModule, client: int, known: KnownScores | None) -> Scores:
+        scores = known(module) if known is not None else None
+        return self.evaluator.client(module, client, "received") if scores is None else scores
+
+    def evaluate_received(
+        self, client: int, message: Message, facts: Facts, known: KnownScores | None = None
+    ) -> Scores:
         """What the client's model would score after one more receive; its kept state does not change."""
         module = self.load(client)
-        self._receive(module, message, self.data.clients[client], round)
-        return self.evaluator.client(module, client, "received")
+        self._receive(module, message, self.data.clients[client], facts)
+        return self._received_scores(module, client, known)
 
     def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model."""
@@ -251,13 +260,13 @@ class Runner:
     def load_global(self, message: Message) -> ClientModule:
         """The global model: the first architecture's initial state with the global message's weights."""
         module = self.modules[0]
-        module.load_weights({**self._initial[0], **self._initial_shared[0]})
-        module.load_weights(message.weights)
+        module.load({**self._initial[0], **self._initial_shared[0]})
+        module.load(message.weights)
         return module
 
-    def _receive(self, module: ClientModule, message: Message, data: ClientData, round: int) -> None:
-        seed_global_streams(self.seed, "receive", round, data.client)
-        module.round = round
+    def _receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
+        seed_global_streams(self.seed, "receive", facts.round, data.client)
+        module.method.facts = replace(facts, client=data.client)
         with self._autocast():
             module.receive(message, data)
 
@@ -267,7 +276,7 @@ class Runner:
         module.train()
         epochs = module.fit_epochs
         if epochs == 0:  # nothing to train: every phase is off
-            module.forget_losses()
+            module.meter = LossMeter()
             return
         _reset(self.trainer)
         self.trainer.fit_loop.max_epochs = epochs
@@ -283,17 +292,17 @@ class Runner:
         module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
 
     def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
-        names = module.private_names
+        names = module.division.kept
         if self.keeps_shared:
-            names = tuple(dict.fromkeys((*names, *module.shared_names)))
+            names = tuple(dict.fromkeys((*names, *module.division.shared)))
         entries = module.entries
-        self.pool.put(client, {name: entries[name] for name in names}, round)
+        self.pool.put(client, {**{name: entries[name] for name in names}, **self._memory}, round)
         if model_file is not None:
             save_tensors(model_file, full_state(module))
 
     def num_parameters(self) -> dict[str, float]:
         """Trainable parameters of one client, the mean over clients: ``personal`` stay with it, ``shared`` travel."""
-        counts = [module.parameter_counts() for module in self.modules]
+        counts = [module.method.parameter_counts() for module in self.modules]
         personal, shared = (sum(counts[a][i] for a in self.architecture) / len(self.architecture) for i in (0, 1))
         return {"personal": personal, "shared": shared}
 
@@ -401,13 +410,13 @@ class UnwrappedDDP(DDPStrategy):
 
 def full_state(module: ClientModule) -> dict[str, Tensor]:
     """The state dict and the non-persistent buffers: all that predictions depend on."""
-    buffers = {name: tensor for name, tensor in module.named_buffers()}
+    buffers = dict(module.method.named_buffers())
     return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
 
 
 def load_full_state(module: ClientModule, state: Mapping[str, Tensor]) -> None:
     """The inverse of `full_state`."""
-    own = {**dict(module.named_buffers()), **module.entries}
+    own = {**dict(module.method.named_buffers()), **module.entries}
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(tensor)
@@ -424,15 +433,15 @@ def _has_convolution(module: ClientModule) -> bool:
 
 def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[int]) -> None:
     """Clients may have different models, but what they exchange must have the same shapes."""
-    first = modules[0].interface()
+    first = modules[0].method.interface()
     for index, module in enumerate(modules[1:], start=1):
-        own = module.interface()
+        own = module.method.interface()
         for name in [*first, *own]:
             if first.get(name) != own.get(name):
                 shapes = ["absent" if name not in found else str(found[name]) for found in (first, own)]
                 clients = architecture.index(0), architecture.index(index)
                 where = f"{shapes[0]} at client {clients[0]} and {shapes[1]} at client {clients[1]}"
-                who = f"{type(module).__name__} exchanges {name!r}"
+                who = f"{type(module.method).__name__} exchanges {name!r}"
                 raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")
 
 

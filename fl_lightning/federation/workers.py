@@ -146,7 +146,7 @@ class _SharedExchange(Exchange):
         self._global: Message | None = None
         self._share_global()
 
-    def setup(self, template: Any, num_clients: int, seed: int) -> None:
+    def setup(self, template: Any, facts: Any) -> None:
         """Set up already."""
 
     @property

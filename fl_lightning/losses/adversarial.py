@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward
 from fl_lightning.losses.variational import LatentTerm
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
 
 
 def adversarial_loss(logits: Tensor, y: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ class Adversarial(LatentTerm):
         weight: factor of the term, >= 0.
     """
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         latent = self.latent(out)
         assert latent.adversary_logits is not None, "the forward pass has no adversary"
         return adversarial_loss(latent.adversary_logits, out.y, latent.adversary_classes)
@@ -99,7 +99,7 @@ class UniformAdversarial(LatentTerm):
         weight: factor of the term, >= 0.
     """
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         latent = self.latent(out)
         assert latent.uniform_logits is not None, "the forward pass has no adversary"
         return uniform_adversarial_loss(latent.uniform_logits, latent.adversary_classes)

@@ -15,21 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum, Partial
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
-    from fl_lightning.core.server import RuleFactory
-    from fl_lightning.data.store import ClientData as LocalData
+    import numpy as np
+
+    from fl_lightning.core.aggregation import RuleFactory
+    from fl_lightning.core.facts import Facts
+    from fl_lightning.core.host import Host, OwnData
+    from fl_lightning.models.split import SplitModel
 
 InitialSoftLabels = Literal["none", "identity", "uniform"]
 History = Literal["round", "all"]
 MissingSoftLabels = Literal["keep", "drop", "one_hot"]
 Source = Literal["post", "running"]
-LastBias = Literal["remove", "keep"]
+LastBias = Literal["remove", "keep", "always"]
 
 
 def class_relation_loss(
@@ -99,7 +103,7 @@ def initial_soft_labels(initial: InitialSoftLabels, num_classes: int) -> ClassMe
         "uniform": torch.full(shape, 1 / num_classes, dtype=wide),
     }
     count = torch.full((num_classes,), int(initial != "none"))
-    return ClassMeans(rows[initial], count, sends_count=False)
+    return ClassMeans(rows[initial], count, sends_count=False, relates_classes=True)
 
 
 class SoftLabelRule(ArtifactRule):
@@ -116,6 +120,8 @@ class SoftLabelRule(ArtifactRule):
             (``drop``), or, as long as nobody ever held the class, has the mean e_i (``one_hot``) and stays afterwards.
     """
 
+    in_parts = True
+
     def __init__(
         self,
         initial: InitialSoftLabels = "none",
@@ -130,6 +136,10 @@ class SoftLabelRule(ArtifactRule):
         self._sum = ExactSum()
         self._count: Tensor | None = None  # [C] int64, samples in the average
         self._before: Tensor | int = 0  # [C] int64, samples of rounds that are not in the average
+
+    @property
+    def remembers(self) -> bool:  # noqa: D102
+        return self.history == "all" or self.missing == "one_hot"
 
     def add(self, value: ClassMeans, num_samples: int) -> None:
         """Fold in one client's soft labels.
@@ -178,7 +188,7 @@ class SoftLabelRule(ArtifactRule):
             rows = torch.where(old.valid[:, None], self.momentum * last + (1 - self.momentum) * rows, rows)
         valid = present if self.missing == "drop" else present | old.valid
         rows = torch.where(present[:, None], rows, torch.where(valid[:, None], last, 0.0))
-        return ClassMeans(rows.float(), valid.long(), sends_count=False)
+        return ClassMeans(rows.float(), valid.long(), sends_count=False, relates_classes=True)
 
     def _sums(self) -> Tensor:
         assert self._count is not None
@@ -204,8 +214,7 @@ class ClassRelation(Term):
 
     Sends the client's soft labels (for each class that it holds the mean of softmax(logits) over its own training
     samples of the class, equations 4 to 6), receives the global ones (equation 7). Until a row was received it does
-    not count. W Wᵀ says everything about the classes only where the last layer has no bias, so the bias is taken away,
-    at weight 0, too: that is the method to compare with.
+    not count. W Wᵀ says everything about the classes only where the last layer has no bias, so the bias is taken away.
 
     Args:
         weight: μ, >= 0.
@@ -221,7 +230,8 @@ class ClassRelation(Term):
             predictions of the last epoch's own forward passes, which costs no pass.
         temperature: divides W Wᵀ, > 0; the paper has none (1). For study.
         exclude_diagonal: compare the relations to the other classes only. For study.
-        bias: ``remove`` takes the bias off the last layer, ``keep`` leaves the model as it is (the public code).
+        bias: ``remove`` takes the bias off the last layer, ``keep`` leaves the model as it is (the public code),
+            ``always`` takes the bias off at weight 0, too: the control that has no term but the same model.
     """
 
     paper = "Liu et al., FedDW (arXiv:2412.04521, 2024)"
@@ -271,40 +281,39 @@ class ClassRelation(Term):
     sums: Tensor  # [C, C], of the last epoch's predictions
     seen: Tensor  # [C] int64
 
-    def weight_at(self, round: int) -> float:  # noqa: D102
-        return self.weight / 10 ** sum(start <= round for start in self.decay_rounds)
+    def weight_at(self, facts: Facts) -> float:  # noqa: D102
+        return self.weight / 10 ** sum(start <= facts.round for start in self.decay_rounds)
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        layer = client.model.classification_layer
-        inside = set(layer.modules())
-        modules = list(client.model.head.modules())
-        after = [m for m in modules[modules.index(layer) :] if m not in inside and not isinstance(m, nn.Identity)]
-        rule = "ClassRelation needs the linear layer of one output a class to be the head's last; after it comes"
-        require(not after, "model.head", rule + "".join(f" {type(module).__name__}" for module in after[:1]))
-        if self.bias == "remove":
-            layer.register_parameter("bias", None)
-        classes = client.model.num_classes
+    def alter(self, model: SplitModel) -> None:
+        """Take the last layer's bias away."""
+        if self.bias == "always" or (self.bias == "remove" and self.weight):
+            _last_layer(model).register_parameter("bias", None)
+
+    def setup(self, host: Host) -> None:  # noqa: D102
+        if self.weight:
+            _last_layer(host.model)
+        classes = host.model.num_classes
         self.register_buffer("soft_labels", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
         self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         if not self._num_valid:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         valid = None if self._num_valid == len(self.valid) else self.valid
-        weight = client.model.classification_layer.weight
+        weight = host.model.classification_layer.weight
         return class_relation_loss(weight, self.soft_labels, valid, self.temperature, self.exclude_diagonal)
 
     @torch.no_grad()
-    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
-        if self.source == "running" and client.last_epoch:
+    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+        if self.source == "running" and host.fit.in_last_epoch:
             predictions = torch.softmax(widened(out.logits), 1)
             self.sums = self.sums.to(accumulation_dtype(self.sums.device))
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         received = message.artifacts.get("soft_labels")
         if not isinstance(received, ClassMeans):
             received = initial_soft_labels(self.soft_labels_init, len(self.valid))
@@ -314,16 +323,42 @@ class ClassRelation(Term):
         self.sums.zero_()
         self.seen.zero_()
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
         if self.source == "running":
             mean = (self.sums / self.seen.clamp(min=1)[:, None]).float()
-            return {"soft_labels": ClassMeans(mean, self.seen.clone())}
-        collected = client.collect(data)
+            return {"soft_labels": ClassMeans(mean, self.seen.clone(), relates_classes=True)}
+        collected = data.collected()
         predictions = torch.softmax(widened(collected.logits), 1)
-        return {"soft_labels": ClassMeans.from_samples(predictions, collected.y, len(self.valid))}
+        means = ClassMeans.from_samples(predictions, collected.y, len(self.valid), relates_classes=True)
+        return {"soft_labels": means}
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"soft_labels": tuple(self.soft_labels.shape)}
 
     def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
         return {"soft_labels": lambda: SoftLabelRule(self.soft_labels_init, self.momentum, self.history, self.missing)}
+
+    def drawn(self, host: Host, message: Message) -> Mapping[str, np.ndarray]:
+        """σ(W Wᵀ) of the global classification layer, beside the soft labels, if that is shared."""
+        layer = host.model.classification_layer
+        name = next((f"{name}.weight" for name, part in host.named_modules() if part is layer), "")
+        weight = message.weights.get(name)
+        if weight is None or "soft_labels" not in message.artifacts:
+            return {}
+        w = weight.detach().float().cpu()  # [C, D]
+        return {"class_relation": torch.softmax(w @ w.t(), 1).numpy()}
+
+
+def _last_layer(model: SplitModel) -> nn.Linear:
+    """The classification layer.
+
+    Raises:
+        ConfigError: if something comes after it.
+    """
+    layer = model.classification_layer
+    inside = set(layer.modules())
+    modules = list(model.head.modules())
+    after = [m for m in modules[modules.index(layer) :] if m not in inside and not isinstance(m, nn.Identity)]
+    rule = "ClassRelation needs the linear layer of one output a class to be the head's last; after it comes"
+    require(not after, "model.head", rule + "".join(f" {type(module).__name__}" for module in after[:1]))
+    return layer

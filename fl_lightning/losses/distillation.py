@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.models.cbam import CBAM
-from fl_lightning.models.split import Body
+from fl_lightning.models.split import Body, SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
 
 Reduction = Literal["mean", "sum"]
 Target = Literal["fused", "raw"]
@@ -177,18 +178,21 @@ class FeatureDistillation(Term):
 
     has_teacher: Tensor  # bool, whether the client has finished a local fit
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
+    def alter(self, model: SplitModel) -> None:
+        """Cut the body into finer stages where maps are tapped inside a block, or attention stands between two."""
+        if self.weight and (self.inline or self.tap == "preact"):
+            self._restage(model.body, model.feature_shapes())
+
+    def setup(self, host: Host) -> None:  # noqa: D102
         if not self.weight:  # the method without the term: no parameters, no state
             return
-        body = client.model.body
-        if self.inline or self.tap == "preact":
-            self._restage(body, client.model.feature_shapes())
+        body = host.model.body
         self.step = 2 if self.inline or self.tap == "preact" else 1
-        shapes = client.model.feature_shapes()
+        shapes = host.model.feature_shapes()
         if self.tap == "preact":  # (before ReLU, after it), with attention in between where it is inline
             self.step = 3 if self.inline else 2
         channels = [_map_channels(shape) for shape in shapes[:: self.step]]
-        where = f"{type(client.model).__name__} has no feature map to distil; set the weight (gamma) to 0"
+        where = f"{type(host.model).__name__} has no feature map to distil; set the weight (gamma) to 0"
         require(bool(channels), "model", where)
         self.cbam = nn.ModuleList() if self.inline else nn.ModuleList(CBAM(size) for size in channels)
         self.attention_fusion = CrossLayerFusion(channels, **self.fusion_options)  # type: ignore[arg-type]
@@ -226,19 +230,22 @@ class FeatureDistillation(Term):
             self.teacher_cbam.eval()
         return self
 
-    def receive(self, client: ClientModule, message: object) -> None:  # noqa: D102
+    def receive(self, host: Host, message: object) -> None:  # noqa: D102
         self._taught = bool(self.has_teacher)  # once a round: reading it in every step would wait for the device
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         if not self._taught:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         with torch.no_grad():
-            target_maps, target_attention = self._maps(self.teacher.forward_features(out.x)[0], self.teacher_cbam)
-        maps, attention = self._maps(out.features, self.cbam)
-        fused_attention = self.attention_fusion(attention)
-        fused_maps = self.feature_fusion(maps) if self.feature_target == "fused" else maps
+            target_maps, target_attention = out.through(self._teach, out.x)
+        maps, attention = out.through(self._maps, out.features, self.cbam)
+        fused_attention = out.through(self.attention_fusion, attention)
+        fused_maps = out.through(self.feature_fusion, maps) if self.feature_target == "fused" else maps
         of_attention = feature_distillation_loss(fused_attention, target_attention, self.reduction)
         return of_attention + feature_distillation_loss(fused_maps, target_maps, self.reduction)
+
+    def _teach(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        return self._maps(self.teacher.forward_features(x)[0], self.teacher_cbam)
 
     def _maps(self, features: Sequence[Tensor], cbam: nn.ModuleList) -> tuple[list[Tensor], list[Tensor]]:
         """F^l and A^l of every level."""
@@ -248,9 +255,9 @@ class FeatureDistillation(Term):
         return maps, [attend(feature) for attend, feature in zip(cbam, maps, strict=True)]
 
     @torch.no_grad()
-    def after_fit(self, client: ClientModule) -> None:
+    def after_fit(self, host: Host) -> None:
         """Remember the extractor as the next round's teacher."""
-        for student, teacher in ((client.model.body, self.teacher), (self.cbam, self.teacher_cbam)):
+        for student, teacher in ((host.model.body, self.teacher), (self.cbam, self.teacher_cbam)):
             entries = student.state_dict()
             for name, tensor in teacher.state_dict().items():
                 tensor.copy_(entries[name])

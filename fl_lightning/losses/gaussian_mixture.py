@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.core.aggregation import TensorMean
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.seeding import torch_generator
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
-    from fl_lightning.core.server import RuleFactory
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.aggregation import RuleFactory
+    from fl_lightning.core.host import Host, OwnData
 
 EMAWhen = Literal["round", "step"]
 ClassPrior = Literal["uniform", "local"]
@@ -115,8 +115,8 @@ class GaussianMixture(Term):
     """Pull embeddings towards their class's Gaussian and away from the others': DRDFL's L_PR = L_cls + λ L_log.
 
     The classes' means and log-variances [K, D] are parameters that the client keeps and sends. What it receives moves
-    them by an exponential moving average, means as means and variances as variances; a client that never took part
-    copies instead. All clients begin with the same means, drawn from N(0, 1), and unit variances.
+    them by an exponential moving average, means as means and variances as variances; a client that joins later copies
+    instead. All clients begin with the same means, drawn from N(0, 1), and unit variances.
 
     Args:
         weight: factor of L_PR, >= 0.
@@ -172,12 +172,13 @@ class GaussianMixture(Term):
     resting_mean: Tensor  # [K, D], of absent classes, which no optimizer may move
     resting_log_variance: Tensor  # [K, D]
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
+    def setup(self, host: Host) -> None:  # noqa: D102
         if self.weight == 0:
             return
-        shape = (client.model.num_classes, client.model.embedding_size if self.size is None else self.size)
+        shape = (host.model.num_classes, host.model.embedding_size if self.size is None else self.size)
         # A stream of its own, so that all clients begin alike even where each has initial weights of its own.
-        self.class_mean = nn.Parameter(torch.randn(shape, generator=torch_generator(0, "class Gaussians")))
+        stream = torch_generator(host.facts.seed, "class Gaussians")
+        self.class_mean = nn.Parameter(torch.randn(shape, generator=stream))
         self.class_log_variance = nn.Parameter(torch.zeros(shape))
         self.register_buffer("class_count", torch.zeros(shape[0], dtype=torch.long))
         self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
@@ -193,7 +194,7 @@ class GaussianMixture(Term):
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return self.combined(*self.parts(out))
 
     def parts(self, out: Forward) -> tuple[Tensor, Tensor]:
@@ -226,7 +227,7 @@ class GaussianMixture(Term):
         return prior.log().masked_fill(absent, -torch.inf)
 
     @torch.no_grad()
-    def observe(self, client: ClientModule, out: Forward) -> None:
+    def observe(self, host: Host, out: Forward) -> None:
         """Clamp what is stored, so that what travels is what the density sees, and put absent classes' rows back."""
         self.class_log_variance.clamp_(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
         if not self.update_absent:  # weight decay or momentum would move them without a gradient
@@ -234,20 +235,20 @@ class GaussianMixture(Term):
             self.class_mean.copy_(torch.where(held, self.class_mean, self.resting_mean))
             self.class_log_variance.copy_(torch.where(held, self.class_log_variance, self.resting_log_variance))
 
-    def after_fit(self, client: ClientModule) -> None:  # noqa: D102
+    def after_fit(self, host: Host) -> None:  # noqa: D102
         self.finished_fits += 1
 
     # --- what travels -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         mean, log_variance = message.artifacts.get("class_mean"), message.artifacts.get("class_log_variance")
         self._heard = isinstance(mean, Tensor) and isinstance(log_variance, Tensor)
         if not (isinstance(mean, Tensor) and isinstance(log_variance, Tensor)):
             return
         self.received_mean.copy_(mean)
         self.received_log_variance.copy_(log_variance)
-        if self.finished_fits == 0 and client.round != 1:
+        if self.finished_fits == 0 and host.facts.is_newcomer:
             self.class_mean.copy_(mean)
             self.class_log_variance.copy_(log_variance)
         elif self.ema_when == "round":
@@ -262,13 +263,13 @@ class GaussianMixture(Term):
         own.copy_(torch.where(unmoved, own, received if self.ema == 0 else moved))
         self.class_mean.copy_(moved_average(self.class_mean, self.received_mean, self.ema))
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
         return {
             "class_mean": self.class_mean.detach().clone(),
             "class_log_variance": self.class_log_variance.detach().clone(),
         }
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         shape = tuple(self.class_mean.shape)
         return {"class_mean": shape, "class_log_variance": shape}
 

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import Collection, PrototypeTerm, prototype_alignment_loss
 from fl_lightning.models.generator import generate, num_generator_values
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.facts import Facts
+    from fl_lightning.core.host import Host
 
 DECAY = 0.98  # a round
 SMALLEST_GENERATED, SMALLEST_ALIGNED = 1e-4, 0.15
@@ -96,16 +97,16 @@ class FirstSteps(PrototypeTerm, ABC):
         self.steps = steps
         self._num_valid = 0
 
-    def weight_at(self, round: int) -> float:  # noqa: D102
-        return faded(self.weight, self.smallest, max(round, 1))
+    def weight_at(self, facts: Facts) -> float:  # noqa: D102
+        return faded(self.weight, self.smallest, max(facts.round, 1))
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
-        super().receive(client, message)
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+        super().receive(host, message)
         self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
 
-    def counts(self, client: ClientModule) -> bool:
+    def counts(self, host: Host) -> bool:
         """Whether there is something to compare with, and the fit is in its first steps."""
-        return self._num_valid > 0 and client.num_steps < self.steps
+        return self._num_valid > 0 and host.fit.num_batches < self.steps
 
 
 class EarlyAlignment(FirstSteps):
@@ -125,8 +126,8 @@ class EarlyAlignment(FirstSteps):
     def __init__(self, weight: float = 5.0, steps: int = 20, collection: Collection = "post") -> None:
         super().__init__(weight, steps, collection)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        if not self.counts(client):
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+        if not self.counts(host):
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, average="valid")
 
@@ -173,20 +174,20 @@ class GeneratedFeatures(FirstSteps):
     generator: Tensor  # [P_G], as received
     classes: Tensor  # [K] int64, that have a prototype
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        super().setup(client)
-        sizes = client.model.num_classes, client.model.embedding_size, self.noise_size, self.hidden
+    def setup(self, host: Host) -> None:  # noqa: D102
+        super().setup(host)
+        sizes = host.model.num_classes, host.model.embedding_size, self.noise_size, self.hidden
         self.register_buffer("generator", torch.zeros(num_generator_values(*sizes)), persistent=False)
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
-        super().receive(client, message)
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+        super().receive(host, message)
         received = message.artifacts.get("generator")
         self._has_generator = isinstance(received, Tensor)
         self.generator.copy_(received) if isinstance(received, Tensor) else self.generator.zero_()
         self.classes = self.valid.nonzero().flatten()
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        if not self._has_generator or not self.counts(client):
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+        if not self._has_generator or not self.counts(host):
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         size = self.batch_size or len(out.y)
         y = self.classes[torch.randint(len(self.classes), (size,), device=out.z.device)]
@@ -194,10 +195,10 @@ class GeneratedFeatures(FirstSteps):
         with torch.no_grad():
             z = generate(self.generator, noise, y, *self.prototypes.shape)
         ratio = size / len(out.y)
-        return ratio * F.cross_entropy(widened(client.model.head(z.to(out.z.dtype))), y)
+        return ratio * F.cross_entropy(widened(out.through(host.model.head, z)), y)
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
-        return {**super().interface(client), "generator": tuple(self.generator.shape)}
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+        return {**super().interface(host), "generator": tuple(self.generator.shape)}
 
 
 def received_prototypes(message: Message) -> ClassMeans | None:

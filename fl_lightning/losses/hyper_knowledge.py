@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import Host, OwnData
 
 
 def soft_prediction_distance(logits: Tensor, predictions: Tensor, temperature: float, valid: Tensor) -> Tensor:
@@ -122,18 +122,18 @@ class HyperKnowledge(Term, ABC):
     predictions: Tensor  # [C, C] Q, as received
     valid: Tensor  # [C] bool
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        for other in _sharing(client):
+    def setup(self, host: Host) -> None:  # noqa: D102
+        for other in _sharing(host):
             rule = f"{self.name} and {other.name} share their hyper-knowledge; give both the same"
             for key in ("temperature", "noise_std", "min_share"):
                 same = getattr(self, key) == getattr(other, key) or not self.exchanges
                 require(same, f"method.extra_terms.{key}", rule, getattr(self, key))
-        classes, size = client.model.num_classes, client.model.embedding_size
+        classes, size = host.model.num_classes, host.model.embedding_size
         self.register_buffer("features", torch.zeros(classes, size), persistent=False)
         self.register_buffer("predictions", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         received = message.artifacts.get("hyper_knowledge")
         if isinstance(received, ClassMeans):
             features, predictions = received.mean.split([self.features.shape[1], self.predictions.shape[1]], dim=1)
@@ -144,11 +144,11 @@ class HyperKnowledge(Term, ABC):
             self.valid.zero_()
         self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         """H and Q side by side, [C, D + C], of the classes with enough samples; the first of the two terms sends."""
-        if next(iter(_sharing(client))) is not self:
+        if next(iter(_sharing(host))) is not self:
             return {}
-        seen = client.collect(data)
+        seen = data.collected()
         soft = torch.softmax(widened(seen.logits) / self.temperature, 1)
         means = ClassMeans.from_samples(torch.cat([widened(seen.z), soft], 1), seen.y, len(self.valid))
         size = seen.z.shape[1]
@@ -158,21 +158,21 @@ class HyperKnowledge(Term, ABC):
         count = torch.where(sent, means.count, 0)
         return {"hyper_knowledge": ClassMeans(torch.where(count[:, None] > 0, means.mean, 0.0), count)}
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         if not self._num_valid:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
-        return self.distance(client, out)
+        return self.distance(host, out)
 
     @abstractmethod
-    def distance(self, client: ClientModule, out: Forward) -> Tensor:
+    def distance(self, host: Host, out: Forward) -> Tensor:
         """The term's value where some class has hyper-knowledge."""
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"hyper_knowledge": (len(self.valid), self.features.shape[1] + self.predictions.shape[1])}
 
 
-def _sharing(client: ClientModule) -> list[HyperKnowledge]:
-    return [term for term in client.exchanging_terms if isinstance(term, HyperKnowledge)]
+def _sharing(host: Host) -> list[HyperKnowledge]:
+    return [term for term in host.terms.exchanging if isinstance(term, HyperKnowledge)]
 
 
 class HyperPredictions(HyperKnowledge):
@@ -189,8 +189,8 @@ class HyperPredictions(HyperKnowledge):
 
     reaches = ("model.head",)
 
-    def distance(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        logits = client.model.head(self.features.to(out.z.dtype))
+    def distance(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+        logits = out.through(host.model.head, self.features)
         return soft_prediction_distance(logits, self.predictions, self.temperature, self.valid)
 
 
@@ -206,5 +206,5 @@ class HyperFeatures(HyperKnowledge):
 
     reaches = ("model.body",)
 
-    def distance(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def distance(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return class_feature_distance(out.z, out.y, self.features, self.valid)

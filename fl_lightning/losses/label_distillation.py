@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregation import ClassMeanRule, MissingClass
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
-    from fl_lightning.core.server import RuleFactory
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.aggregation import RuleFactory
+    from fl_lightning.core.host import Host, OwnData
 
 Averages = Literal["post", "running"]
 Stale = MissingClass
@@ -163,8 +163,8 @@ class LabelDistillation(Term):
     sums: Tensor  # [C, C], of this fit's predictions
     seen: Tensor  # [C] int64
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        classes = client.model.num_classes
+    def setup(self, host: Host) -> None:  # noqa: D102
+        classes = host.model.num_classes
         remembers = self.exchanges and not self.include_self
         self.register_buffer("own", torch.zeros(classes, classes), persistent=remembers)
         self.register_buffer("sent_round", torch.zeros(classes, dtype=torch.long), persistent=remembers)
@@ -173,17 +173,17 @@ class LabelDistillation(Term):
         self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return label_distillation_loss(out.logits, out.y, self.teacher, self.valid, self.temperature)
 
     @torch.no_grad()
-    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
+    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
         if self.averages == "running":
             predictions = torch.softmax(widened(out.logits), 1)
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         self.sums.zero_()
         self.seen.zero_()
         received = message.artifacts.get("label_distillation")
@@ -197,19 +197,19 @@ class LabelDistillation(Term):
         self.teacher.copy_(teacher)
         self.valid.copy_(valid)
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
         if self.averages == "running":
             means = ClassMeans(self.sums / self.seen.clamp(min=1)[:, None], self.seen.clone())
         else:
-            collected = client.collect(data)
+            collected = data.collected()
             predictions = torch.softmax(widened(collected.logits), 1)
             means = ClassMeans.from_samples(predictions, collected.y, len(self.valid))
         sent = means.valid
         self.own.copy_(torch.where(sent[:, None], means.mean.to(self.own), self.own))
-        self.sent_round.masked_fill_(sent, client.round)
+        self.sent_round.masked_fill_(sent, host.facts.round)
         return {"label_distillation": ClassMeans(torch.where(sent[:, None], self.own, 0.0).float(), means.count)}
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"label_distillation": tuple(self.teacher.shape)}
 
     def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102

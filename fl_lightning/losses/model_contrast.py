@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import directions
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
     from fl_lightning.core.message import Message
 
 
@@ -84,10 +85,17 @@ class ModelContrast(Term):
 
     num_known: Tensor  # int64, own last models there are
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
+    def setup(self, host: Host) -> None:  # noqa: D102
         if not self.weight:  # the method without the term: no state
             return
-        body = client.model.body
+        body = host.model.body
+        owners = dict(host.named_modules())
+        travels = any(
+            host.is_shared(f"model.body.{name}", owners[f"model.body.{name}".rpartition(".")[0]])
+            for name, _ in body.named_parameters()
+        )
+        rule = f"ModelContrast compares with the body that came in, and {type(host).__name__} shares none: leave it out"
+        require(travels, "method.extra_terms", rule)
         self.received = _constant_copy(body)
         self.previous = nn.ModuleList(
             copy.deepcopy(body).requires_grad_(False) for _ in range(self.previous_models)
@@ -103,23 +111,23 @@ class ModelContrast(Term):
         return self
 
     @torch.no_grad()
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         self._known = int(self.num_known)  # once a round: reading it in every step would wait for the device
         if self._known:
-            _copy_state(client.model.body, dict(self.received.named_buffers()))
+            _copy_state(host.model.body, dict(self.received.named_buffers()))
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         if not self._known:
             return torch.full((), 2.0, dtype=torch.float32, device=out.z.device).log()
         with torch.no_grad():
-            z_global = self.received(out.x)
-            z_previous = [body(out.x) for body in list(self.previous)[: self._known]]
+            z_global = out.through(self.received, out.x)
+            z_previous = [out.through(body, out.x) for body in list(self.previous)[: self._known]]
         return model_contrast_loss(out.z, z_global, z_previous, self.temperature)
 
     @torch.no_grad()
-    def after_fit(self, client: ClientModule) -> None:
+    def after_fit(self, host: Host) -> None:
         """Remember the body for the next round, and forget the oldest."""
-        bodies = [client.model.body, *self.previous]
+        bodies = [host.model.body, *self.previous]
         for newer, older in reversed(list(itertools.pairwise(bodies))):
             _copy_state(newer, older.state_dict())
         self.num_known.add_(1).clamp_(max=self.previous_models)

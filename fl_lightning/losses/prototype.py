@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregation import ClassMeanRule, ClassWeighting, MissingClass
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
-    from fl_lightning.core.server import RuleFactory
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.aggregation import RuleFactory
+    from fl_lightning.core.host import Host, OwnData
 
 Distance = Literal["sample_mse", "sample_sq", "batch_proto_l2"]
 Collection = Literal["post", "running"]
@@ -238,26 +238,26 @@ class PrototypeTerm(Term, ABC):
     def exchanges(self) -> bool:  # noqa: D102
         return self.weight > 0 or self.predicts
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        for other in client.all_terms:
+    def setup(self, host: Host) -> None:  # noqa: D102
+        for other in host.terms:
             if isinstance(other, PrototypeTerm) and other.exchanges and self.exchanges:
                 rule = f"{self.name} and {other.name} share their prototypes; give both the same"
                 for key in ("collection", "weighting", "missing"):
                     same = getattr(self, key) == getattr(other, key)
                     require(same, f"method.extra_terms.{key}", rule, getattr(self, key))
                 self.whole_fit = self.whole_fit or other.whole_fit
-        classes, size = client.model.num_classes, client.model.embedding_size
+        classes, size = host.model.num_classes, host.model.embedding_size
         self.register_buffer("prototypes", torch.zeros(classes, size), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
         self.register_buffer("sums", torch.zeros(classes, size), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
-        if self.collection == "running" and (self.whole_fit or client.last_epoch):
-            self.sums.index_add_(0, out.y, out.z.detach().float())
+    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+        if self.collection == "running" and (self.whole_fit or host.fit.in_last_epoch):
+            self.sums.index_add_(0, out.y, out.z.detach().to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
         received = message.artifacts.get("prototypes")
         self.sums.zero_()
         self.seen.zero_()
@@ -268,15 +268,15 @@ class PrototypeTerm(Term, ABC):
             self.prototypes.zero_()
             self.valid.zero_()
 
-    def send(self, client: ClientModule, data: LocalData) -> Mapping[str, Artifact]:  # noqa: D102
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
         if self.collection == "running":
             means = ClassMeans(self.sums / self.seen.clamp(min=1)[:, None], self.seen.clone())
         else:
-            seen = client.collect(data)
+            seen = data.collected()
             means = ClassMeans.from_samples(seen.z, seen.y, len(self.valid))
         return {"prototypes": means.without_counts() if self.weighting == "uniform" else means}
 
-    def interface(self, client: ClientModule) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
         return {"prototypes": tuple(self.prototypes.shape)}
 
     def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
@@ -316,7 +316,7 @@ class PrototypeAlignment(PrototypeTerm):
         self.distance = distance
         self.average = average
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         if self.distance == "batch_proto_l2":
             return batch_prototype_distance(out.z, out.y, self.prototypes, self.valid)
         reduction = "mean" if self.distance == "sample_mse" else "sum"
@@ -355,5 +355,5 @@ class PrototypeContrast(PrototypeTerm):
         self.temperature = temperature
         self.average = average
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return prototype_contrast_loss(out.z, out.y, self.prototypes, self.temperature, self.valid, self.average)

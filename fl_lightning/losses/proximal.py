@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
     from fl_lightning.core.message import Message
 
 
@@ -56,29 +58,30 @@ class Proximal(Term):
 
     paper = "Li et al., MLSys 2020"
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
+    def setup(self, host: Host) -> None:  # noqa: D102
         if not self.weight:
             return
-        owners = dict(client.named_modules())
+        owners = dict(host.named_modules())
         self.names = [
             name
-            for name, parameter in client.named_parameters()
+            for name, parameter in host.named_parameters()
             if name.startswith("model.") and parameter.requires_grad
-            if client.is_shared(name, owners[name.rpartition(".")[0]])
+            if host.is_shared(name, owners[name.rpartition(".")[0]])
         ]
+        rule = f"Proximal holds what is shared of the model; {type(host).__name__} shares nothing of it: leave it out"
+        require(bool(self.names), "method.extra_terms", rule)
         # A phase that trains none of them leaves the term out.
-        self.reaches = tuple(self.names)  # type: ignore[misc]
+        self.reaches = tuple(self.names)
         for index, name in enumerate(self.names):
-            like = torch.zeros_like(client.get_parameter(name).detach())
+            like = torch.zeros_like(host.get_parameter(name).detach())
             self.register_buffer(f"anchor_{index}", like, persistent=False)
 
     @torch.no_grad()
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
-        there = dict(client.named_parameters())  # another term may have taken the last layer's bias away
-        self._held = [(there[name], f"anchor_{index}") for index, name in enumerate(self.names) if name in there]
-        for parameter, anchor in self._held:
-            self.get_buffer(anchor).copy_(parameter)
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+        self._held = [host.get_parameter(name) for name in self.names]
+        for index, parameter in enumerate(self._held):
+            self.get_buffer(f"anchor_{index}").copy_(parameter)
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        anchors = [self.get_buffer(anchor) for _, anchor in self._held]
-        return proximal_loss([parameter for parameter, _ in self._held], anchors)
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+        anchors = [self.get_buffer(f"anchor_{index}") for index in range(len(self.names))]
+        return proximal_loss(self._held, anchors)

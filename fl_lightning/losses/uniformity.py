@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.term import Term
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
 
 
 def prediction_variance_loss(logits: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class PredictionVariance(Term):
 
     paper = "Son et al., CVPR 2024"
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return prediction_variance_loss(out.logits)
 
 
@@ -99,5 +100,5 @@ class Uniformity(Term):
         super().__init__(weight)
         self.detach_bandwidth = detach_bandwidth
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         return uniformity_loss(out.z, self.detach_bandwidth)

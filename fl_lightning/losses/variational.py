@@ -7,20 +7,61 @@ Guo, Lv, Geng, "Harmonizing Generalization and Personalization in Ring-topology 
 from __future__ import annotations
 
 from abc import ABC
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Latent, Term
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 
 if TYPE_CHECKING:
-    from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.host import Host
 
 Reduction = Literal["sum", "mean"]
 LARGEST_LOG_VARIANCE = 10.0  # and −10 the smallest
+
+
+@dataclass
+class Latent:
+    """What a variational method adds to a forward pass; a step fills in what its losses need.
+
+    Args:
+        mean: [B, D] of the posterior q(z|x).
+        log_variance: [B, D] of the posterior.
+        sample: [B, D] drawn from the posterior, differentiable in `mean` and `log_variance`.
+        adversary_logits: [B, C] the adversary's answer to the sample, with the sample as a constant.
+        uniform_logits: [B, C] the adversary's answer to the sample, with the adversary as a constant.
+        adversary_classes: [C] bool, classes that the adversary tells apart; None for all.
+        reconstruction: [B, …] the inputs as the decoder gives them back.
+    """
+
+    mean: Tensor
+    log_variance: Tensor
+    sample: Tensor
+    adversary_logits: Tensor | None = None
+    uniform_logits: Tensor | None = None
+    adversary_classes: Tensor | None = None
+    reconstruction: Tensor | None = None
+
+
+@dataclass
+class LatentForward(Forward):
+    """A forward pass through the latent part alone: no feature maps, and the sample as embedding.
+
+    Args:
+        latent: the latent part.
+    """
+
+    latent: Latent | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, latent: Latent) -> LatentForward:
+        """The pass of inputs [B, …] of classes [B]."""
+        return cls(x, y, [], latent.sample, latent.sample, latent=latent)
 
 
 def clamped(log_variance: Tensor) -> Tensor:
@@ -88,23 +129,24 @@ def _check_shapes(name: str, **tensors: Tensor) -> None:
 
 
 class LatentTerm(Term, ABC):
-    """A term on ``out.latent``, for methods that have one; they say so with `gives_latent`."""
+    """A term on a `LatentForward`, for methods that make one; they say so with ``gives_latent = True``."""
 
     paper = "Guo et al., DRDFL (2025)"
 
-    def setup(self, client: ClientModule) -> None:
+    def setup(self, host: Host) -> None:
         """Refuse a method without a latent.
 
         Raises:
             ConfigError: naming the term and the method.
         """
-        rule = f"{type(self).__name__} needs a method with a latent part, which {type(client).__name__} does not have"
-        require(getattr(client, "gives_latent", False), "method.extra_terms", rule)
+        rule = f"{type(self).__name__} needs a method with a latent part, which {type(host).__name__} does not have"
+        require(getattr(host, "gives_latent", False), "method.extra_terms", rule)
 
     def latent(self, out: Forward) -> Latent:
         """The latent part of a forward pass."""
-        assert out.latent is not None, f"{self.name} was given a forward pass without a latent part"
-        return out.latent
+        latent = out.latent if isinstance(out, LatentForward) else None
+        assert latent is not None, f"{self.name} was given a forward pass without a latent part"
+        return latent
 
 
 class KLToStandardNormal(LatentTerm):
@@ -118,7 +160,7 @@ class KLToStandardNormal(LatentTerm):
     def name(self) -> str:  # noqa: D102
         return "kl"
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         latent = self.latent(out)
         return kl_to_standard_normal(latent.mean, latent.log_variance)
 
@@ -136,7 +178,7 @@ class Reconstruction(LatentTerm):
         require_choices("Reconstruction", reduction=(reduction, Reduction))
         self.reduction = reduction
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
         reconstruction = self.latent(out).reconstruction
         assert reconstruction is not None, "the forward pass has no reconstruction"
         return reconstruction_loss(out.x, reconstruction, self.reduction)

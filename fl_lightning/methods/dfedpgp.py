@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from fl_lightning.core.client import ClientModule, Phase
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.mixing import PUSH_WEIGHT
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 
-class DFedPGP(ClientModule):
+class DFedPGP(Method):
     """Private heads over bodies that are averaged by push-sum among directed neighbours.
 
     The gradient is taken at the de-biased body z and applied to the numerator u, which is SGD on z with its rate over μ
@@ -65,23 +65,18 @@ class DFedPGP(ClientModule):
     mass: Tensor  # μ
 
     def phases(self) -> list[Phase]:  # noqa: D102
+        body = ("model.body", "terms")
         return [
-            Phase("head", trains=("model.head",), epochs=self.head_epochs),
-            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
+            Phase("head", trains=("model.head",), epochs=self.head_epochs, lr=self.head_lr),
+            Phase("body", trains=body, epochs=self.body_epochs, tune=self._divide_by_mass),
         ]
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def _divide_by_mass(self, optimizer: Optimizer) -> None:
+        """The body's rate over μ."""
+        for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+            group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
+
+    def receive(self, message: Message, data: OwnData) -> None:
         """Take the mixed body z and the own push-sum weight μ."""
         self.mass.copy_(message.artifacts.get(PUSH_WEIGHT, torch.ones(())))  # type: ignore[arg-type]
         super().receive(message, data)
-
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """The head's rate, and the body's over μ."""
-        optimizers = super().configure_optimizers()
-        for planned, optimizer in zip(self._plan, optimizers, strict=True):
-            for group in optimizer.param_groups:
-                if planned.phase.name == "head" and self.head_lr is not None:
-                    group["lr"] = self.head_lr * self.lr_factor
-                elif planned.phase.name == "body" and isinstance(optimizer, SGD):
-                    group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
-        return optimizers

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum
-from fl_lightning.core.client import ClientModule
-from fl_lightning.core.message import Artifact, MaskedWeights, Message
+from fl_lightning.core.division import load_entries
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.freezing import only, training
+from fl_lightning.core.message import Artifact, Message, Structured, artifact
+from fl_lightning.core.method import Method
 from fl_lightning.core.mixing import Heard, MeanMixer, Mixer
-from fl_lightning.core.server import RuleFactory, Server
+from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.models.sparsity import erdos_renyi_kernel, random_mask, regrown_mask
@@ -26,12 +30,64 @@ from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import torch_generator
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 Regrow = Literal["gradient", "random"]
 
 
-class DisPFL(ClientModule):
+@artifact
+@dataclass(frozen=True)
+class MaskedWeights(Structured):
+    """The active entries of one weight tensor, and where they belong: what a sparse model sends of it.
+
+    Values are counted without the mask, because published figures of sparse methods leave it out (106.65 for DisPFL in
+    DRDFL's tables); bytes are counted with it, one bit an entry.
+
+    Args:
+        values: [M] the active entries, in the mask's row-major order.
+        mask: […] bool, True at the M active entries.
+    """
+
+    values: Tensor
+    mask: Tensor
+    lossy = ("values",)
+
+    def __post_init__(self) -> None:
+        count = int(self.mask.sum())
+        if self.values.shape != (count,):
+            shape = tuple(self.values.shape)
+            raise ValueError(f"MaskedWeights: `values` is {shape} but `mask` has {count} active entries")
+
+    @classmethod
+    def from_dense(cls, weights: Tensor, mask: Tensor) -> MaskedWeights:
+        """Pick the active entries out of a tensor of the mask's shape; shares no memory with either.
+
+        >>> mask = torch.tensor([[True, False], [False, True]])
+        >>> sent = MaskedWeights.from_dense(torch.tensor([[1., 2.], [3., 4.]]), mask)
+        >>> sent.values.tolist(), sent.num_params, sent.num_bytes
+        ([1.0, 4.0], 2, 9)
+        """
+        return cls(weights.detach()[mask], mask.clone())
+
+    def dense(self) -> Tensor:
+        """The whole tensor, in a new one: 0 where the mask is False."""
+        whole = torch.zeros(self.mask.shape, dtype=self.values.dtype, device=self.values.device)
+        whole[self.mask] = self.values
+        return whole
+
+    @property
+    def num_params(self) -> int:
+        """Values really sent: the active entries, without the mask."""
+        return self.values.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the active entries, and of the mask at one bit an entry."""
+        return self.values.nbytes + -(-self.mask.numel() // 8)
+
+
+class DisPFL(Method):
     """Sparse personal models that keep their number of active weights and move them to better places.
 
     Client i holds weights w_i and a mask m_i over the parameters of its model. A round: w_i = w̄ · m_i with, value by
@@ -66,29 +122,33 @@ class DisPFL(ClientModule):
         model: SplitModel,
         density: float = 0.5,
         anneal: float = 0.5,
-        anneal_rounds: int = 500,
+        anneal_rounds: int | None = None,
         regrow: Regrow = "gradient",
         different_initial: bool = True,
         extra_terms: list[Term] | None = None,
     ) -> None:
         require(0 < density <= 1, "method.density", "must be in (0, 1]", density)
         require(0 <= anneal <= 1, "method.anneal", "must be in [0, 1] (0 keeps the first masks)", anneal)
-        require(anneal_rounds >= 1, "method.anneal_rounds", "must be >= 1", anneal_rounds)
+        some = anneal_rounds is None or anneal_rounds >= 1
+        require(some, "method.anneal_rounds", "must be >= 1 or null", anneal_rounds)
         require_choices("method", regrow=(regrow, Regrow))
         super().__init__(model, extra_terms=extra_terms)
-        self.masked_names = [f"model.{name}" for name, p in model.named_parameters() if p.requires_grad]
-        self.num_active = erdos_renyi_kernel([p.shape for p in self.masked.values()], density)
-        for index, parameter in enumerate(self.masked.values()):
-            self.register_buffer(f"mask_{index}", torch.zeros(parameter.shape, dtype=torch.bool))
-        self.register_buffer("has_masks", torch.zeros((), dtype=torch.bool))
-        # The run's, and the same for all clients: no first mask may depend on when it is drawn.
-        self.mask_seed = int(torch.randint(2**62, ()))
+        self.density = density
         self.anneal = anneal
         self.anneal_rounds = anneal_rounds
         self.regrow = regrow
         self.different_initial = different_initial
 
     has_masks: Tensor  # bool, whether the client has drawn its first masks
+
+    def setup(self) -> None:  # noqa: D102
+        self.masked_names = [f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad]
+        self.num_active = erdos_renyi_kernel([p.shape for p in self.masked.values()], self.density)
+        for index, parameter in enumerate(self.masked.values()):
+            self.register_buffer(f"mask_{index}", torch.zeros(parameter.shape, dtype=torch.bool))
+        self.register_buffer("has_masks", torch.zeros((), dtype=torch.bool))
+        # The run's, and the same for all clients: no first mask may depend on when it is drawn.
+        self.mask_seed = int(torch.randint(2**62, ()))
 
     @property
     def masked(self) -> dict[str, nn.Parameter]:
@@ -102,42 +162,34 @@ class DisPFL(ClientModule):
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
 
-    @property
-    def has_global_model(self) -> bool:
-        """No: every client has a sparse model of its own."""
-        return False
-
-    def shared_weights(self) -> dict[str, Tensor]:
+    def is_shared(self, name: str, module: nn.Module) -> bool:
         """What travels whole; masked parameters travel as artifacts of their names."""
-        entries = self.entries
-        whole = (name for name in self.shared_names if name not in self.masked_names)
-        return {name: entries[name].detach().clone() for name in whole}
+        return super().is_shared(name, module) and name not in self.masked_names
+
+    def interface(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+        return {**super().interface(), **{name: tuple(p.shape) for name, p in self.masked.items()}}
 
     def parameter_counts(self) -> tuple[int, int]:
         """The active parameters are counted twice: every client has a model of its own, and all of it travels."""
         personal, shared = super().parameter_counts()
         active = sum(self.num_active)
-        return personal + active, shared - sum(p.numel() for p in self.masked.values()) + active
+        return personal - sum(p.numel() for p in self.masked.values()) + active, shared + active
 
-    def artifact_rules(self) -> dict[str, RuleFactory]:  # noqa: D102
-        return {**super().artifact_rules(), **dict.fromkeys(self.masked_names, ActiveMean)}
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+        return Server(initial, dict.fromkeys(self.masked_names, ActiveMean), weighting="uniform")
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
-        return Server(initial, self.artifact_rules(), weighting="uniform")
-
-    def make_mixer(self) -> Mixer | None:
+    def make_mixer(self, server: Server) -> Mixer | None:
         """The mean of the active, by no other shares than equal ones."""
-        mixer = super().make_mixer()
-        return EqualMixer(mixer.rules) if isinstance(mixer, MeanMixer) else None
+        return EqualMixer(server.rules) if server.mixer() is not None else None
 
     # --- the start of a round -----------------------------------------------------------------------------------------
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Take the neighbourhood's mean, or keep the own weights where nothing came; either under the own mask."""
         if not self.has_masks:
             self._draw_masks(data.client)
         came = {name: message.artifacts[name] for name in self.masked_names if name in message.artifacts}
-        self.load_weights({name: _dense(value) for name, value in came.items()})
+        load_entries(self, {name: _dense(value) for name, value in came.items()})
         _prune(self._sparse())
         super().receive(message, data)
 
@@ -149,14 +201,13 @@ class DisPFL(ClientModule):
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 
-    def on_train_start(self) -> None:
-        """Prepare one fit: what must be masked after every step."""
-        super().on_train_start()
+    def on_fit_start(self) -> None:
+        """What must be masked after every step."""
         self._pruned = self._sparse()
 
-    def step(self, *optimizers: Any) -> None:
-        """Step, and mask what the step has revived: gradients are dense, and so is momentum."""
-        super().step(*optimizers)
+    def local_step(self, step: Step) -> None:
+        """A plain step, and mask what it has revived: gradients are dense, and so is momentum."""
+        super().local_step(step)
         _prune(self._pruned)
 
     def _sparse(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -166,7 +217,7 @@ class DisPFL(ClientModule):
 
     # --- the end of a round -------------------------------------------------------------------------------------------
 
-    def send(self, data: LocalData) -> Message:
+    def send(self, data: OwnData) -> Message:
         """The active values with the mask they were trained under; then the next mask."""
         message = super().send(data)
         masked = zip(self.masked.items(), self.masks.values(), strict=True)
@@ -174,9 +225,10 @@ class DisPFL(ClientModule):
         self._search_masks(data)
         return Message(message.weights, {**message.artifacts, **own}, message.num_samples)
 
-    def _search_masks(self, data: LocalData) -> None:
+    def _search_masks(self, data: OwnData) -> None:
         """m_i ← s_i less its smallest weights, plus as many of the most promising places; w_i stays as it is."""
-        rate = replaced_share(self.round - 1, self.anneal, self.anneal_rounds)
+        rounds = self.facts.rounds if self.anneal_rounds is None else self.anneal_rounds
+        rate = replaced_share(self.facts.round - 1, self.anneal, rounds)
         if rate == 0:
             return
         promises = self._gradient_sizes(data) if self.regrow == "gradient" else self._random_sizes()
@@ -184,18 +236,12 @@ class DisPFL(ClientModule):
             count = math.ceil(rate * int(mask.sum()))
             mask.copy_(regrown_mask(mask, weights.detach(), promise, count))
 
-    def _gradient_sizes(self, data: LocalData) -> list[Tensor]:
+    def _gradient_sizes(self, data: OwnData) -> list[Tensor]:
         """|∇ CE| of all weights, active or not, on one batch in eval mode."""
-        parameters = list(self.masked.values())
-        was_training = self.training
-        self.eval()
-        x, y, _size = self.own_batches(data)[0]
-        with torch.enable_grad(), self.only(parameters):
-            gradients = self.gradients(self.all_terms[0](self, self.forward_pass(x, y)), parameters)
-        self.train(was_training)
-        if self._devices is not None:  # devices may differ in the last bit, but must find the same masks
-            gradients = [self._devices.total(gradient) for gradient in gradients]
-        return [gradient.abs() for gradient in gradients]
+        parameters, step = list(self.masked.values()), data.steps()[0]
+        with training(self, False), torch.enable_grad(), only(self, parameters):
+            loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
+            return [gradient.abs() for gradient in step.gradients(loss, parameters)]
 
     def _random_sizes(self) -> list[Tensor]:
         return [torch.rand(p.shape).to(p.device) for p in self.masked.values()]  # the CPU's stream, on any device

@@ -8,30 +8,39 @@ the choice is a switch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import frozen
 from fl_lightning.core.message import Message
-from fl_lightning.core.mixing import MeanMixer, Mixer, forget
+from fl_lightning.core.method import Method, Phase, Predictor, Seen
+from fl_lightning.core.mixing import MeanMixer, Mixer
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Latent, Term, term_sum
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.adversarial import Adversarial, UniformAdversarial
 from fl_lightning.losses.gaussian_mixture import ClassPrior, EMAWhen, GaussianMixture, PosteriorClasses
-from fl_lightning.losses.variational import KLToStandardNormal, Reconstruction, Reduction, clamped
+from fl_lightning.losses.variational import (
+    KLToStandardNormal,
+    Latent,
+    LatentForward,
+    Reconstruction,
+    Reduction,
+    clamped,
+)
 from fl_lightning.models.checks import require_image
 from fl_lightning.models.split import SplitModel
 from fl_lightning.models.vae import ConvDecoder, ConvEncoder, LatentClassifier, VariationalEncoder, reparametrised
 from fl_lightning.seeding import torch_generator
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 AdversaryClasses = Literal["all", "present"]
 GradFlow = Literal["elbo", "literal", "full"]
@@ -40,7 +49,7 @@ Moments = Literal["own", "shared"]
 PredictFrom = Literal["reconstruction", "input", "both"]
 
 
-class DRDFL(ClientModule):
+class DRDFL(Method):
     """A private class-discriminative encoder and a shared class-invariant one, merged by a private decoder.
 
     The successor in the ring hears the shared encoder (the Learngene: 29,240 values on 3x32x32 images) and the classes'
@@ -160,7 +169,6 @@ class DRDFL(ClientModule):
         self.register_buffer("held", torch.zeros(model.num_classes, dtype=torch.bool), persistent=False)
         self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
         self.mixture = [mixture]  # in a list, so that it is not registered a second time
-        self.num_own = 1 + len(own)
         self.noise_std = noise_std
         self.adversary_classes = adversary_classes
         self.grad_flow = grad_flow
@@ -174,27 +182,26 @@ class DRDFL(ClientModule):
 
     # --- what comes in: lines 5 to 7 ----------------------------------------------------------------------------------
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Average the Learngene with the neighbour's, and move the class Gaussians; who joins later copies both."""
         self.held.copy_(data.held_classes)
         self.mixture[0].know_classes(data.class_counts)
-        joins = self.finished_fits == 0 and self.round != 1
+        joins = self.finished_fits == 0 and self.facts.is_newcomer
         weights = message.weights if joins else self._averaged(message.weights)
         super().receive(Message(weights, message.artifacts, message.num_samples), data)
 
     @torch.no_grad()
     def _averaged(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Line 7: the mean of own and received entries; what does not fit is left for the loader to refuse."""
-        own = self.entries
+        own = self.state_dict()
         fits = {name for name, tensor in received.items() if name in own and own[name].shape == tensor.shape}
         return {
             n: (widened(own[n]) + widened(t).to(own[n].device)) / 2 if n in fits else t for n, t in received.items()
         }
 
-    def make_mixer(self) -> Mixer | None:
+    def make_mixer(self, server: Server) -> Mixer | None:
         """The neighbour's message as it is: `receive` merges it."""
-        rules = self.artifact_rules()
-        return MeanMixer(rules, own=False) if forget(rules) else None
+        return MeanMixer(server.rules, own=False) if server.mixer() is not None else None
 
     def parameter_counts(self) -> tuple[int, int]:
         """The class Gaussians travel, too, as artifacts."""
@@ -205,115 +212,100 @@ class DRDFL(ClientModule):
     # --- the local fit: lines 8 to 18 ---------------------------------------------------------------------------------
 
     def _weight(self, name: str) -> float:
-        return next(term.weight for term in self.all_terms if term.name == name)
+        return next(term.weight for term in self.terms if term.name == name)
 
     @property
     def _reaches_encoders(self) -> bool:
         """Whether the decoder's loss trains the encoders."""
         return self.grad_flow == "full" or (self.grad_flow == "elbo" and self._weight("reconstruction") > 0)
 
-    def parts(self) -> dict[str, list[nn.Parameter]]:
-        """The parameters of each optimizer, by its name, in the order of their steps; what no loss reaches is out."""
+    def phases(self) -> list[Phase]:
+        """One, in which every loss has an optimizer; PersonaNet's two steps have one each, unless told to share.
+
+        Parts stand in the order of their steps; what no loss reaches is left out.
+        """
         reached, mixture = self._reaches_encoders, self._weight("gaussian_mixture") > 0
         learngene = self._weight("kl") + self._weight("uniform_adversarial") > 0
-        extra = self.terms[self.num_own :]
-        modules: dict[str, list[nn.Module]] = {
-            "personanet": [self.personanet] if mixture or (reached and not self.own_moments) else [],
-            "statistics": [self.mixture[0]] if mixture else [],
-            "adversary": [self.adversary] if self._weight("adversarial") > 0 else [],
-            "learngene": [self.learngene] if learngene or reached else [],
-            "decoder": [self.decoder] if self._weight("reconstruction") > 0 or self.grad_flow == "full" else [],
-            "personanet_reconstruction": [self.personanet] if reached and self.own_moments else [],
-            "classifier": [self.model, *extra],
+        decodes = self._weight("reconstruction") > 0 or self.grad_flow == "full"
+        extra = [f"terms.{index}" for index in range(self.terms.num_own, len(self.terms))]
+        parts = {
+            "personanet": ("personanet",) if mixture or (reached and not self.own_moments) else (),
+            "statistics": ("terms.1",) if mixture else (),
+            "adversary": ("adversary",) if self._weight("adversarial") > 0 else (),
+            "learngene": ("learngene",) if learngene or reached else (),
+            "decoder": ("decoder",) if decodes else (),
+            "personanet_reconstruction": ("personanet",) if reached and self.own_moments else (),
+            "classifier": ("model", *extra),
         }
-        parameters = {
-            name: [p for module in own for p in module.parameters() if p.requires_grad] for name, own in modules.items()
-        }
-        return {name: own for name, own in parameters.items() if own}
+        return [Phase("all", parts={name: own for name, own in parts.items() if own})]
 
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """One fresh optimizer a part; PersonaNet's two steps have one each, unless they are told to share."""
-        self._plan = self.plan()
-        return [self.make_optimizer(parameters) for parameters in self.parts().values()]
+    def losses(self) -> dict[str, float]:
+        """The noisy reconstruction's cross-entropy; the parts of L_PR are for the log alone."""
+        parts = ("gaussian_classification", "gaussian_likelihood") if self._weight("gaussian_mixture") > 0 else ()
+        return {**dict.fromkeys(parts, 0.0), "cross_entropy_reconstruction": 1.0}
 
-    def on_train_start(self) -> None:
-        """Prepare one fit."""
-        super().on_train_start()
-        self._parts = self.parts()
-        self._steppers = dict(zip(self._parts, self._phase_optimizers, strict=True))
-        self._accumulated: dict[tuple[str, ...], list[Tensor | None]] = {}
-        self._factors = {**self._term_weights, "cross_entropy_reconstruction": 1.0}
+    def on_fit_start(self) -> None:  # noqa: D102
+        self._trains_decoder = "decoder" in (self.phases()[0].parts or {})
 
-    def on_train_end(self) -> None:
-        """Count the fit: the next receive averages."""
-        super().on_train_end()
+    def on_fit_end(self) -> None:
+        """Count the fit: the next receive of a newcomer averages."""
         self.finished_fits += 1
 
-    @property
-    def loss_names(self) -> tuple[str, ...]:  # noqa: D102
-        parts = ("gaussian_classification", "gaussian_likelihood") if self._weight("gaussian_mixture") > 0 else ()
-        return (*super().loss_names, *parts, "cross_entropy_reconstruction")
-
-    def local_step(self, x: Tensor, y: Tensor) -> None:
+    def local_step(self, step: Step) -> None:
         """One mini-batch of Algorithm 1."""
-        with self._single_sample(len(y)):
-            out, values = self._sequential_step(x, y) if self.sequential else self._joint_step(x, y)
-        self.log_losses({"loss": self._weighted(values), **values}, len(y))
-        self.observe(out)
+        step.observe(self._sequential_step(step) if self.sequential else self._joint_step(step))
 
-    def _sequential_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+    def _sequential_step(self, step: Step) -> Forward:
         """One step a loss, each on latents of the weights as they then are."""
-        mixture = self._mixture_losses(x, y, self.personanet(x)) if self._weight("gaussian_mixture") > 0 else {}
-        self._descend(mixture, "personanet", "statistics")  # lines 9 and 10
+        x, y = step.x, step.y
+        if self._weight("gaussian_mixture") > 0:
+            step.descend(self._mixture_losses(x, y, self.personanet(x)), "personanet", "statistics")  # lines 9 and 10
         with torch.set_grad_enabled(self._reaches_encoders):
             z_p = self.personanet(x)  # line 11
-        invariant = self._learngene_steps(x, y)  # line 13
+        self._learngene_steps(step)  # line 13
         with torch.set_grad_enabled(self._reaches_encoders):
             latent = self._encode(x)  # line 14
-        with torch.set_grad_enabled("decoder" in self._steppers):
+        with torch.set_grad_enabled(self._trains_decoder):
             latent.reconstruction = self._decode(z_p, latent.sample)  # line 16
-        decoding = self._values(_latent_forward(x, y, latent), "reconstruction")
-        out, classifying = self._classify(x, y, latent.reconstruction)
+        decoding = self._values(step, LatentForward.of(x, y, latent), "reconstruction")
+        out, classifying = self._classify(step, latent.reconstruction)
         own = "personanet_reconstruction" if self.own_moments else "personanet"
         encoders = ("learngene", own) if self._reaches_encoders else ()
         if self.grad_flow == "full":  # one backward pass, because the classifier's loss goes through the old decoder
-            self._descend(decoding | classifying, "decoder", *encoders, "classifier")
+            step.descend(decoding | classifying, "decoder", *encoders, "classifier")
         else:
-            self._descend(decoding, "decoder", *encoders)  # line 17
-            self._descend(classifying, "classifier")  # line 18
-        return out, mixture | invariant | decoding | classifying
+            step.descend(decoding, "decoder", *encoders)  # line 17
+            step.descend(classifying, "classifier")  # line 18
+        return out
 
-    def _learngene_steps(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def _learngene_steps(self, step: Step) -> None:
         """The adversary's step, then the Learngene's against it, on one draw of the latent."""
         if self._weight("kl") + self._weight("adversarial") + self._weight("uniform_adversarial") == 0:
-            return {}
-        latent = self._encode(x)
-        out = _latent_forward(x, y, latent)
+            return
+        latent = self._encode(step.x)
+        out = LatentForward.of(step.x, step.y, latent)
         latent.adversary_logits = self.adversary(latent.sample.detach())
-        reading = self._values(out, "adversarial")
-        self._descend(reading, "adversary")
-        with self.frozen(self.adversary):
+        step.descend(self._values(step, out, "adversarial"), "adversary")
+        with frozen(self.adversary):
             latent.uniform_logits = self.adversary(latent.sample)
-        hiding = self._values(out, "kl", "uniform_adversarial")
-        self._descend(hiding, "learngene")
-        return reading | hiding
+        step.descend(self._values(step, out, "kl", "uniform_adversarial"), "learngene")
 
-    def _joint_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+    def _joint_step(self, step: Step) -> Forward:
         """One forward and one backward pass for all losses."""
+        x, y = step.x, step.y
         z_p, latent = self.personanet(x), self._encode(x)
         values = self._mixture_losses(x, y, z_p) if self._weight("gaussian_mixture") > 0 else {}
         latent.adversary_logits = self.adversary(latent.sample.detach())
-        with self.frozen(self.adversary):
+        with frozen(self.adversary):
             latent.uniform_logits = self.adversary(latent.sample)
         constant = not self._reaches_encoders
         inputs = (z_p.detach(), latent.sample.detach()) if constant else (z_p, latent.sample)
         latent.reconstruction = self._decode(*inputs)
         names = ("kl", "adversarial", "uniform_adversarial", "reconstruction")
-        values |= self._values(_latent_forward(x, y, latent), *names)
-        out, classifying = self._classify(x, y, latent.reconstruction)
-        values |= classifying
-        self._descend(values, *self._steppers)
-        return out, values
+        values |= self._values(step, LatentForward.of(x, y, latent), *names)
+        out, classifying = self._classify(step, latent.reconstruction)
+        step.descend(values | classifying, *(step.phase.parts or {}))
+        return out
 
     def _mixture_losses(self, x: Tensor, y: Tensor, z_p: Tensor) -> dict[str, Tensor]:
         classification, likelihood = self.mixture[0].parts(Forward(x, y, [], z_p, z_p))
@@ -333,65 +325,35 @@ class DRDFL(ClientModule):
     def _decode(self, z_p: Tensor, z_l: Tensor) -> Tensor:
         return self.decoder(torch.cat([z_p, z_l], 1))
 
-    def _classify(self, x: Tensor, y: Tensor, reconstruction: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+    def _classify(self, step: Step, reconstruction: Tensor) -> tuple[Forward, dict[str, Tensor]]:
         """L_ce (Eq. 12) on inputs and noisy reconstructions, and the extra terms on the inputs."""
-        out = self.forward_pass(x, y)
+        out = step.forward()
         noisy = reconstruction + self.noise_std * torch.randn_like(reconstruction)
-        noisy_out = self.forward_pass(noisy if self.grad_flow == "full" else noisy.detach(), y)
-        extra = [term for term in self._active if term.name in self._extra_names]
-        cross_entropy = self.all_terms[0]
-        values = self.term_values(out, [cross_entropy, *extra])
-        return out, {**values, "cross_entropy_reconstruction": cross_entropy(self, noisy_out)}
+        noisy_out = step.forward(noisy if self.grad_flow == "full" else noisy.detach())
+        extra = {id(term) for term in self.terms.extra}
+        values = step.values(out, [self.terms.cross_entropy, *(term for term in step.terms if id(term) in extra)])
+        of_noisy = step.values(noisy_out, [self.terms.cross_entropy])
+        return out, {**values, "cross_entropy_reconstruction": of_noisy["cross_entropy"]}
 
-    @property
-    def _extra_names(self) -> set[str]:
-        return {term.name for term in self.all_terms[self.num_own :]}
-
-    def _values(self, out: Forward, *names: str) -> dict[str, Tensor]:
+    def _values(self, step: Step, out: Forward, *names: str) -> dict[str, Tensor]:
         """The values of those of the named terms that have a weight."""
-        return self.term_values(out, [term for term in self.all_terms if term.name in names and term.weight > 0])
-
-    def _weighted(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Σ weight · term; the parts of a term are for the log only."""
-        return term_sum({name: value for name, value in values.items() if name in self._factors}, self._factors)
-
-    def _descend(self, values: Mapping[str, Tensor], *names: str) -> None:
-        """One step of the named optimizers on the weighted sum of `values`; nothing else gets a gradient.
-
-        Two losses step on the same encoder: while mini-batches are accumulated, each keeps its gradients apart.
-        """
-        names = tuple(name for name in names if name in self._steppers)
-        if not values or not names:
-            return
-        parameters = [p for name in names for p in self._parts[name]]
-        for parameter, gradient in zip(parameters, self._accumulated.pop(names, ()), strict=False):
-            parameter.grad = gradient
-        self.optimize(self._weighted(values), *(self._steppers[name] for name in names), only=True)
-        if not self._steps_now:
-            self._accumulated[names] = [p.grad for p in parameters]
-            for parameter in parameters:
-                parameter.grad = None
+        return step.values(out, [term for term in self.terms if term.name in names and term.weight > 0])
 
     # --- prediction ---------------------------------------------------------------------------------------------------
 
-    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self.predictions(x)[self.predict_from]
+    def predictors(self) -> dict[str, Predictor]:
+        """From the reconstruction (of the latents' means), from the input, and from both."""
+        ways: dict[str, Callable[[Seen], Tensor]] = {
+            "reconstruction": lambda seen: seen.once("reconstruction", lambda: self._from_reconstruction(seen.x)),
+            "input": lambda seen: seen.logits(self.model),
+        }
+        ways["both"] = lambda seen: sum(ways[n](seen).float().softmax(1) for n in ("reconstruction", "input")) / 2
+        others = {name: Predictor(way, ()) for name, way in ways.items() if name != self.predict_from}
+        return {self.predict_from: Predictor(ways[self.predict_from]), **others}
 
-    def predictions(self, x: Tensor) -> dict[str, Tensor]:
-        """Class scores [B, C] from the reconstruction (of the latents' means), from the input, and from both."""
+    def _from_reconstruction(self, x: Tensor) -> Tensor:
         reconstruction = self._decode(self.personanet(x), self.learngene(x)[0])
         if self.test_noise:  # from a stream of its own: an evaluation must not change what is trained
             noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"), dtype=torch.float32)
             reconstruction = reconstruction + self.noise_std * noise.to(reconstruction)
-        scores = {"reconstruction": self.model(reconstruction), "input": self.model(x)}
-        scores["both"] = sum(s.float().softmax(1) for s in scores.values()) / 2
-        return {name: scores[name] for name in self.prediction_names}
-
-    @property
-    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
-        return (self.predict_from, *(name for name in get_args(PredictFrom) if name != self.predict_from))
-
-
-def _latent_forward(x: Tensor, y: Tensor, latent: Latent) -> Forward:
-    """A forward pass through the latent part alone: no feature maps, and the sample as embedding."""
-    return Forward(x, y, [], latent.sample, latent.sample, latent)
+        return self.model(reconstruction)

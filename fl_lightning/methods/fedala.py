@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import keeping_statistics, only, training
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import Bundle
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 
-class FedALA(ClientModule):
+class FedALA(Method):
     """FedAvg whose clients start each fit from their own mixture of the global and their own last model.
 
     In the last p layers θ̂ = θ_i + (θ − θ_i) ⊙ W with W in [0, 1], below them θ̂ = θ. W is learnt right after the
@@ -70,18 +71,9 @@ class FedALA(ClientModule):
         require(threshold > 0, "method.threshold", "must be > 0", threshold)
         require(num_losses >= 2, "method.num_losses", "must be >= 2", num_losses)
         require(max_epochs >= 1, "method.max_epochs", "must be >= 1", max_epochs)
-        mixed = model.last_layers(layers, "method.layers")
+        model.last_layers(layers, "method.layers")  # now, because it refuses what the model has not
         super().__init__(model, extra_terms=extra_terms)
-        self.mixed_names = [
-            f"model.{layer}.{name}"
-            for layer in mixed
-            for name, parameter in model.get_submodule(layer).named_parameters(recurse=False)
-            if parameter.requires_grad
-        ]
-        for index, name in enumerate(self.mixed_names):
-            self.register_buffer(f"mixing_{index}", torch.ones_like(self.get_parameter(name).detach()))
-        self.register_buffer("has_own_model", torch.zeros((), dtype=torch.bool))
-        self.register_buffer("has_mixing", torch.zeros((), dtype=torch.bool))
+        self.layers = layers
         self.share = share
         self.mixing_lr = mixing_lr
         self.threshold = threshold
@@ -90,6 +82,18 @@ class FedALA(ClientModule):
 
     has_own_model: Tensor  # bool, whether the client has finished a fit, so that its last layers are θ_i
     has_mixing: Tensor  # bool, whether W was learnt once
+
+    def setup(self) -> None:  # noqa: D102
+        self.mixed_names = [
+            f"model.{layer}.{name}"
+            for layer in self.model.last_layers(self.layers, "method.layers")
+            for name, parameter in self.model.get_submodule(layer).named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        for index, name in enumerate(self.mixed_names):
+            self.register_buffer(f"mixing_{index}", torch.ones_like(self.get_parameter(name).detach()))
+        self.register_buffer("has_own_model", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("has_mixing", torch.zeros((), dtype=torch.bool))
 
     @property
     def mixed(self) -> list[nn.Parameter]:
@@ -101,44 +105,40 @@ class FedALA(ClientModule):
         """W of each of them, in [0, 1]."""
         return [self.get_buffer(f"mixing_{index}") for index in range(len(self.mixed_names))]
 
-    def is_private(self, name: str, module: nn.Module) -> bool:
+    def is_kept(self, name: str, module: nn.Module) -> bool:
         """What is not received, and θ_i of the mixed layers, which the next receive reads before it overwrites it."""
-        return super().is_private(name, module) or name in self.mixed_names
+        return super().is_kept(name, module) or name in self.mixed_names
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Take the global model, then learn how much of its last layers to keep."""
         own = [parameter.detach().clone() for parameter in self.mixed]  # θ_i
         super().receive(message, data)
         if not self.mixed_names or self.mixing_lr == 0 or not self.has_own_model:
             return
-        batches = self.own_batches(data, self.share)
+        steps = data.steps(self.share)
         received = [parameter.detach().clone() for parameter in self.mixed]  # θ
-        was_training = self.training
-        self.train()
-        with torch.enable_grad(), self.only(self.mixed), self.keeping_statistics():
+        with training(self), torch.enable_grad(), only(self, self.mixed), keeping_statistics(self):
             self._mix(own, received)
             if self.has_mixing:
-                self._learn_mixing(own, received, batches)
+                self._learn_mixing(own, received, steps)
             else:
-                self._learn_first_mixing(own, received, batches)
-        self.train(was_training)
+                self._learn_first_mixing(own, received, steps)
 
-    def _learn_first_mixing(self, own: Sequence[Tensor], received: Sequence[Tensor], batches: Sequence[Bundle]) -> None:
+    def _learn_first_mixing(self, own: Sequence[Tensor], received: Sequence[Tensor], steps: Sequence[Step]) -> None:
         """The start phase: epochs until the loss of their last batches has settled."""
         losses: list[Tensor] = []
         while len(losses) < self.max_epochs:
-            losses.append(self._learn_mixing(own, received, batches))
+            losses.append(self._learn_mixing(own, received, steps))
             last = torch.stack(losses[-self.num_losses :])
             if len(losses) > self.num_losses and last.std(correction=0) < self.threshold:
                 break
         self.has_mixing.fill_(True)
 
-    def _learn_mixing(self, own: Sequence[Tensor], received: Sequence[Tensor], batches: Sequence[Bundle]) -> Tensor:
+    def _learn_mixing(self, own: Sequence[Tensor], received: Sequence[Tensor], steps: Sequence[Step]) -> Tensor:
         """One epoch of W, with θ̂ mixed anew after every batch. Returns the last batch's loss."""
-        for x, y, _size in batches:
-            with self._single_sample(len(y)):
-                loss = self.all_terms[0](self, self.forward_pass(x, y))
-            gradients = self.gradients(loss, self.mixed)
+        for step in steps:
+            loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
+            gradients = step.gradients(loss, self.mixed)
             for w, gradient, old, new in zip(self.mixing, gradients, own, received, strict=True):
                 w.sub_(self.mixing_lr * gradient * (new - old)).clamp_(0, 1)
             self._mix(own, received)
@@ -150,7 +150,6 @@ class FedALA(ClientModule):
         for parameter, old, new, w in zip(self.mixed, own, received, self.mixing, strict=True):
             parameter.copy_(torch.lerp(widened(old), widened(new), w))
 
-    def on_train_end(self) -> None:
+    def on_fit_end(self) -> None:
         """From now on there is an own model."""
-        super().on_train_end()
         self.has_own_model.fill_(True)

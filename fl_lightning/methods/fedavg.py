@@ -6,12 +6,12 @@ Data", AISTATS 2017, Algorithm 1.
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
 
 
-class FedAvg(ClientModule):
+class FedAvg(Method):
     """Federated averaging: clients train the global model, the server averages by samples.
 
     The weights are renormalised over the participants, so that partial participation does not shrink the model.

@@ -9,21 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Phase, Predictor
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 FineTuned = Literal["full", "head", "body"]
 
 
-class FedBABU(ClientModule):
+class FedBABU(Method):
     """Local fits train the body through the head h⁰, which is the same random one for all clients and never moves.
 
     For an evaluation, a throw-away copy is fine-tuned on the client's own training part: Local-T and Global-T are the
@@ -43,7 +44,6 @@ class FedBABU(ClientModule):
 
     shared = ("model.body",)
     paper = "Oh et al., ICLR 2022"
-    has_global_model = True  # h⁰ is everybody's, so the averaged body is a complete model
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class FedBABU(ClientModule):
         self.finetune_epochs = finetune_epochs
         self.finetune = finetune
         self.finetune_lr = finetune_lr
-        self.num_head = 0
-        for tensor in model.head.state_dict().values():  # h⁰
-            self.register_buffer(f"initial_head_{self.num_head}", tensor.detach().clone(), persistent=False)
-            self.num_head += 1
 
-    def is_private(self, name: str, module: nn.Module) -> bool:
+    def setup(self) -> None:  # noqa: D102
+        for index, tensor in enumerate(self.model.head.state_dict().values()):  # h⁰
+            self.register_buffer(f"initial_head_{index}", tensor.detach().clone(), persistent=False)
+
+    def is_kept(self, name: str, module: nn.Module) -> bool:
         """Not the head: every receive puts h⁰ there."""
-        return super().is_private(name, module) and not name.startswith("model.head.")
+        return super().is_kept(name, module) and not name.startswith("model.head.")
 
     @torch.no_grad()
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Take the body that came in, and h⁰."""
         for index, tensor in enumerate(self.model.head.state_dict().values()):
             tensor.copy_(self.get_buffer(f"initial_head_{index}"))
@@ -80,28 +80,24 @@ class FedBABU(ClientModule):
     def phases(self) -> list[Phase]:  # noqa: D102
         return [Phase("body", trains=("model.body", "terms"))]
 
-    def adapt(self, data: LocalData) -> None:
+    def predictors(self) -> dict[str, Predictor]:
+        """One, which an evaluation fine-tunes; under h⁰ the averaged body is a complete model."""
+        return {"": Predictor(lambda seen: seen.logits(self.model), adapts=True)}
+
+    def adapt(self, data: OwnData) -> None:
         """Fine-tune for F epochs on the cross-entropy; the state that this is done to is thrown away."""
-        assert self.settings is not None
         part = self.model if self.finetune == "full" else self.model.get_submodule(self.finetune)
-        parameters: list[Tensor] = [p for p in part.parameters() if p.requires_grad]
+        parameters = [p for p in part.parameters() if p.requires_grad]
         if not parameters or self.finetune_epochs == 0:
             return
-        optimizer = self.settings.optimizer(parameters)  # type: ignore[arg-type]
+        optimizer = self.fit.make_optimizer(parameters, decays=False)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] if self.finetune_lr is None else self.finetune_lr
-        was_training = self.training
-        self.train()
-        with torch.enable_grad(), self.only(parameters):  # type: ignore[arg-type]
+        with training(self), torch.enable_grad(), only(self, parameters):
             for _ in range(self.finetune_epochs):
-                for bundle in self.own_batches(data):
-                    self._finetune_step(bundle.x, bundle.y, parameters, optimizer)
-        self.train(was_training)
-
-    def _finetune_step(self, x: Tensor, y: Tensor, parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        with self._single_sample(len(y)):
-            loss = self.all_terms[0](self, self.forward_pass(x, y))
-        for parameter, gradient in zip(parameters, self.gradients(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
+                for step in data.steps():
+                    loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
+                    for parameter, gradient in zip(parameters, step.gradients(loss, parameters), strict=True):
+                        parameter.grad = gradient
+                    optimizer.step()
+                    optimizer.zero_grad()

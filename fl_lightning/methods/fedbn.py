@@ -9,15 +9,16 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
 from fl_lightning.core.server import Server, Weighting
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require_choices
 from fl_lightning.models.split import SplitModel
 
 
-class FedBN(ClientModule):
+class FedBN(Method):
     """Everything is averaged but the batch-norm layers: their scales, shifts and running statistics are private.
 
     The layers are found by type, wherever they stand; public codes look for "bn" in names, and so exchange the three
@@ -43,5 +44,5 @@ class FedBN(ClientModule):
     def is_shared(self, name: str, module: nn.Module) -> bool:  # noqa: D102
         return super().is_shared(name, module) and not isinstance(module, _BatchNorm)
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
-        return Server(initial, self.artifact_rules(), self.weighting)
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+        return Server(initial, weighting=self.weighting)

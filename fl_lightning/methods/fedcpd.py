@@ -7,23 +7,24 @@ weights nor the temperature; the defaults are ours.
 
 from __future__ import annotations
 
-from typing import Literal
-
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Literal
 
 from fl_lightning.core.aggregation import ClassWeighting, MissingClass
-from fl_lightning.core.client import ClientModule, Phase
-from fl_lightning.core.term import Term, term_sum
+from fl_lightning.core.freezing import frozen
+from fl_lightning.core.method import Method, Phase
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.distillation import Attention, FeatureDistillation, Parameters, Reduction, Tap, Target
 from fl_lightning.losses.prototype import Distance, PrototypeAlignment, PrototypeContrast
 from fl_lightning.models.split import SplitModel
 
+if TYPE_CHECKING:
+    from fl_lightning.core.step import Step
+
 Alternation = Literal["epoch", "batch"]
 
 
-class FedCPD(ClientModule):
+class FedCPD(Method):
     """Private heads on a shared body; each fit distils the client's last own body and follows global prototypes.
 
     L = L_ce + α L_align + β L_pcl + γ L_fd trains the body; the head sees L_ce alone. Message: body and class
@@ -110,35 +111,26 @@ class FedCPD(ClientModule):
         self.body_epochs = body_epochs
         self.alternation = alternation
 
-    def phases(self) -> list[Phase]:  # noqa: D102
+    def phases(self) -> list[Phase]:
+        """The head under a body that rests, then the body; or both in turn on every batch."""
+        body = ("model.body", "terms")
         if self.alternation == "batch":
-            return [Phase("head and body", trains=("model", "terms"), epochs=self.body_epochs)]
+            parts = {"head": ("model.head",), "body": body}
+            return [Phase("head and body", trains=("model", "terms"), epochs=self.body_epochs, parts=parts)]
         return [
-            Phase("head", trains=("model.head",), epochs=self.head_epochs),
-            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
+            Phase("head", trains=("model.head",), epochs=self.head_epochs, resting=("model.body",)),
+            Phase("body", trains=body, epochs=self.body_epochs),
         ]
 
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """One optimizer a phase; one for the head and one for the body where they take turns in every batch."""
-        if self.alternation == "epoch":
-            return super().configure_optimizers()
-        self._plan = self.plan()
-        head = [p for p in self.model.head.parameters() if p.requires_grad]
-        of_head = {id(p) for p in head}
-        body = [p for p in self.parameters() if p.requires_grad and id(p) not in of_head]
-        return [self.make_optimizer(head), self.make_optimizer(body)]
-
-    def local_step(self, x: Tensor, y: Tensor) -> None:
+    def local_step(self, step: Step) -> None:
         """One batch: a step of the phase's part; under ``batch`` alternation a step of the head, then of the body."""
         if self.alternation == "epoch":
-            super().local_step(x, y)
+            super().local_step(step)
             return
-        head, body = self._phase_optimizers
-        with self._single_sample(len(y)), self.frozen(self.model.body):
-            out = self.forward_pass(x, y)
-        terms = [term for term in self._active if any(part in ("", "model.head") for part in term.reaches)]
-        self.optimize(term_sum(self.term_values(out, terms), self._term_weights), head, only=True)
-        with self._single_sample(len(y)):
-            out = self.forward_pass(x, y)
-        self.optimize(self.composite_loss(out), body, only=True)
-        self.observe(out)
+        with frozen(self.model.body):
+            out = step.forward()
+        terms = [term for term in step.terms if any(part in ("", "model.head") for part in term.reaches)]
+        step.descend(step.values(out, terms), "head")
+        out = step.forward()
+        step.descend(step.values(out), "body")
+        step.observe(out)

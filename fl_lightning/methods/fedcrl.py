@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Message
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.method import Method
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import PrototypeContrast, PrototypeTerm
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import Host, OwnData
 
 
-class FedCRL(ClientModule):
+class FedCRL(Method):
     """A contrast against class prototypes, whose loss says how much of the global model a client takes.
 
     L = L_ce + λ L_con, and W_i ← θ_i W + (1 − θ_i) W_i before the fit. L_con is the cross-entropy of cos(f(x), V_k)/τ
@@ -64,22 +65,21 @@ class FedCRL(ClientModule):
 
     global_share: Tensor  # θ_i, of the next receive
 
-    def is_private(self, name: str, module: torch.nn.Module) -> bool:
+    def is_kept(self, name: str, module: torch.nn.Module) -> bool:
         """Everything is kept: the next receive mixes the client's own model with the global one."""
         return True
 
     @torch.no_grad()
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Local aggregation: entries between the own (θ = 0) and the global ones (θ = 1)."""
         share = float(self.global_share) if self.mixing is None else self.mixing
-        own = self.entries
+        own = self.state_dict()
         fits = {name for name, tensor in message.weights.items() if name in own and own[name].shape == tensor.shape}
         mixed = {n: _between(own[n], t, share) if n in fits else t for n, t in message.weights.items()}
         super().receive(Message(mixed, message.artifacts, message.num_samples), data)  # which refuses what does not fit
 
-    def on_train_end(self) -> None:
+    def on_fit_end(self) -> None:
         """θ_i from the fit's mean contrastive loss, for the next receive."""
-        super().on_train_end()
         contrast, num_classes = self.contrast[0], int(self.contrast[0].valid.sum())
         loss = contrast.mean_loss()
         if num_classes == 1:
@@ -99,23 +99,23 @@ class MeasuredContrast(PrototypeContrast):
     loss_sum: Tensor  # over the samples of the present fit
     num_valid: Tensor  # int64, how many these are
 
-    def setup(self, client: ClientModule) -> None:  # noqa: D102
-        super().setup(client)
+    def setup(self, host: Host) -> None:  # noqa: D102
+        super().setup(host)
         self.register_buffer("loss_sum", torch.zeros(()), persistent=False)
         self.register_buffer("num_valid", torch.zeros((), dtype=torch.long), persistent=False)
 
-    def receive(self, client: ClientModule, message: Message) -> None:  # noqa: D102
-        super().receive(client, message)
+    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+        super().receive(host, message)
         self.loss_sum.zero_()
         self.num_valid.zero_()
 
-    def forward(self, client: ClientModule, out: Forward) -> Tensor:  # noqa: D102
-        loss = super().forward(client, out)
+    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+        loss = super().forward(host, out)
         self._last = loss.detach()
         return loss
 
-    def observe(self, client: ClientModule, out: Forward) -> None:  # noqa: D102
-        super().observe(client, out)
+    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+        super().observe(host, out)
         num_valid = self.valid[out.y].sum()
         self.loss_sum += self._last * num_valid
         self.num_valid += num_valid

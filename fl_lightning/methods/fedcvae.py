@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import keeping_statistics
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Forward, Term, term_sum
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.conditional_vae import class_moments, kl_to_normal
 from fl_lightning.losses.variational import clamped, reconstruction_loss
@@ -27,12 +29,13 @@ from fl_lightning.models.split import SplitModel
 from fl_lightning.models.vae import reparametrised
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 GeneratedClasses = Literal["present", "all"]
 
 
-class FedCVAE(ClientModule):
+class FedCVAE(Method):
     """A shared network g gives every class a Gaussian prior, under which a private autoencoder makes more images.
 
     A local fit is three, one after another, with feature a(x) the last hidden layer of g, and N(m_k, s²_k) the moments
@@ -118,7 +121,7 @@ class FedCVAE(ClientModule):
         self.epochs = epochs
         self.variance_floor = variance_floor
         self.generated_classes = generated_classes
-        self.own_data: LocalData | None = None
+        self.own_data: OwnData | None = None
 
     class_mean: Tensor  # [C, D] m
     class_variance: Tensor  # [C, D] s²
@@ -126,10 +129,10 @@ class FedCVAE(ClientModule):
     pixel_mean: Tensor  # [1, 1 or C_in, 1, 1], which normalise the images
     pixel_std: Tensor
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Load g, which was averaged on the way; all of the client that is not in a state dict is set anew here."""
         super().receive(message, data)
-        self.pixel_mean, self.pixel_std = (t.to(self.device) for t in data.store.pixel_mean_and_std())
+        self.pixel_mean, self.pixel_std = (t.to(self.facts.device) for t in data.pixel_mean_and_std())
         self.own_data = data
 
     # --- the local fit ------------------------------------------------------------------------------------------------
@@ -141,30 +144,24 @@ class FedCVAE(ClientModule):
             Phase("classifier", ("model", "terms"), self.epochs["classifier"]),
         ]
 
-    def on_train_start(self) -> None:
-        """Prepare one fit."""
-        super().on_train_start()
-        self._factors = {**self._term_weights, **self.weights}
-
-    def on_train_epoch_start(self) -> None:
+    def _enter_phase(self, phase: Phase) -> None:
         """Put parts that rest into eval mode; once g is fitted, take its moments."""
-        super().on_train_epoch_start()
-        self.prior.train(self.phase.name == "prior")
-        self.encoder.train(self.phase.name == "cvae")
-        self.decoder.train(self.phase.name == "cvae")
-        if self.phase.name != "prior" and self.own_data is not None:
+        self.prior.train(phase.name == "prior")
+        self.encoder.train(phase.name == "cvae")
+        self.decoder.train(phase.name == "cvae")
+        if phase.name != "prior" and self.own_data is not None:
             self.know_classes(self.own_data)
             self.own_data = None
 
     @torch.no_grad()
-    def know_classes(self, data: LocalData) -> None:
+    def know_classes(self, data: OwnData) -> None:
         """Take the moments of the features of the client's training part, and the range of its pixels."""
         features, labels = [], []
         least, largest = 0.0, 1.0
         for x, y in data.batches("train"):
             features.append(widened(self.prior(self._pixels(x).to(x.dtype))[0]))
             labels.append(y)
-            if data.store.x.is_floating_point():  # no bytes, whose range is [0, 1] by itself
+            if data.are_floats:  # no bytes, whose range is [0, 1] by itself
                 least, largest = min(least, float(x.min())), max(largest, float(x.max()))
         y = torch.cat(labels)
         mean, variance = class_moments(torch.cat(features), y, self.model.num_classes, self.variance_floor)
@@ -174,24 +171,23 @@ class FedCVAE(ClientModule):
         every = torch.arange(self.model.num_classes, device=y.device)
         self.drawn_classes = y.unique() if self.generated_classes == "present" else every
 
-    def local_step(self, x: Tensor, y: Tensor) -> None:
-        """One mini-batch of the phase that it belongs to."""
-        with self._single_sample(len(y)):
-            if self.phase.name == "prior":
-                self._descend(self.prior_losses(x, y), len(y))
-            elif self.phase.name == "cvae":
-                self._descend(self.cvae_losses(x, y), len(y))
-            else:
-                out = self.forward_pass(x, y)
-                with self.keeping_statistics():  # until after the step: the backward pass must find them as they were
-                    self._descend(self.classifier_losses(out), len(y))
-                self.observe(out)
+    def losses(self) -> dict[str, float]:  # noqa: D102
+        off = "cross_entropy_generated" if not self.weights["cross_entropy_generated"] else ""
+        return {name: weight for name, weight in self.weights.items() if name != off}
 
-    def _descend(self, values: dict[str, Tensor], batch_size: int) -> None:
-        """Step on Σ weight · loss, and log it."""
-        total = term_sum({name: value for name, value in values.items() if self._factors[name] > 0}, self._factors)
-        self.log_losses({"loss": total, **values}, batch_size)
-        self.optimize(total, self.optimizer)
+    def local_step(self, step: Step) -> None:
+        """One mini-batch of the phase that it belongs to."""
+        if step.is_first:
+            self._enter_phase(step.phase)
+        if step.phase.name == "prior":
+            step.descend(self.prior_losses(step.x, step.y))
+        elif step.phase.name == "cvae":
+            step.descend(self.cvae_losses(step.x, step.y))
+        else:
+            out = step.forward()
+            with keeping_statistics(self):  # until after the step: the backward pass must find them as they were
+                step.descend(self.classifier_losses(step, out))
+            step.observe(out)
 
     def prior_losses(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """L_g of images [B, C_in, H, W] of classes [B]."""
@@ -207,12 +203,13 @@ class FedCVAE(ClientModule):
         kl = kl_to_normal(mean, log_variance, self.class_mean[y], self.class_variance[y])
         return {"reconstruction": reconstruction_loss(images, decoded), "kl": kl}
 
-    def classifier_losses(self, out: Forward) -> dict[str, Tensor]:
+    def classifier_losses(self, step: Step, out: Forward) -> dict[str, Tensor]:
         """L_C and the extra terms, of a forward pass of the client's images and of as many imagined ones."""
-        values = self.term_values(out, self._active)
+        values = step.values(out)
         if self.weights["cross_entropy_generated"] > 0:
-            imagined = self.forward_pass(*self.imagine(len(out.y), out.x.dtype))
-            values["cross_entropy_generated"] = self.all_terms[0](self, imagined)
+            imagined = step.forward(*self.imagine(len(out.y), out.x.dtype))
+            generated = step.values(imagined, [self.terms.cross_entropy])
+            values["cross_entropy_generated"] = generated["cross_entropy"]
         return values
 
     @torch.no_grad()
@@ -233,8 +230,3 @@ class FedCVAE(ClientModule):
         """Images in the decoder's [0, 1], in float32."""
         least, largest = self.pixel_range
         return (self._pixels(x) - least) / (largest - least)
-
-    @property
-    def loss_names(self) -> tuple[str, ...]:  # noqa: D102
-        own = [name for name in self.weights if name != "cross_entropy_generated" or self.weights[name] > 0]
-        return (*super().loss_names, *own)

@@ -9,14 +9,14 @@ lacks as zeros; here a teacher is a mean of probabilities over the other clients
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.label_distillation import Averages, LabelDistillation, Stale
 from fl_lightning.models.split import SplitModel
 
 
-class FedDistill(ClientModule):
+class FedDistill(Method):
     """Private models; each learns from the mean soft labels that the other clients give its samples' classes.
 
     L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T)), q_c the mean over the other participants j

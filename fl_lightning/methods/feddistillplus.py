@@ -7,14 +7,14 @@ FedDW's Table IV compares with (Liu et al., arXiv:2412.04521).
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.label_distillation import Averages, LabelDistillation, Stale
 from fl_lightning.models.split import SplitModel
 
 
-class FedDistillPlus(ClientModule):
+class FedDistillPlus(Method):
     """FedAvg whose clients also learn from the mean soft labels that the others give their samples' classes.
 
     L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T)), with q_c the mean prediction for class c of the other

@@ -7,7 +7,7 @@ defaults are the paper's equations.
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.losses.class_relation import (
     ClassRelation,
@@ -20,7 +20,7 @@ from fl_lightning.losses.class_relation import (
 from fl_lightning.models.split import SplitModel
 
 
-class FedDW(ClientModule):
+class FedDW(Method):
     """FedAvg and, on the classification layer alone, L = L_cla + μ L_reg (equation 12).
 
     Each client also sends, for the classes that it holds, its mean soft labels; the global ones regularise every

@@ -10,18 +10,22 @@ too), and its augmentations other than mixup and mosaic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule, Phase
-from fl_lightning.core.message import Artifact, KeptRows, Message
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import training
+from fl_lightning.core.message import Artifact, Message, Structured, artifact
+from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.precision import widened
-from fl_lightning.core.server import RuleFactory, Server
-from fl_lightning.core.term import Forward, Term, term_sum
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.feature_split import mixup_cross_entropy, mosaic, protected_copies
 from fl_lightning.losses.variational import kl_to_standard_normal, reconstruction_loss
@@ -29,14 +33,40 @@ from fl_lightning.models.residual_vae import ResidualVAE
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 PASSES = 3  # of one epoch of the first phase: mixup, reconstruction, the split
 
 
-class FedFed(ClientModule):
+@artifact
+@dataclass(frozen=True)
+class KeptRows(Structured):
+    """Rows that a receiver keeps for good, of which only the new ones cross the wire now.
+
+    For what is handed out once and used ever after (a pool of shared samples): a federation of N clients stores it
+    once, not N times, and still counts what every client was sent.
+
+    Args:
+        rows: [M, …] all that the receiver holds once it has this message.
+        num_new: how many of them it did not hold before, in [0, M]; these are counted.
+    """
+
+    rows: Tensor
+    num_new: int
+
+    @property
+    def num_params(self) -> int:
+        """Values really sent: those of the new rows."""
+        return self.num_new * self.rows[:1].numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values counted by `num_params`."""
+        return self.num_params * self.rows.element_size()
+
+
+class FedFed(Method):
     """FedAvg on own and shared images, after learning together what of the images to share.
 
     The first `feature_rounds` rounds average classifier w and autoencoder q. An epoch trains w on mixed-up images, then
@@ -127,24 +157,20 @@ class FedFed(ClientModule):
     @property
     def splits(self) -> bool:
         """Whether the present round belongs to the first phase."""
-        return 1 <= self.round <= self.feature_rounds
-
-    @property
-    def received_is_global(self) -> bool:  # noqa: D102 - `receive` adds nothing that predictions depend on
-        return self.has_global_model
+        return 1 <= self.facts.round <= self.feature_rounds
 
     # --- what comes in, what goes out ---------------------------------------------------------------------------------
 
-    def receive(self, message: Message, data: LocalData) -> None:
+    def receive(self, message: Message, data: OwnData) -> None:
         """Load w and q, keep hold of the pool; all of the client that is not in a state dict is set anew here."""
         super().receive(message, data)
-        self.pixel_mean, self.pixel_std = (t.to(self.device) for t in data.store.pixel_mean_and_std())
+        self.pixel_mean, self.pixel_std = (t.to(self.facts.device) for t in data.pixel_mean_and_std())
         self.num_own = data.num_train
         pool, labels = (message.artifacts.get(name) for name in ("protected", "protected_labels"))
         self.pool = (pool.rows, labels.rows) if isinstance(pool, KeptRows) and isinstance(labels, KeptRows) else None
         self.owes_copies = not self.splits and any(name.startswith("vae.") for name in message.weights)
 
-    def send(self, data: LocalData) -> Message:
+    def send(self, data: OwnData) -> Message:
         """First w and q; then w alone, and once the protected copies."""
         message = super().send(data)
         if self.splits:
@@ -154,15 +180,13 @@ class FedFed(ClientModule):
         return Message(weights, {**message.artifacts, **copies}, message.num_samples)
 
     @torch.no_grad()
-    def _copies(self, data: LocalData) -> dict[str, Artifact]:
+    def _copies(self, data: OwnData) -> dict[str, Artifact]:
         """Both copies of the whole training part, [n_i, 2, C_in, H, W], and its labels [n_i]."""
-        was_training = self.training
-        self.eval()
         rows, labels = [], []
-        for x, y in data.batches("train"):
-            rows.append(torch.stack(self._protected(x, self._robust(x)[0]), 1).float())
-            labels.append(y)
-        self.train(was_training)
+        with training(self, False):
+            for x, y in data.batches("train"):
+                rows.append(torch.stack(self._protected(x, self._robust(x)[0]), 1).float())
+                labels.append(y)
         return {"protected": torch.cat(rows).contiguous(), "protected_labels": torch.cat(labels)}
 
     def _robust(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,63 +198,65 @@ class FedFed(ClientModule):
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 
-    def phases(self) -> list[Phase]:  # noqa: D102
-        return [Phase("features", epochs=PASSES * self.feature_epochs)] if self.splits else super().phases()
-
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """One optimizer for classifier and autoencoder in the first phase, the configured one in the second."""
+    def phases(self) -> list[Phase]:
+        """First one optimizer for classifier and autoencoder, then the configured one for the classifier."""
         if not self.splits:
-            return super().configure_optimizers()
-        self._plan = self.plan()
-        lr = self.feature_lr * self.lr_factor
-        return [torch.optim.AdamW(self._plan[0].parameters, lr=lr, weight_decay=self.feature_weight_decay)]
+            return super().phases()
+        adam_w = partial(torch.optim.AdamW, lr=self.feature_lr, weight_decay=self.feature_weight_decay)
+        return [Phase("features", epochs=PASSES * self.feature_epochs, optimizer=adam_w)]
 
-    def on_train_epoch_start(self) -> None:
+    def losses(self) -> dict[str, float]:  # noqa: D102
+        own = {name: weight for name, weight in self.weights.items() if name != "cross_entropy"}
+        return {"mixup": 1.0, **own} if self.feature_rounds else {}
+
+    def term_weights(self) -> dict[str, float]:
+        """c_x for the cross-entropy in the first phase."""
+        weights = super().term_weights()
+        return {**weights, "cross_entropy": self.weights["cross_entropy"]} if self.splits else weights
+
+    def _draw(self, step: Step) -> None:
         """Draw the epoch's shared samples, for either copy apart."""
-        super().on_train_epoch_start()
         self.num_taken = 0
         if self.pool is not None and not self.splits:
-            labels = self.pool[1]
-            draw = lambda: class_balanced_draw(labels, self.model.num_classes, self.num_own)  # noqa: E731
-            draws = [draw() for _ in self.noise_stds]
-            self.draws = draws if self._devices is None else [self._devices.first(rows) for rows in draws]
+            labels, classes = self.pool[1], self.model.num_classes
+            self.draws = [step.agreed(class_balanced_draw(labels, classes, self.num_own)) for _ in self.noise_stds]
 
-    def local_step(self, x: Tensor, y: Tensor) -> None:
+    def local_step(self, step: Step) -> None:
         """One mini-batch of the pass or phase that it belongs to."""
+        if step.is_first:
+            self._draw(step)
         if not self.splits and self.pool is None:
-            super().local_step(x, y)
+            super().local_step(step)
             return
         steps = (self._mixup_step, self._reconstruction_step, self._split_step)
-        step = steps[self.current_epoch % PASSES] if self.splits else self._shared_step
-        with self._single_sample(len(y)):
-            out, values = step(x, y)
-        weights = {**self._term_weights, "mixup": 1.0, **(self.weights if self.splits else {})}
-        total = term_sum({name: value for name, value in values.items() if weights[name] > 0}, weights)
-        self.log_losses({"loss": total, **values}, len(y))
-        if total.requires_grad:  # a pass whose weights are all 0 trains nothing
-            self.optimize(total, self.optimizer)
+        take = steps[step.epoch % PASSES] if self.splits else self._shared_step
+        out, values = take(step)
+        step.descend(values)
         if out is not None:
-            self.observe(out)
+            step.observe(out)
 
-    def _mixup_step(self, x: Tensor, y: Tensor) -> tuple[None, dict[str, Tensor]]:
+    def _mixup_step(self, step: Step) -> tuple[None, dict[str, Tensor]]:
         """The classifier on images mixed with those of a shuffled batch."""
+        x, y = step.x, step.y
         both = torch.full((2,), self.mixup, dtype=torch.float32)  # Beta draws exist in no narrower type
         share = float(torch.distributions.Beta(*both).sample())
         other = torch.randperm(len(y)).to(y.device)
         logits = self.model(share * x + (1 - share) * x[other])
         return None, {"mixup": mixup_cross_entropy(logits, y, y[other], share)}
 
-    def _reconstruction_step(self, x: Tensor, y: Tensor) -> tuple[None, dict[str, Tensor]]:
+    def _reconstruction_step(self, step: Step) -> tuple[None, dict[str, Tensor]]:
         """The autoencoder on mosaics."""
-        return None, self._autoencoder_losses(mosaic(x))[0]
+        return None, self._autoencoder_losses(mosaic(step.x))[0]
 
-    def _split_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+    def _split_step(self, step: Step) -> tuple[Forward, dict[str, Tensor]]:
         """Both, through the sensitive part: one pass of the classifier over the images and their copies."""
+        x, y = step.x, step.y
         values, robust = self._autoencoder_losses(x)
-        own, everything = self._own_and_all(x, y, [copy.to(x.dtype) for copy in self._protected(x, robust)], [y, y])
-        own_values = self.term_values(own, self._active)
-        copies = F.cross_entropy(widened(everything.logits[len(y) :]), everything.y[len(y) :])
-        return own, {**own_values, **values, "cross_entropy_protected": copies}
+        copies = [copy.to(x.dtype) for copy in self._protected(x, robust)]
+        own, everything = self._own_and_all(step, copies, [y, y])
+        own_values = step.values(own)
+        protected = F.cross_entropy(widened(everything.logits[len(y) :]), everything.y[len(y) :])
+        return own, {**own_values, **values, "cross_entropy_protected": protected}
 
     def _autoencoder_losses(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         robust, mean, log_variance = self._robust(x)
@@ -238,42 +264,32 @@ class FedFed(ClientModule):
         kl = kl_to_standard_normal(mean, log_variance) / (x.shape[1] * mean.shape[1])
         return {"reconstruction": reconstruction_loss(pixels, robust, "mean"), "kl": kl}, robust
 
-    def _shared_step(self, x: Tensor, y: Tensor) -> tuple[Forward, dict[str, Tensor]]:
+    def _shared_step(self, step: Step) -> tuple[Forward, dict[str, Tensor]]:
         """Second phase: own images and as many of either copy, one mean over all."""
         assert self.pool is not None
         images, labels = self.pool
-        rows = self._next_draws(len(y))
-        copies = [images[row, copy].to(x.dtype) for copy, row in enumerate(rows)]
-        own, everything = self._own_and_all(x, y, copies, [labels[row] for row in rows])
-        extra = [term for term in self._active if term is not self.all_terms[0]]
-        cross_entropy = self.all_terms[0](self, everything)
-        return own, {self.all_terms[0].name: cross_entropy, **self.term_values(own, extra)}
+        rows = self._next_draws(step)
+        copies = [images[row, copy].to(step.x.dtype) for copy, row in enumerate(rows)]
+        own, everything = self._own_and_all(step, copies, [labels[row] for row in rows])
+        first, *others = step.terms
+        return own, {**step.values(everything, [first]), **step.values(own, others)}
 
-    def _next_draws(self, size: int) -> list[Tensor]:
+    def _next_draws(self, step: Step) -> list[Tensor]:
         """Rows of the pool, of either copy, beside so many own samples: this device's part of the mini-batch's."""
-        size = size if self._devices is None else self._devices.batch_size
-        taken = slice(self.num_taken, self.num_taken + size)
-        self.num_taken += size
-        rows = [draw[taken] for draw in self.draws]
-        return rows if self._devices is None else [draw[self._devices.own] for draw in rows]
+        taken = slice(self.num_taken, self.num_taken + step.part.batch_size)
+        self.num_taken += step.part.batch_size
+        return [draw[taken][step.part.own] for draw in self.draws]
 
-    def _own_and_all(self, x: Tensor, y: Tensor, copies: list[Tensor], labels: list[Tensor]) -> tuple[Forward, Forward]:
+    def _own_and_all(self, step: Step, copies: list[Tensor], labels: list[Tensor]) -> tuple[Forward, Forward]:
         """One forward pass over own images and copies: the part of it that is the own images', and the whole."""
-        out = self.forward_pass(torch.cat([x, *copies]), torch.cat([y, *labels]))
-        n = len(y)
-        own = Forward(x, y, [feature[:n] for feature in out.features], out.z[:n], out.logits[:n])
-        return own, out
+        out = step.forward(torch.cat([step.x, *copies]), torch.cat([step.y, *labels]))
+        n = len(step.y)
+        features = [feature[:n] for feature in out.features]
+        return replace(out, x=step.x, y=step.y, features=features, z=out.z[:n], logits=out.logits[:n]), out
 
-    @property
-    def loss_names(self) -> tuple[str, ...]:  # noqa: D102
-        first = ("mixup", "reconstruction", "kl", "cross_entropy_protected") if self.feature_rounds else ()
-        return (*super().loss_names, *first)
-
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         return (
-            PoolServer(initial, self.artifact_rules(), self.feature_rounds)
-            if self.feature_rounds
-            else super().make_server(initial)
+            PoolServer(initial, self.feature_rounds) if self.feature_rounds else super().make_server(initial, facts)
         )
 
 
@@ -313,36 +329,38 @@ class PoolServer(Server):
     is known from its messages: who answered in a round had received the pool as it was when the round began.
     """
 
-    def __init__(self, initial: Message, rules: Mapping[str, RuleFactory], feature_rounds: int) -> None:
+    sees_messages = True
+
+    def __init__(self, initial: Message, feature_rounds: int) -> None:
         self.feature_rounds = feature_rounds
-        super().__init__(initial, rules)
+        super().__init__(initial)
         self.fresh = {name: tensor for name, tensor in initial.weights.items() if not name.startswith("vae.")}
         self.vae: dict[str, Tensor] = {}  # the final q
         self.owners = torch.zeros(0, dtype=torch.long)  # [M] whose copy each row of the pool is
         self.known: dict[int, int] = {}  # client -> rows of the pool that it holds
 
-    def open_round(self, round: int) -> None:
+    def open_round(self) -> None:
         """Start a round: nothing has come in. The second phase's first one starts from a fresh classifier.
 
         Only now: until then the first phase's average is the global model.
         """
-        super().open_round(round)
+        super().open_round()
         weights = self.message.weights
         own = {name: tensor for name, tensor in weights.items() if name.startswith("vae.")}
-        if own and round > self.feature_rounds:
+        if own and self.round > self.feature_rounds:
             self.vae = own
             self.message = replace(self.message, weights=self.fresh)
         self._heard: list[int] = []
         self._arrived: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def collect(self, client: int, message: Message) -> None:
-        """Fold in one client's weights; lay its copies aside."""
+    def see(self, client: int, message: Message) -> Message:
+        """Lay a client's copies aside."""
         artifacts = dict(message.artifacts)
         copies, labels = artifacts.pop("protected", None), artifacts.pop("protected_labels", None)
         if isinstance(copies, Tensor) and isinstance(labels, Tensor):
             self._arrived[client] = copies, labels
         self._heard.append(client)
-        super().collect(client, replace(message, artifacts=artifacts))
+        return replace(message, artifacts=artifacts)
 
     def close_round(self) -> None:
         """Average; in the second phase add to the pool what came in."""

@@ -18,21 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.server import RuleFactory, Server, TrainingServer
+from fl_lightning.core.method import Method
+from fl_lightning.core.server import Server, TrainingServer
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 SampleWeighting = Literal["uniform", "count"]
 UPLOAD = "class_means"
 
 
-class FedGH(ClientModule):
+class FedGH(Method):
     """Each fit starts from the server's head on the client's own body; class means of embeddings go up.
 
     Clients minimise L_ce of body and head; the server minimises CE(h(v_{i,c}), c) over the class means v_{i,c} that
@@ -74,11 +75,9 @@ class FedGH(ClientModule):
         self.server_batch_size = server_batch_size
         self.weighting: SampleWeighting = weighting
 
-    def send(self, data: LocalData) -> Message:
+    def send(self, data: OwnData) -> Message:
         """The mean embedding of each class that the client holds, over its training part in eval mode."""
-        with self._collecting():
-            message = super().send(data)
-            seen = self.collect(data)
+        message, seen = super().send(data), data.collected()
         means = ClassMeans.from_samples(seen.z, seen.y, self.model.num_classes)
         return replace(message, artifacts={**message.artifacts, UPLOAD: means})
 
@@ -87,10 +86,9 @@ class FedGH(ClientModule):
         head = {f"model.head.{name}": tuple(tensor.shape) for name, tensor in self.model.head.state_dict().items()}
         return {**super().interface(), **head, UPLOAD: (self.model.num_classes, self.model.embedding_size)}
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         return HeadServer(
             initial,
-            self.artifact_rules(),
             copy.deepcopy(self.model.head),
             self.server_lr,
             self.server_momentum,
@@ -105,7 +103,6 @@ class HeadServer(TrainingServer):
 
     Args:
         initial: the first message, without the head.
-        rules: of the artifacts of extra terms.
         head: the head as it was drawn; the server's own copy.
         lr: learning rate.
         momentum: of SGD.
@@ -117,7 +114,6 @@ class HeadServer(TrainingServer):
     def __init__(
         self,
         initial: Message,
-        rules: Mapping[str, RuleFactory],
         head: nn.Module,
         lr: float,
         momentum: float,
@@ -125,7 +121,7 @@ class HeadServer(TrainingServer):
         batch_size: int,
         weighting: SampleWeighting,
     ) -> None:
-        super().__init__(initial, rules)
+        super().__init__(initial)
         self.head = head
         self.dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}  # the clients'
         self.lr = lr
@@ -149,9 +145,9 @@ class HeadServer(TrainingServer):
             for batch in torch.randperm(len(y)).to(y.device).split(self.batch_size):
                 self.network.train(len(batch) > 1)  # batch norm cannot normalise a batch of one
                 losses = F.cross_entropy(self.network(v[batch]), y[batch], reduction="none")
-                self.optimizer.zero_grad()
+                self.network_optimizer.zero_grad()
                 weighted_mean(losses, n[batch] if self.weighting == "count" else None).backward()
-                self.optimizer.step()
+                self.network_optimizer.step()
 
     def publish(self, message: Message) -> Message:
         """The head goes down, the class means do not."""

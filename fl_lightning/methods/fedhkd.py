@@ -9,14 +9,14 @@ too. Here it is as the paper's equations say.
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.hyper_knowledge import HyperFeatures, HyperPredictions
 from fl_lightning.models.split import SplitModel
 
 
-class FedHKD(ClientModule):
+class FedHKD(Method):
     """FedAvg in which head and body follow the federation's mean soft prediction and mean feature of each class.
 
     L = L_ce + λ 1/C Σ_c ‖softmax(g(H_c)/T) − Q_c‖₂ + γ 1/B Σ_b ‖f(x_b) − H_{y_b}‖₂.

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.aggregation import WeightedMean, accumulation_dtype
-from fl_lightning.core.client import ClientModule, OptimizerFactory
+from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.message import Artifact, Message
-from fl_lightning.core.server import RuleFactory, Server
+from fl_lightning.core.method import Method
+from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 EffectiveSteps = Literal["auto", "normaliser", "steps"]
 
 
-class FedNova(ClientModule):
+class FedNova(Method):
     """FedAvg whose server averages normalised differences: θ^t = θ^{t−1} − τ_eff Σ p_i d_i, d_i = (θ^{t−1} − θ_i)/a_i.
 
     a_i is how far a constant gradient of 1 would have brought the client's optimizer, in units of its learning rate,
@@ -63,50 +63,34 @@ class FedNova(ClientModule):
         require_choices("method", effective_steps=(effective_steps, EffectiveSteps))
         require(0 <= server_momentum < 1, "method.server_momentum", "must be in [0, 1)", server_momentum)
         super().__init__(model, terms=[Proximal(mu)] if mu else [], extra_terms=extra_terms)
-        self.mu = sum(term.weight for term in self.all_terms if isinstance(term, Proximal))
+        self.mu = sum(term.weight for term in self.terms if isinstance(term, Proximal))
         by_code = "steps" if self.mu else "normaliser"
         self.effective_steps = by_code if effective_steps == "auto" else effective_steps
         self.server_momentum = server_momentum
-        self.steps_made = 0
         self._walks: dict[float, UnitWalk] = {}
-
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """As ever, and every step that is really made is counted (a gradient scaler may skip some)."""
-        optimizers = super().configure_optimizers()
-        self.steps_made = 0
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._count_step)
-        return optimizers
-
-    def _count_step(self, *_: Any) -> None:
-        self.steps_made += 1
 
     def normaliser(self, steps: int) -> float:
         """a_i = ‖a_i‖₁ of so many steps."""
-        assert self.settings is not None
-        strength = 0.0
-        if self.mu:
-            probe = self.make_optimizer([nn.Parameter(torch.zeros(()))])
-            strength = self.mu * float(probe.param_groups[0]["lr"])  # ημ
+        strength = self.mu * self.fit.lr if self.mu else 0.0  # ημ
         if strength not in self._walks:
-            self._walks[strength] = UnitWalk(self.settings.optimizer, strength)
+            self._walks[strength] = UnitWalk(self.fit.make_optimizer, strength)
         return self._walks[strength].distance(steps)
 
-    def send(self, data: LocalData) -> Message:
+    def send(self, data: OwnData) -> Message:
         """The model, a_i, and beside it τ_i and η where the server needs them."""
-        message = super().send(data)
-        scalars = {"normaliser": self.normaliser(self.steps_made)}
-        if self.effective_steps == "steps" and scalars["normaliser"] != self.steps_made:
-            scalars["steps"] = float(self.steps_made)
-        if self.server_momentum and self.lr_factor != 1:
-            scalars["lr_factor"] = self.lr_factor
+        message, made = super().send(data), self.fit.num_steps
+        scalars = {"normaliser": self.normaliser(made)}
+        if self.effective_steps == "steps" and scalars["normaliser"] != made:
+            scalars["steps"] = float(made)
+        if self.server_momentum and self.fit.lr_factor != 1:
+            scalars["lr_factor"] = self.fit.lr_factor
         for name, value in scalars.items():
-            message.artifacts[name] = torch.tensor([value], dtype=accumulation_dtype(self.device))
+            message.artifacts[name] = torch.tensor([value], dtype=accumulation_dtype(self.facts.device))
         return message
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         trained = {name for name, _ in self.named_parameters()} & initial.weights.keys()
-        return NormalisedServer(initial, self.artifact_rules(), trained, self.server_momentum)
+        return NormalisedServer(initial, trained, self.server_momentum)
 
 
 class UnitWalk:
@@ -142,35 +126,34 @@ class NormalisedServer(Server):
 
     Args:
         initial: as the base's.
-        rules: as the base's.
         trained: names of the weights that are normalised; the others, batch norm's statistics, are averaged plainly.
         momentum: γ.
     """
 
-    def __init__(
-        self, initial: Message, rules: Mapping[str, RuleFactory], trained: set[str], momentum: float = 0.0
-    ) -> None:
-        super().__init__(initial, rules)
+    sees_messages = True
+
+    def __init__(self, initial: Message, trained: set[str], momentum: float = 0.0) -> None:
+        super().__init__(initial)
         self.trained = trained
         self.momentum = momentum
         self.velocity: dict[str, Tensor] = {}
 
-    def open_round(self, round: int) -> None:  # noqa: D102
-        super().open_round(round)
+    def open_round(self) -> None:  # noqa: D102
+        super().open_round()
         self._mean = WeightedMean()
         self._reference: float | None = None  # the first client's a; relative to it, equal ones are exactly 1
         self._inverse = 0.0  # Σ n_i / r_i, r_i = a_i / reference
         self._effective = 0.0  # Σ n_i τ_eff,i / reference
         self._lr_factor = 1.0  # η
 
-    def collect(self, client: int, message: Message) -> None:
-        """Fold in one client's message; a client that made no step is left out."""
+    def see(self, client: int, message: Message) -> Message | None:
+        """Take the trained weights; a client that made no step is left out."""
         artifacts = dict(message.artifacts)
         normaliser = float(_tensor(artifacts.pop("normaliser")))
         steps = float(_tensor(artifacts.pop("steps"))) if "steps" in artifacts else normaliser
         lr_factor = float(_tensor(artifacts.pop("lr_factor"))) if "lr_factor" in artifacts else 1.0
         if normaliser == 0:
-            return
+            return None
         self._lr_factor = lr_factor
         if self._reference is None:
             self._reference = normaliser
@@ -179,7 +162,7 @@ class NormalisedServer(Server):
         self._inverse += weight
         self._effective += message.num_samples * (steps / self._reference)
         others = {name: tensor for name, tensor in message.weights.items() if name not in self.trained}
-        super().collect(client, Message(others, artifacts, message.num_samples))
+        return Message(others, artifacts, message.num_samples)
 
     def close_round(self) -> None:
         """Turn what came in into the next message. If nothing came in, the old one stays."""

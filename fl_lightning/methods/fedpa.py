@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Adam, Optimizer
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
-from fl_lightning.core.server import RuleFactory, Server, TrainingServer
+from fl_lightning.core.method import Method
+from fl_lightning.core.server import Server, TrainingServer
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.generated_features import (
@@ -38,7 +39,7 @@ from fl_lightning.models.generator import FeatureGenerator
 from fl_lightning.models.split import SplitModel
 
 
-class FedPA(ClientModule):
+class FedPA(Method):
     """FedAvg with class prototypes V and a generator G(ε, y) of embeddings, which the server trains.
 
     Clients: L_ce + a_t r CE(g(G(ε, ŷ)), ŷ) + b_t MSE(f(x), V_y), with a_t and b_t fading by 0.98 a round, in the first
@@ -111,12 +112,12 @@ class FedPA(ClientModule):
         self.generator_sizes = (model.num_classes, model.embedding_size, noise_size, hidden)
         self.server_options = (server_steps, server_batch, server_lr, server_weight_decay, repulsion)
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         if not self.generator_weight:
-            return super().make_server(initial)
+            return super().make_server(initial, facts)
         head = copy.deepcopy(self.model.head).eval().requires_grad_(False)
         weight, sizes = self.generator_weight, self.generator_sizes
-        return GeneratorServer(initial, self.artifact_rules(), head, sizes, weight, *self.server_options)
+        return GeneratorServer(initial, head, sizes, weight, *self.server_options)
 
 
 class GeneratorServer(TrainingServer):
@@ -127,7 +128,6 @@ class GeneratorServer(TrainingServer):
     def __init__(
         self,
         initial: Message,
-        rules: Mapping[str, RuleFactory],
         head: nn.Module,
         sizes: tuple[int, int, int, int],
         weight: float,
@@ -137,7 +137,7 @@ class GeneratorServer(TrainingServer):
         weight_decay: float,
         repulsion: float,
     ) -> None:
-        super().__init__(initial, rules)
+        super().__init__(initial)
         self.head = head
         self.sizes = sizes
         self.weight = weight
@@ -160,15 +160,15 @@ class GeneratorServer(TrainingServer):
         shares, classes = label_shares(counts), counts.sum(0).nonzero().flatten()
         heads = stacked_heads(messages)
         self.head.to(self.device, torch.float32)
-        for group in self.optimizer.param_groups:
+        for group in self.network_optimizer.param_groups:
             group["lr"] = self.lr * DECAY ** (self.round - 1)
         self.network.train()
         for _ in range(self.steps):
             y = classes[torch.randint(len(classes), (self.batch_size,), device=self.device)]
             noise = torch.rand(self.batch_size, self.sizes[2], device=self.device)
-            self.optimizer.zero_grad()
+            self.network_optimizer.zero_grad()
             self.generator_loss(self.network(noise, y), noise, y, heads, shares).backward()
-            self.optimizer.step()
+            self.network_optimizer.step()
 
     def generator_loss(
         self, features: Tensor, noise: Tensor, y: Tensor, heads: Mapping[str, Tensor], shares: Tensor

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
 
 
-class FedPer(ClientModule):
+class FedPer(Method):
     """Shared base layers, private personalisation layers; every fit trains both with one optimizer.
 
     All heads start from one draw, as in public codes; the paper draws each client's own: `federation.init: own`.
@@ -31,9 +31,14 @@ class FedPer(ClientModule):
     def __init__(
         self, model: SplitModel, head_layers: int | None = None, extra_terms: list[Term] | None = None
     ) -> None:
-        # Before the base's constructor, because terms may ask what is shared.
-        self.private_layers = ("head",) if head_layers is None else model.last_layers(head_layers, "method.head_layers")
         super().__init__(model, extra_terms=extra_terms)
+        self.head_layers = head_layers
+        if head_layers is not None:
+            model.last_layers(head_layers, "method.head_layers")  # now, because it refuses what the model has not
+
+    def setup(self) -> None:  # noqa: D102
+        count = self.head_layers
+        self.private_layers = ("head",) if count is None else self.model.last_layers(count, "method.head_layers")
 
     def is_shared(self, name: str, module: nn.Module) -> bool:  # noqa: D102
         return super().is_shared(name, module) and not any(

@@ -7,7 +7,7 @@ their place in the round and divide by all clients' data: under partial particip
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import PrototypeContrast
@@ -15,7 +15,7 @@ from fl_lightning.models.projection import add_projection
 from fl_lightning.models.split import SplitModel
 
 
-class FedProc(ClientModule):
+class FedProc(Method):
     """FedAvg of a network with a projection to the unit sphere, and a contrast with the global class centres.
 
     L = α L_ce + (1 − α) · mean of −log( exp(z · v_y) / Σ_k exp(z · v_k) ), α = min(t / T_α, 1), t = 0, 1, … the round,
@@ -24,7 +24,7 @@ class FedProc(ClientModule):
     first round there is none, and α = 1. From round T_α on it is FedAvg of that network, for T_α = 0 in all.
 
     Args:
-        anneal_rounds: T_α, >= 0.
+        anneal_rounds: T_α, >= 0; null takes all rounds of the run.
         projection_size: size of z, >= 1.
         extra_terms: terms added to the loss; their weights do not change with α.
     """
@@ -35,19 +35,20 @@ class FedProc(ClientModule):
     def __init__(
         self,
         model: SplitModel,
-        anneal_rounds: int = 100,
+        anneal_rounds: int | None = None,
         projection_size: int = 256,
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(anneal_rounds >= 0, "method.anneal_rounds", "must be >= 0", anneal_rounds)
+        some = anneal_rounds is None or anneal_rounds >= 0
+        require(some, "method.anneal_rounds", "must be >= 0 or null", anneal_rounds)
         require(projection_size >= 1, "method.projection_size", "must be >= 1", projection_size)
-        contrast = PrototypeContrast(1.0 if anneal_rounds else 0.0, temperature=1.0, average="valid")
+        contrast = PrototypeContrast(0.0 if anneal_rounds == 0 else 1.0, temperature=1.0, average="valid")
         super().__init__(add_projection(model, projection_size), terms=[contrast], extra_terms=extra_terms)
         self.anneal_rounds = anneal_rounds
         self.contrast = [contrast]  # in a list, so that it is not registered a second time
 
     def term_weights(self) -> dict[str, float]:
         """α for the cross-entropy, 1 − α for the contrast."""
-        t, until = self.round - 1, self.anneal_rounds
+        t, until = self.facts.round - 1, self.facts.rounds if self.anneal_rounds is None else self.anneal_rounds
         alpha = min(t / until, 1.0) if t > 0 and until else 1.0
         return {**super().term_weights(), "cross_entropy": alpha, self.contrast[0].name: 1.0 - alpha}

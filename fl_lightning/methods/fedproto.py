@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregation import ClassWeighting, MissingClass
-from fl_lightning.core.client import ClientModule, Scope
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.method import Figure, Method, Predictor, Seen
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require_choices
@@ -23,14 +24,14 @@ from fl_lightning.losses.prototype import Collection, Distance, PrototypeAlignme
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 Candidates = Literal["global", "local"]
 Inference = Literal["prototype", "classifier"]
 Download = Literal["all", "local"]
 
 
-class FedProto(ClientModule):
+class FedProto(Method):
     """Prototypes on the wire, models at home: embeddings are pulled towards the global prototype of their class.
 
     Prediction takes the nearest prototype; the classifier's accuracy is logged beside it. Until a prototype was
@@ -86,54 +87,51 @@ class FedProto(ClientModule):
 
     held: Tensor  # [C] bool, classes of the client's training part
 
-    def receive(self, message: Message, data: LocalData) -> None:  # noqa: D102
+    def receive(self, message: Message, data: OwnData) -> None:  # noqa: D102
         super().receive(message, data)
         self.held.copy_(data.held_classes)
 
-    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self.predictions(x)[self.headline("local")]
+    def predictors(self) -> dict[str, Predictor]:
+        """By the nearest prototype of all, or of the classes that the client holds, and by the classifier."""
+        figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
+        by_class, held = self.inference == "classifier", self.candidates == "local"
+        own = figures[:1] if held and not by_class else ()
+        ways = {"prototype": Predictor(self._of_all, () if by_class else tuple(f for f in figures if f not in own))}
+        if held:
+            ways["prototype_held"] = Predictor(self._of_held, own)
+        return {**ways, "classifier": Predictor(lambda seen: seen.logits(self.model), figures if by_class else ())}
 
-    def predictions(self, x: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        z = self.model.embed(x)
-        logits = self.model.head(z)
-        scores = {"prototype": self._nearest(z, logits, self.alignment[0].valid)}
-        if self.candidates == "local":
-            scores["prototype_held"] = self._nearest(z, logits, self.alignment[0].valid & self.held)
-        return {**scores, "classifier": logits}
+    def _of_all(self, seen: Seen) -> Tensor:
+        return self._nearest(seen, self.alignment[0].valid)
 
-    def _nearest(self, z: Tensor, logits: Tensor, candidates: Tensor) -> Tensor:
+    def _of_held(self, seen: Seen) -> Tensor:
+        return self._nearest(seen, self.alignment[0].valid & self.held)
+
+    def _nearest(self, seen: Seen, candidates: Tensor) -> Tensor:
         if not candidates.any():
-            return logits
-        return -prototype_distances(z, self.alignment[0].prototypes, candidates)
+            return seen.logits(self.model)
+        return -prototype_distances(seen.z(self.model), self.alignment[0].prototypes, candidates)
 
-    @property
-    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
-        held = ("prototype_held",) if self.candidates == "local" else ()
-        return ("prototype", *held, "classifier")
-
-    def headline(self, scope: Scope) -> str:  # noqa: D102
-        if self.inference == "classifier":
-            return "classifier"
-        return "prototype_held" if scope == "local" and self.candidates == "local" else "prototype"
-
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         server = HeldClassesServer if self.download == "local" else Server
-        return server(initial, self.artifact_rules())
+        return server(initial)
 
 
 class HeldClassesServer(Server):
     """Sends each client the prototypes of the classes that it uploaded, and no others."""
 
-    def __init__(self, initial: Message, rules: Mapping[str, Any] | None = None) -> None:
-        super().__init__(initial, rules)
+    sees_messages = True
+
+    def __init__(self, initial: Message) -> None:
+        super().__init__(initial)
         self.held: dict[int, Tensor] = {}
 
-    def collect(self, client: int, message: Message) -> None:
+    def see(self, client: int, message: Message) -> Message:
         """Remember which classes the client holds."""
-        super().collect(client, message)
         prototypes = message.artifacts["prototypes"]
         assert isinstance(prototypes, ClassMeans)
         self.held[client] = prototypes.valid
+        return message
 
     def message_for(self, client: int) -> Message:
         """The global prototypes of the client's classes; all of them before its first upload."""

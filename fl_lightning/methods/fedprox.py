@@ -6,14 +6,14 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heteroge
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.models.split import SplitModel
 
 
-class FedProx(ClientModule):
+class FedProx(Method):
     """FedAvg with h(θ) = CE + μ/2 ‖θ − θ^{t−1}‖² on every client.
 
     At μ = 0 it is FedAvg, and so it is, for any μ, where a fit is one single step. The term is part of the loss: with

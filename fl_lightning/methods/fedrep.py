@@ -7,13 +7,13 @@ the authors' code.
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 
-class FedRep(ClientModule):
+class FedRep(Method):
     """Shared body, private heads: each fit trains the head on the received body, then the body under that head.
 
     The frozen body stays in train mode while the head is trained, as in the authors' code: its batch-norm statistics

@@ -8,16 +8,17 @@ the prototypes need more than 1,000 rounds to converge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.server import RuleFactory, Server, TrainingServer
+from fl_lightning.core.method import Method, Predictor, Seen
+from fl_lightning.core.server import Server, TrainingServer
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.prototype import PrototypeAlignment, prototype_distances
@@ -27,7 +28,7 @@ from fl_lightning.models.split import SplitModel
 Inference = Literal["prototype", "classifier"]
 
 
-class FedTGP(ClientModule):
+class FedTGP(Method):
     """Private models, whose embeddings are pulled towards prototypes that the server trains.
 
     Clients minimise L_ce + λ MSE(f(x), T_y) and send the mean embedding of each class that they hold. The server trains
@@ -80,25 +81,24 @@ class FedTGP(ClientModule):
         self.gap: Gap = gap
         self.inference = inference
 
-    def predict(self, x: Tensor) -> Tensor:  # noqa: D102
-        return self.predictions(x)[self.inference]
+    def predictors(self) -> dict[str, Predictor]:
+        """By the nearest prototype, and by the classifier."""
+        ways: dict[str, Callable[[Seen], Tensor]] = {
+            "prototype": self._nearest,
+            "classifier": lambda seen: seen.logits(self.model),
+        }
+        other = "classifier" if self.inference == "prototype" else "prototype"
+        return {self.inference: Predictor(ways[self.inference]), other: Predictor(ways[other], ())}
 
-    def predictions(self, x: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        z = self.model.embed(x)
-        logits = self.model.head(z)
+    def _nearest(self, seen: Seen) -> Tensor:
         prototypes, valid = self.alignment[0].prototypes, self.alignment[0].valid
-        nearest = -prototype_distances(z, prototypes, valid) if valid.any() else logits
-        scores = {"prototype": nearest, "classifier": logits}
-        return {name: scores[name] for name in self.prediction_names}
+        if not valid.any():
+            return seen.logits(self.model)
+        return -prototype_distances(seen.z(self.model), prototypes, valid)
 
-    @property
-    def prediction_names(self) -> tuple[str, ...]:  # noqa: D102
-        return ("prototype", "classifier") if self.inference == "prototype" else ("classifier", "prototype")
-
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
         return PrototypeServer(
             initial,
-            self.artifact_rules(),
             self.model.num_classes,
             self.model.embedding_size,
             self.server_lr,
@@ -132,7 +132,6 @@ class PrototypeServer(TrainingServer):
 
     Args:
         initial: the first message.
-        rules: of the artifacts of the terms.
         num_classes: C.
         size: D.
         lr: learning rate.
@@ -145,7 +144,6 @@ class PrototypeServer(TrainingServer):
     def __init__(
         self,
         initial: Message,
-        rules: Mapping[str, RuleFactory],
         num_classes: int,
         size: int,
         lr: float,
@@ -154,7 +152,7 @@ class PrototypeServer(TrainingServer):
         max_margin: float,
         gap: Gap,
     ) -> None:
-        super().__init__(initial, rules)
+        super().__init__(initial)
         self.num_classes = num_classes
         self.size = size
         self.lr = lr
@@ -163,10 +161,10 @@ class PrototypeServer(TrainingServer):
         self.max_margin = max_margin
         self.gap: Gap = gap
 
-    def setup(self, seed: int, device: torch.device) -> None:
+    def setup(self, facts: Facts) -> None:
         """No class has been uploaded yet."""
-        self.uploaded = torch.zeros(self.num_classes, dtype=torch.long, device=device)
-        super().setup(seed, device)
+        self.uploaded = torch.zeros(self.num_classes, dtype=torch.long, device=facts.device)
+        super().setup(facts)
 
     def build(self) -> nn.Module:
         """The prototype network."""
@@ -185,12 +183,12 @@ class PrototypeServer(TrainingServer):
         by_class = ClassMeans.from_samples(u, y, self.num_classes)
         self.uploaded = self.uploaded | by_class.valid
         margin = min(prototype_gap(by_class.mean[by_class.valid], self.gap), self.max_margin)
-        self.optimizer = self.make_optimizer(self.network.parameters())
+        self.network_optimizer = self.make_optimizer(self.network.parameters())
         for _ in range(self.epochs):
             for batch in torch.randperm(len(y)).to(self.device).split(self.batch_size):
-                self.optimizer.zero_grad()
+                self.network_optimizer.zero_grad()
                 prototype_margin_loss(u[batch], y[batch], self.network(), margin).backward()
-                self.optimizer.step()
+                self.network_optimizer.step()
 
     @torch.no_grad()
     def publish(self, message: Message) -> Message:

@@ -6,14 +6,14 @@ terms were checked against the authors' code.
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.uniformity import PredictionVariance, Uniformity
 from fl_lightning.models.split import SplitModel
 
 
-class FedUV(ClientModule):
+class FedUV(Method):
     """FedAvg on L = CE + λ L_V + μ L_U: spread-out predictions (L_V) and spread-out embeddings (L_U).
 
     Nothing but the model is exchanged, and there is no teacher. At λ = μ = 0 it is FedAvg. Both terms are 0 on a batch

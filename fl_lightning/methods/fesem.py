@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregation import WeightedMean
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message, accumulation_dtype
-from fl_lightning.core.server import RuleFactory, Server
+from fl_lightning.core.method import Figure, Method, Predictor
+from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.proximal import Proximal
@@ -33,7 +34,7 @@ Weighting = Literal["uniform", "samples"]
 Weights = Mapping[str, Tensor]
 
 
-class FeSEM(ClientModule):
+class FeSEM(Method):
     """K global models (centres); a client trains the one that its own last weights were nearest to.
 
     Minimises Σ_i ‖W_i − W̃_{r_i}‖² over centres W̃_1 … W̃_K and assignments r, in turn with the clients' own risks:
@@ -83,19 +84,20 @@ class FeSEM(ClientModule):
         self.compare = compare
         self.by_samples = weighting == "samples"
 
-    @property
-    def has_global_model(self) -> bool:  # noqa: D102
-        return self.num_centres == 1 and super().has_global_model
+    def predictors(self) -> dict[str, Predictor]:
+        """By the own centre; there is no single global model, unless there is one centre."""
+        figures: tuple[Figure, ...] = ("Local-T", "Global-T")
+        every: tuple[Figure, ...] = (*figures, "Server-T") if self.num_centres == 1 else figures
+        return {"": Predictor(lambda seen: seen.logits(self.model), every)}
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
-        parameters = {name: p for name, p in self.named_parameters() if name in self.shared_names}
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+        parameters = {name: p for name, p in self.named_parameters() if name in initial.weights}
         if self.compare == "head":
             last = self.model.classification_layer.weight
             parameters = {name: p for name, p in parameters.items() if p is last}
         template = copy.deepcopy(self.model)
         return CentresServer(
             initial,
-            self.artifact_rules(),
             self.num_centres,
             self.start,
             tuple(parameters),
@@ -109,7 +111,6 @@ class CentresServer(Server):
 
     Args:
         initial: the common first weights.
-        rules: of the artifacts of extra terms.
         num_centres: K.
         start: how the centres start.
         compared: names of the entries whose distance counts.
@@ -117,10 +118,11 @@ class CentresServer(Server):
         redraw: gives the weights of a freshly initialised model.
     """
 
+    sees_messages = True
+
     def __init__(
         self,
         initial: Message,
-        rules: Mapping[str, RuleFactory],
         num_centres: int,
         start: Start,
         compared: tuple[str, ...],
@@ -134,15 +136,15 @@ class CentresServer(Server):
         self.redraw = redraw
         self.centres: list[dict[str, Tensor]] = []  # none before the first uploads, unless they start at random
         self.assignment: dict[int, int] = {}
-        super().__init__(initial, rules)
+        super().__init__(initial)
 
-    def setup(self, seed: int, device: torch.device) -> None:
+    def setup(self, facts: Facts) -> None:
         """Draw the centres that start at random; the first is the common initial model."""
-        super().setup(seed, device)
+        super().setup(facts)
         if self.start == "random":
             self.centres = [dict(self.message.weights)]
             while len(self.centres) < self.num_centres:
-                with isolated_streams(seed, f"server/centre/{len(self.centres)}"):
+                with isolated_streams(facts.seed, f"server/centre/{len(self.centres)}"):
                     self.centres.append({**self.message.weights, **self.redraw()})
 
     # --- what goes out ----------------------------------------------
@@ -165,24 +167,24 @@ class CentresServer(Server):
         return sizes.index(max(sizes))
 
     def _random_centre(self, client: int) -> int:
-        return derive_seed(self.seed, "server/centre of", 0, client) % self.num_centres
+        return derive_seed(self.facts.seed, "server/centre of", 0, client) % self.num_centres
 
     # --- what comes in ----------------------------------------------
 
-    def open_round(self, round: int) -> None:
+    def open_round(self) -> None:
         """Start a round: forget what came in."""
-        super().open_round(round)
+        super().open_round()
         self._waiting: dict[int, Message] = {}  # uploads of the first round, from which the centres are made
         self._chosen: dict[int, int] = {}
         self._means = [WeightedMean() for _ in range(self.num_centres)]
 
-    def collect(self, client: int, message: Message) -> None:
+    def see(self, client: int, message: Message) -> Message:
         """E-step for one client; its weights go into its new centre's mean, all else as on every server."""
-        super().collect(client, replace(message, weights={}))
         if self.centres:
             self._join(client, self.nearest(client, message.weights), message)
         else:
             self._waiting[client] = message
+        return replace(message, weights={})
 
     def nearest(self, client: int, weights: Weights) -> int:
         """argmin_k ‖W_i − W̃_k‖²; of equally near centres the client's own, else the lowest."""
@@ -231,7 +233,7 @@ class CentresServer(Server):
         Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007. Where all distances are 0
         (there are fewer different uploads than centres) any upload may be drawn again.
         """
-        rng = numpy_generator(self.seed, "server/kmeans++", self.round)
+        rng = numpy_generator(self.facts.seed, "server/kmeans++", self.round)
         drawn = [uploads[rng.integers(len(uploads))]]
         gaps = [float("inf")] * len(uploads)
         while len(drawn) < self.num_centres:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
 
 
-class Local(ClientModule):
+class Local(Method):
     """Every client trains alone; nothing is exchanged.
 
     Participants are the same as the other methods' under one seed, so that training budgets match.
@@ -27,5 +27,5 @@ class Local(ClientModule):
     def __init__(self, model: SplitModel, extra_terms: list[Term] | None = None) -> None:
         super().__init__(model, extra_terms=extra_terms)
 
-    def send(self, data: LocalData) -> Message:  # noqa: D102 - nothing leaves the client
+    def send(self, data: OwnData) -> Message:  # noqa: D102 - nothing leaves the client
         return Message(num_samples=data.num_train)

@@ -5,7 +5,7 @@ Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1. Ch
 
 from __future__ import annotations
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.model_contrast import ModelContrast
@@ -13,7 +13,7 @@ from fl_lightning.models.projection import add_projection
 from fl_lightning.models.split import SplitModel
 
 
-class MOON(ClientModule):
+class MOON(Method):
     """FedAvg on L = CE + μ ℓ_con, which compares z with the received and with the client's own last model's.
 
     At μ = 0 it is FedAvg, and so is a client's first round, in which there is no last model yet (ℓ_con is the constant

@@ -8,35 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.freezing import keeping_statistics, training
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Phase, Predictor
 from fl_lightning.core.server import Server, Weighting
-from fl_lightning.core.term import Term, term_sum
+from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from fl_lightning.data.store import ClientData as LocalData
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 Approximation = Literal["FO", "HF"]
 
 
-class Batch(NamedTuple):
-    """A mini-batch that waits for its meta-step; on several devices this one's part of it, and what that is worth."""
-
-    x: Tensor
-    y: Tensor
-    factor: float
-
-
-class PerFedAvg(ClientModule):
+class PerFedAvg(Method):
     """FedAvg on the meta-loss F(w) = f(w − α ∇f(w)), f being the composite loss.
 
     A meta-step takes fresh mini-batches D, D′ (and D″ for HF) and steps from w itself:
@@ -90,100 +84,72 @@ class PerFedAvg(ClientModule):
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 
-    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+    def phases(self) -> list[Phase]:
         """The configured optimizer, or plain SGD(β), for w."""
         if self.beta is None:
-            return super().configure_optimizers()
-        self._plan = self.plan()
-        return [torch.optim.SGD(plan.parameters, lr=self.beta * self.lr_factor) for plan in self._plan]
+            return [Phase("all")]
+        return [Phase("all", optimizer=partial(torch.optim.SGD, lr=self.beta))]
 
-    def on_train_epoch_start(self) -> None:
-        """Start an epoch with no batch waiting."""
-        super().on_train_epoch_start()
-        self._w = self._plan[0].parameters
-        self._batches: list[Batch] = []
-        self._meta_steps = 0
+    def on_fit_start(self) -> None:  # noqa: D102
+        self._w = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def local_step(self, x: Tensor, y: Tensor) -> None:
-        """One mini-batch: it waits until there are enough for a meta-step."""
-        self._batches.append(Batch(x, y, 1.0 if self._devices is None else self._devices.factor))
-        if len(self._batches) == self.batches_a_step:
-            self._meta_step(self._batches)
-            self._batches = []
+    def local_step(self, step: Step) -> None:
+        """One mini-batch: it waits until there are enough for a meta-step.
 
-    def on_train_epoch_end(self) -> None:
-        """A client with too few batches for one meta-step goes through them again; then the rest of the epoch."""
-        if self._meta_steps == 0 and self._batches:
-            batches = [self._batches[index % len(self._batches)] for index in range(self.batches_a_step)]
-            with self.trainer.precision_plugin.train_step_context():
-                self._meta_step(batches)
-        self._batches = []
-        self._finish_accumulation()
-        super().on_train_epoch_end()
+        A client with too few batches for one meta-step goes through them again; then the rest of the epoch.
+        """
+        if step.is_first:
+            self._waiting: list[Step] = []
+            self._meta_steps = 0
+        self._waiting.append(step)
+        if len(self._waiting) == self.batches_a_step:
+            self._meta_step(step, self._waiting)
+            self._waiting = []
+        elif step.is_last and self._meta_steps == 0:
+            self._meta_step(step, [self._waiting[i % len(self._waiting)] for i in range(self.batches_a_step)])
+        elif step.is_last and self._meta_steps % self.fit.accumulate:
+            step.follow([], [], steps_now=True)
 
-    def _meta_step(self, batches: Sequence[Batch]) -> None:
+    def _meta_step(self, step: Step, steps: Sequence[Step]) -> None:
         """Step w ← w − βg; with accumulation, on the mean of so many g."""
-        assert self.settings is not None
-        accumulate = self.settings.accumulate
-        gradients = self.meta_gradient(self._w, batches)
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        for parameter, gradient in zip(self._w, gradients, strict=True):
-            gradient = gradient / accumulate if accumulate > 1 else gradient
-            gradient = gradient if scaler is None else scaler.scale(gradient)  # its step divides again
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        gradients, values = self.meta_gradient(self._w, steps)
+        step.log(values, len(steps[1].y) if steps[1].part.counts else 0)
         self._meta_steps += 1
-        if self._meta_steps % accumulate == 0:
-            self.step(self.optimizer)
-
-    def _finish_accumulation(self) -> None:
-        assert self.settings is not None
-        if self._meta_steps % self.settings.accumulate:
-            self.step(self.optimizer)
+        accumulate = self.fit.accumulate
+        shares = [gradient / accumulate if accumulate > 1 else gradient for gradient in gradients]
+        step.follow(shares, self._w, steps_now=step.is_last or self._meta_steps % accumulate == 0)
 
     # --- the meta-gradient --------------------------------------------------------------------------------------------
 
-    def meta_gradient(self, w: Sequence[Tensor], batches: Sequence[Batch]) -> list[Tensor]:
-        """The meta-gradient g at the present weights, which are left as they are.
-
-        On several devices g is the average of what they return, as with every gradient that an optimizer is given; what
-        w is moved by on the way is averaged here, so that all are at the same w′ and w ± δu.
+    def meta_gradient(self, w: Sequence[Tensor], steps: Sequence[Step]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The meta-gradient g at the present weights, which are left as they are, and the terms' values at w′.
 
         Args:
             w: the parameters that the meta-loss is differentiated by.
-            batches: D and D′ for FO; D, D′ and D″ for HF.
+            steps: of D and D′ for FO; of D, D′ and D″ for HF.
         """
-        inner = self._averaged(self._gradient(w, batches[0], log=False))
-        with self._moved(w, -self.alpha, inner):
-            u = self._gradient(w, batches[1], log=True)
-        if len(batches) == 2:
-            return u
-        u = self._averaged(u)
-        devices = [self.device] if self.device.type == "cuda" else []
+        with self._moved(w, -self.alpha, self._gradient(w, steps[0])[0]):
+            u, values = self._gradient(w, steps[1])
+        if len(steps) == 2:
+            return u, values
+        devices = [self.facts.device] if self.facts.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._moved(w, self.delta, u):  # both see the same dropout masks
-            plus = self._gradient(w, batches[2], log=False)
+            plus, _ = self._gradient(w, steps[2])
         with self._moved(w, -self.delta, u):
-            minus = self._gradient(w, batches[2], log=False, observe=False)
+            minus, _ = self._gradient(w, steps[2], observe=False)
         factor = self.alpha / (2 * self.delta)
-        return [g - factor * (p - m) for g, p, m in zip(u, plus, minus, strict=True)]
+        return [g - factor * (p - m) for g, p, m in zip(u, plus, minus, strict=True)], values
 
-    def _gradient(self, w: Sequence[Tensor], batch: Batch, log: bool, observe: bool = True) -> list[Tensor]:
-        """∇f at the present weights, or this device's share of it; the logged losses are those at w′."""
-        x, y, factor = batch
-        if self._devices is not None:
-            self._devices.counts = factor > 0  # of this batch, not of the one that came in last
-        with self._single_sample(len(y)):
-            out = self.forward_pass(x, y)
-        values = self.term_values(out, self._active)
-        total = term_sum(values, self._term_weights)
-        if log:
-            self.log_losses({"loss": total, **values}, len(y))
-        gradient = self.gradients(total if factor == 1 else total * factor, w)
+    def _gradient(
+        self, w: Sequence[Tensor], step: Step, observe: bool = True
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """∇f at the present weights, and the terms' values."""
+        out = step.forward()
+        values = step.values(out)
+        gradient = step.gradients(step.total(values), w)
         if observe:
-            self.observe(out)
-        return gradient
-
-    def _averaged(self, gradients: list[Tensor]) -> list[Tensor]:
-        return gradients if self._devices is None else self._devices.average(gradients)
+            step.observe(out)
+        return gradient, values
 
     @contextmanager
     def _moved(self, w: Sequence[Tensor], step: float, direction: Sequence[Tensor]) -> Iterator[None]:
@@ -192,7 +158,7 @@ class PerFedAvg(ClientModule):
         with torch.no_grad():
             for parameter, own in zip(w, direction, strict=True):
                 parameter.add_(own, alpha=step)
-        with self.keeping_statistics():
+        with keeping_statistics(self):
             yield
         with torch.no_grad():
             for parameter, own in zip(w, before, strict=True):
@@ -200,19 +166,20 @@ class PerFedAvg(ClientModule):
 
     # --- the personal model, and the server ---------------------------------------------------------------------------
 
-    def adapt(self, data: LocalData) -> None:
+    def predictors(self) -> dict[str, Predictor]:  # noqa: D102
+        return {"": Predictor(lambda seen: seen.logits(self.model), adapts=True)}
+
+    def adapt(self, data: OwnData) -> None:
         """Step to w − α ∇f(w; D), on the cross-entropy of a training batch; this state is thrown away."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        was_training = self.training
-        self.train()
-        for _ in range(self.adapt_steps):
-            x, y, _size = self.own_batches(data)[0]
-            with torch.enable_grad(), self._single_sample(len(y)):
-                loss = self.all_terms[0](self, self.forward_pass(x, y))
-            with torch.no_grad():
-                for parameter, gradient in zip(parameters, self.gradients(loss, parameters), strict=True):
-                    parameter.sub_(gradient, alpha=self.alpha)
-        self.train(was_training)
+        with training(self):
+            for _ in range(self.adapt_steps):
+                step = data.steps()[0]
+                with torch.enable_grad():
+                    loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, step.gradients(loss, parameters), strict=True):
+                        parameter.sub_(gradient, alpha=self.alpha)
 
-    def make_server(self, initial: Message) -> Server:  # noqa: D102
-        return Server(initial, self.artifact_rules(), self.weighting)
+    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+        return Server(initial, weighting=self.weighting)

@@ -120,7 +120,7 @@ class RoundProgress:
     def left(self) -> float | None:
         """Seconds left, from what this process has done so far; None before its first client is done."""
         done = self.progress - self._first
-        remaining = self._loop.rounds - self.progress
+        remaining = self._loop.settings.rounds - self.progress
         if remaining <= 0:
             return 0.0
         if done <= 0:
@@ -130,7 +130,7 @@ class RoundProgress:
     @property
     def is_stopping(self) -> bool:
         """Whether somebody asked the loop to stop before its last round."""
-        return bool(getattr(self._loop, "stopping", False)) and self._round < self._loop.rounds
+        return bool(getattr(self._loop, "stopping", False)) and self._round < self._loop.settings.rounds
 
     def figures(self) -> Text:
         """The last known accuracies and loss, as the line under the bars."""
@@ -146,7 +146,7 @@ class RoundProgress:
 
     def line(self, row: Mapping[str, Any]) -> str:
         """One round as plain text; what the row does not have is left out."""
-        rounds = str(self._loop.rounds)
+        rounds = str(self._loop.settings.rounds)
         known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
         parts = [f"round  {row['round']:>{len(rounds)}}/{rounds}"]
         parts += [f"{label} {percent(known[name])} %" for name, label in _labels(known).items()]
@@ -157,7 +157,7 @@ class RoundProgress:
         return "  ".join([*parts, f"left {clock(self.left)}"])
 
     def _is_due(self) -> bool:
-        ends = self._done == 1 or self._round >= self._loop.rounds or self.is_stopping
+        ends = self._done == 1 or self._round >= self._loop.settings.rounds or self.is_stopping
         return ends or time.monotonic() - self._written >= self.interval
 
     def _write(self, line: str) -> None:
@@ -183,13 +183,13 @@ class _Bars(Progress):
             _Clock(state),
         )
         super().__init__(*columns, console=state.console, refresh_per_second=4)
-        self.rounds = self.add_task("rounds", total=state._loop.rounds, count="", timed=True)
+        self.rounds = self.add_task("rounds", total=state._loop.settings.rounds, count="", timed=True)
         self.clients = self.add_task("clients", total=1, count="", timed=False)
         self.show(0, 0)
 
     def show(self, fitted: int, participants: int) -> None:
         """Move both bars to the present state."""
-        rounds = self.state._loop.rounds
+        rounds = self.state._loop.settings.rounds
         self.update(self.rounds, completed=self.state.progress, count=f"{self.state._round}/{rounds}")
         count = f"{fitted}/{participants}" if participants else ""
         self.update(self.clients, completed=fitted, total=max(1, participants), count=count)

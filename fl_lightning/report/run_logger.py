@@ -46,24 +46,15 @@ class RoundRecord:
         row: its row of ``metrics.csv``; None where nothing applies.
         client_rows: its rows of ``clients.csv``.
         evaluated: whether clients were evaluated in it.
-        shared: what the federation shares of each class, by name: [C, K], NaN in the rows of absent classes; see
-            `relates_classes`.
+        shared: what the federation shares of each class, by name: [C, K], NaN in the rows of absent classes.
+        relations: names in `shared` whose rows say how a class relates to all classes; the others' rows are points.
     """
 
     row: Row
     client_rows: Sequence[Row] = ()
     evaluated: bool = True
     shared: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-def relates_classes(name: str, rows: np.ndarray) -> bool:
-    """Whether what is shared of each class says how it relates to all classes; if not, the rows are points.
-
-    Args:
-        name: the artifact's name; prototypes are points, also where their size happens to be the number of classes.
-        rows: [C, K] the artifact.
-    """
-    return rows.shape[1] == len(rows) and "prototype" not in name
+    relations: frozenset[str] = frozenset()
 
 
 class RunLogger(ABC):

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.errors import require
 from fl_lightning.report import figures, wandb_access
 from fl_lightning.report.record import summarise, write_whole
-from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart, relates_classes
+from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
 CLASS_PATH = "fl_lightning.report.wandb.WandbLogger"
@@ -379,7 +379,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             )
         for name, rows in record.shared.items():
             title = f"{name.replace('_', ' ')}, round {round}"
-            draw = figures.class_relation_map if relates_classes(name, rows) else figures.class_projection
+            draw = figures.class_relation_map if name in record.relations else figures.class_projection
             paths[f"shared/{name}"] = draw(rows, folder / f"{name}.png", classes, title)
         return {name: wandb.Image(str(path)) for name, path in paths.items()}
 

@@ -16,6 +16,7 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.settings import Federation
 
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
@@ -136,7 +137,7 @@ def make_loop(case, precision, watch):
         kinds = {entry.name: entry.class_path for entry in catalog.entries("exchanges")}
         in_turn = {"schedule": "sequential"} if "in turn" in case else {}
         options["exchange"] = import_class(kinds[options["exchange"]])(**in_turn)
-    loop = FederatedLoop(rounds=ROUNDS, callbacks=[watch], **options)
+    loop = FederatedLoop(Federation(rounds=ROUNDS, callbacks=[watch], **options))
     step = (
         (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         if case in SGD

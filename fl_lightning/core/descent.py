@@ -1,0 +1,170 @@
+"""Backward passes and optimizer steps of one phase: accumulation, clipping, precision, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from fl_lightning.core.facts import OptimizerFactory
+from fl_lightning.core.steps import CarefulSteps
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision
+
+    from fl_lightning.core.devices import SharedFit
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What the experiment, not the method, decides about a local fit.
+
+    Args:
+        optimizer: makes an optimizer for some parameters; called anew for every phase of every fit.
+        local_epochs: epochs of a phase that names none.
+        clip_value: largest gradient norm (or value); None does not clip.
+        clip_algorithm: ``norm`` or ``value``.
+        accumulate: local mini-batches an optimizer step.
+    """
+
+    optimizer: OptimizerFactory
+    local_epochs: int = 1
+    clip_value: float | None = None
+    clip_algorithm: str = "norm"
+    accumulate: int = 1
+
+
+class Machine:
+    """What a step stands on: the trainer's precision, the devices of the fit, and a way to go backward.
+
+    Args:
+        device: the training device's type.
+        plugin: the trainer's precision plugin; None outside a trainer.
+        devices: those that share the fit; None for one.
+        backward: Lightning's backward pass; None outside a trainer.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        plugin: Precision | None = None,
+        devices: SharedFit | None = None,
+        backward: Callable[..., None] | None = None,
+    ) -> None:
+        self.device = device
+        self.devices = devices
+        self.backward = backward
+        self.autocasts = isinstance(plugin, MixedPrecision)
+        self.careful = plugin if isinstance(plugin, CarefulSteps) else None
+        self.precision: Callable[[], AbstractContextManager[Any]] = (
+            plugin.forward_context if self.autocasts and plugin is not None else nullcontext
+        )
+        """The context of a pass through a network."""
+
+    def wide(self) -> AbstractContextManager[Any]:
+        """The context of losses and backward passes: the trainer's autocast is for forward passes alone."""
+        return torch.autocast(self.device, enabled=False) if self.autocasts else nullcontext()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales losses, where something does."""
+        careful = self.careful
+        return careful.scaler if careful is not None and careful.scales else None
+
+    def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """∇ loss with respect to some parameters; zeros where the loss does not reach, nothing left in `.grad`.
+
+        Under float16 autocast the loss is scaled on the way.
+        """
+        kind = loss.device.type
+        narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        scale = 1024.0 if narrow else 1.0
+        with torch.enable_grad(), torch.autocast(kind, enabled=False):
+            found = torch.autograd.grad(loss * scale if narrow else loss, parameters, allow_unused=True)
+        given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+        given = [g / scale for g in given] if narrow else given
+        return given if self.devices is None else self.devices.average(given)
+
+
+class Descent:
+    """The optimizers of one phase, by part, and how they step.
+
+    Args:
+        machine: what steps stand on.
+        optimizers: part -> Lightning's wrapper of its optimizer.
+        settings: clipping and accumulation.
+    """
+
+    def __init__(self, machine: Machine, optimizers: Mapping[str, Any], settings: FitSettings) -> None:
+        self.machine = machine
+        self.optimizers = dict(optimizers)
+        self.settings = settings
+        self._accumulated: dict[tuple[str, ...], list[Tensor | None]] = {}
+
+    def descend(self, loss: Tensor, factor: float, parts: Sequence[str], steps_now: bool) -> None:
+        """Backward, and step if it is time.
+
+        Args:
+            loss: what is minimised.
+            factor: what a mean over this device's part of the mini-batch is worth.
+            parts: those that step, and alone get a gradient; empty for all there are, without the latter.
+            steps_now: whether enough mini-batches were accumulated.
+        """
+        names = tuple(name for name in parts if name in self.optimizers)
+        if parts and not names:
+            return
+        share = factor / self.settings.accumulate
+        optimizers = [self.optimizers[name] for name in names or self.optimizers]
+        apart = bool(names) and self.settings.accumulate > 1
+        parameters = _parameters(optimizers) if names else []
+        if apart:  # two losses may step on one part: while they accumulate, each keeps its gradients
+            for parameter, gradient in zip(parameters, self._accumulated.pop(names, ()), strict=False):
+                parameter.grad = gradient
+        assert self.machine.backward is not None, "a step outside a fit cannot descend"
+        with self.machine.wide():
+            own = {"inputs": parameters} if names else {}
+            self.machine.backward(loss if share == 1 else loss * share, **own)
+        if steps_now:
+            self.step(optimizers)
+        elif apart:
+            self._accumulated[names] = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def follow(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor], steps_now: bool) -> None:
+        """Add gradients that were found by hand, and step if it is time."""
+        scaler = self.machine.scaler
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            scaled = gradient if scaler is None else scaler.scale(gradient)  # its step divides again
+            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        if steps_now:
+            self.step(list(self.optimizers.values()))
+
+    def step(self, optimizers: Sequence[Any]) -> None:
+        """Step on the gradients there are, with the trainer's precision and clipping, and clear them."""
+        if self.machine.devices is not None:
+            self.machine.devices.average_gradients(_parameters(optimizers))
+        for optimizer in optimizers:
+            if self.machine.careful is not None:
+                self.machine.careful.prepare_step(optimizer.optimizer)
+            if self.settings.clip_value is not None:
+                self._clip(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _clip(self, optimizer: Any) -> None:
+        assert self.settings.clip_value is not None
+        parameters = _parameters([optimizer])
+        if self.settings.clip_algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
+        else:
+            nn.utils.clip_grad_norm_(parameters, self.settings.clip_value)
+
+
+def _parameters(optimizers: Sequence[Any]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,105 @@
+"""Which entries of a method's state travel, which stay with the client, and which every receive makes anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class Divided(Protocol):
+    """What a method says of its state."""
+
+    def is_shared(self, name: str, module: nn.Module) -> bool:
+        """Whether an entry is exchanged."""
+
+    def is_kept(self, name: str, module: nn.Module) -> bool:
+        """Whether an entry stays with the client between rounds."""
+
+
+class Division:
+    """The division of a method's state dict.
+
+    Args:
+        method: a module that says what it shares and keeps.
+        share_buffers: whether batch norm's running statistics travel with their layers; otherwise they are kept.
+    """
+
+    def __init__(self, method: nn.Module, share_buffers: bool = True) -> None:
+        self._method = method
+        self._share_buffers = share_buffers
+        owners = {
+            f"{prefix}.{name}" if prefix else name: module
+            for prefix, module in method.named_modules()
+            for name in (*module._parameters, *module._buffers)
+        }
+        entries = [(name, owners.get(name, method)) for name in method.state_dict()]
+        self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[operator]
+        """Names of the entries that are exchanged."""
+        self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[operator]
+        """Names of the entries that are kept between rounds."""
+        there = {*self.shared, *self.kept}
+        self.anew = tuple(name for name, _ in entries if name not in there)
+        """Names of the entries that every receive makes anew, the same for all clients."""
+
+    def _select(
+        self, entries: Sequence[tuple[str, nn.Module]], rule: Callable[[str, nn.Module], bool], stays: bool
+    ) -> tuple[str, ...]:
+        def chosen(name: str, owner: nn.Module) -> bool:
+            statistic = isinstance(owner, _BatchNorm) and name.rpartition(".")[2] in owner._buffers
+            return stays if statistic and not self._share_buffers else rule(name, owner)
+
+        return tuple(name for name, owner in entries if chosen(name, owner))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the entries that are exchanged."""
+        entries = self._method.state_dict()
+        return {name: entries[name].detach().clone() for name in self.shared}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the entries that are exchanged."""
+        entries = self._method.state_dict()
+        return {name: tuple(entries[name].shape) for name in self.shared}
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Trainable parameters that stay, and those that travel."""
+        shared = set(self.shared)
+        sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
+        travels = sum(size for name, size in sizes.items() if name in shared)
+        return sum(sizes.values()) - travels, travels
+
+
+def division_of(method: nn.Module, share_buffers: bool | None = None) -> Division:
+    """A method's division, made once; `share_buffers` makes it anew."""
+    if share_buffers is not None or "_division" not in method.__dict__:
+        method.__dict__["_division"] = Division(method, share_buffers is not False)
+    return method.__dict__["_division"]
+
+
+@torch.no_grad()
+def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy entries of the state dict into a module.
+
+    Raises:
+        ValueError: naming the first entry that the module lacks or whose shape differs.
+    """
+    entries = module.state_dict()
+    for name, tensor in weights.items():
+        own = entries.get(name)
+        if own is None or own.shape != tensor.shape:
+            has = "does not have it" if own is None else f"has {tuple(own.shape)}"
+            raise ValueError(f"received {name!r} of shape {tuple(tensor.shape)}, but this client {has}")
+        own.copy_(tensor)
+
+
+def matches(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a dotted name is one of the prefixes or lies inside one; ``""`` is everything."""
+    return any(prefix == "" or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether one dotted name is the other or lies inside it."""
+    return matches(one, (other,)) or matches(other, (one,))

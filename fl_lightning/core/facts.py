@@ -1,0 +1,129 @@
+"""What servers and clients are told of the federation and of a local fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], "Optimizer"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What everybody in a federation knows of it.
+
+    Args:
+        num_clients: N, newcomers among them.
+        rounds: of the whole run.
+        seed: the run's.
+        device: where messages and models are.
+        round: the present one, 1-based; 0 before the first.
+        participants: the clients that take part in it, in order; empty outside a round.
+        newcomers: how many of the clients, the last ones, join after the first rounds.
+        client: who is told, 0-based; -1 for a server.
+    """
+
+    num_clients: int = 1
+    rounds: int = 1
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    round: int = 0
+    participants: tuple[int, ...] = ()
+    newcomers: int = 0
+    client: int = -1
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether the client joins after the first rounds."""
+        return self.client >= self.num_clients - self.newcomers
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of a local fit, in which some of the parameters are trained and the others frozen.
+
+    Args:
+        name: how the phase is called in errors.
+        trains: submodules (dotted names) whose parameters are trained; ``""`` is the whole method. The others are
+            frozen: not given to the optimizer, and without a gradient.
+        epochs: epochs of the phase; None takes `federation.local_epochs`, 0 leaves the phase out.
+        terms: names of the terms that count in this phase; None takes all.
+        through: the split model that `Step.forward` passes mini-batches through.
+        resting: submodules whose batch norm rests: it uses its running statistics and leaves them as they are.
+        parts: name -> submodules; each part has an optimizer of its own, and `Step.descend` names the ones that step.
+            None is one part for all that is trained.
+        optimizer: makes the optimizers; None takes the configuration's.
+        lr: learning rate before any decay from round to round; None takes the optimizer's own.
+        tune: changes an optimizer that has been made.
+    """
+
+    name: str
+    trains: tuple[str, ...] = ("",)
+    epochs: int | None = None
+    terms: tuple[str, ...] | None = None
+    through: str = "model"
+    resting: tuple[str, ...] = ()
+    parts: Mapping[str, tuple[str, ...]] | None = None
+    optimizer: OptimizerFactory | None = None
+    lr: float | None = None
+    tune: Callable[[Optimizer], None] | None = None
+
+
+class Fit:
+    """What a method may know of its present local fit, and afterwards of the last one.
+
+    Args:
+        optimizer: makes an optimizer of the configuration.
+        epochs: of all phases together.
+        lr_factor: the round's learning rate in units of the first round's.
+        accumulate: local mini-batches an optimizer step.
+    """
+
+    def __init__(
+        self, optimizer: OptimizerFactory | None = None, epochs: int = 0, lr_factor: float = 1.0, accumulate: int = 1
+    ) -> None:
+        self._optimizer = optimizer
+        self.epochs = epochs
+        self.lr_factor = lr_factor
+        self.accumulate = accumulate
+        self.epoch = 0
+        """The present one, 0-based."""
+        self.num_batches = 0
+        """Local mini-batches that were done."""
+        self.num_steps = 0
+        """Optimizer steps that were really made; a gradient scaler may skip some."""
+        self.lr = 0.0
+        """Learning rate of the first optimizer."""
+
+    @property
+    def in_last_epoch(self) -> bool:
+        """Whether no epoch comes after the present one."""
+        return self.epoch == self.epochs - 1
+
+    def make_optimizer(
+        self, parameters: Iterable[nn.Parameter], phase: Phase | None = None, decays: bool = True
+    ) -> Optimizer:
+        """A fresh optimizer: the phase's, else the configuration's.
+
+        Args:
+            parameters: what it trains.
+            phase: the phase that it is for.
+            decays: at the present round's learning rate; false takes the first round's.
+        """
+        make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
+        assert make is not None, "a method outside a federation has no optimizer"
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            if phase is not None and phase.lr is not None:
+                group["lr"] = phase.lr
+            group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
+        if phase is not None and phase.tune is not None:
+            phase.tune(optimizer)
+        return optimizer

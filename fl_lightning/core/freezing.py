@@ -1,0 +1,83 @@
+"""Stretches of code in which parts of a module are frozen, rest, or keep what they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@contextmanager
+def frozen(part: nn.Module) -> Iterator[None]:
+    """Build no graph for a part's parameters."""
+    trained = [p for p in part.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def only(module: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Build a graph for some of a module's parameters alone."""
+    kept = {id(p) for p in parameters}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def training(module: nn.Module, mode: bool = True) -> Iterator[None]:
+    """Put a module into train (or eval) mode, and back."""
+    before = module.training
+    module.train(mode)
+    try:
+        yield
+    finally:
+        module.train(before)
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The batch-norm layers inside a module."""
+    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+
+
+@contextmanager
+def keeping_statistics(module: nn.Module) -> Iterator[None]:
+    """Put the running statistics of a module's batch norm back afterwards."""
+    moving = [layer for layer in batch_norms(module) if layer.training]
+    statistics = [buffer for layer in moving for buffer in layer.buffers(recurse=False)]
+    before = [buffer.clone() for buffer in statistics]
+    yield
+    with torch.no_grad():
+        for buffer, value in zip(statistics, before, strict=True):
+            buffer.copy_(value)
+
+
+@contextmanager
+def single_sample(layers: Sequence[nn.Module], batch_size: int) -> Iterator[None]:
+    """Batch norm cannot normalise a batch of one: it uses its running statistics there.
+
+    Args:
+        layers: the batch-norm layers.
+        batch_size: of the mini-batch.
+    """
+    resting = [layer for layer in layers if layer.training] if batch_size == 1 else []
+    for layer in resting:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in resting:
+            layer.train()

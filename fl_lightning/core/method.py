@@ -1,0 +1,200 @@
+"""A method: what a paper says of an algorithm, and nothing of the machine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.division import division_of, load_entries, matches
+from fl_lightning.core.facts import Facts, Fit, Phase
+from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term, Terms
+
+if TYPE_CHECKING:
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.mixing import Mixer
+    from fl_lightning.core.step import Step
+    from fl_lightning.models.split import SplitModel
+
+__all__ = ["Method", "Phase", "Predictor", "Seen"]
+
+Figure = Literal["Local-T", "Global-T", "Server-T"]
+
+
+class Seen:
+    """A batch that is to be predicted; what several predictors need of it is computed once.
+
+    Args:
+        x: [B, …] inputs.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self._known: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, computed at the first call with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def z(self, model: SplitModel) -> Tensor:
+        """The embedding [B, D]."""
+        return self.once((id(model), "z"), lambda: model.embed(self.x))
+
+    def logits(self, model: SplitModel) -> Tensor:
+        """The logits [B, C]."""
+        return self.once((id(model), "logits"), lambda: model.head(self.z(model)))
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """One way to predict.
+
+    Args:
+        scores: from a batch to class scores [B, C]; the largest wins.
+        figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
+            scores rest on what travels alone, which is measured, not believed.
+        adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
+    """
+
+    scores: Callable[[Seen], Tensor]
+    figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
+    adapts: bool = False
+
+
+class Method(nn.Module):
+    """What a paper says of its algorithm: what is shared, the local procedure, the composite loss, the server's rule.
+
+    A client (`core/client.py`) holds one and does the rest. One resident method serves all clients of an architecture:
+    their private states are swapped in and out, so everything that a client must keep lives in parameters or persistent
+    buffers, and what every receive overwrites in buffers with ``persistent=False``.
+
+    Args:
+        model: body and head.
+        terms: the method's terms beside the cross-entropy.
+        extra_terms: terms that the configuration adds to the method.
+    """
+
+    shared: tuple[str, ...] = ("model",)
+    """Submodules whose weights are exchanged."""
+    paper: ClassVar[str] = ""
+    exchange: ClassVar[str] = "Star"
+    """How messages travel where the configuration does not say."""
+
+    def __init__(
+        self, model: SplitModel, terms: Sequence[Term] = (), extra_terms: Sequence[Term] | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.terms = Terms(terms, extra_terms)
+        self.facts = Facts()
+        """What is known of the federation; set anew for every round."""
+        self.fit = Fit()
+        """What is known of the local fit; set anew for every fit."""
+
+    # --- what it is made of -------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Note names and shapes, copy parts of the model: called once, when all terms have altered the model."""
+
+    def losses(self) -> Mapping[str, float]:
+        """Losses that `local_step` computes beside the terms, with their weights; 0 for what is only logged."""
+        return {}
+
+    def term_weights(self) -> dict[str, float]:
+        """The factor of each loss in the present round, by name: of the terms, and of `losses`."""
+        return {**{term.name: term.weight_at(self.facts) for term in self.terms}, **self.losses()}
+
+    # --- what travels, what stays -------------------------------------------------------------------------------------
+
+    def is_shared(self, name: str, module: nn.Module) -> bool:
+        """Whether an entry of the state dict is exchanged.
+
+        Args:
+            name: the entry's name, e.g. ``model.body.stages.0.weight``.
+            module: the module that owns it, for methods that share by layer type.
+        """
+        of_terms = (
+            f"terms.{index}.{part}" for index, term in enumerate(self.terms) if term.exchanges for part in term.shared
+        )
+        return matches(name, (*self.shared, *of_terms))
+
+    def is_kept(self, name: str, module: nn.Module) -> bool:
+        """Whether an entry stays with the client between rounds. Default: what the next receive does not overwrite."""
+        return not self.is_shared(name, module)
+
+    def interface(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all that is exchanged; clients whose models differ must agree on them."""
+        artifacts = {n: shape for term in self.terms.exchanging for n, shape in term.interface(self).items()}
+        return {**division_of(self).shapes(), **artifacts}
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Trainable parameters that stay with a client, and those that travel. Default: by what is shared of the state.
+
+        A method whose parameters travel as artifacts overrides this.
+        """
+        return division_of(self).parameter_counts()
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive(self, message: Message, data: OwnData) -> None:
+        """Take what came in; the client's own last private state is already loaded."""
+        load_entries(self, message.weights)
+        for term in self.terms.exchanging:
+            term.receive(self, message)
+
+    def phases(self) -> list[Phase]:
+        """The phases of a local fit. Default: one, all parameters."""
+        return [Phase("all")]
+
+    def on_fit_start(self) -> None:
+        """Prepare a local fit."""
+
+    def local_step(self, step: Step) -> None:
+        """One mini-batch: forward, composite loss, backward, step."""
+        out = step.forward()
+        step.descend(step.values(out))
+        step.observe(out)
+
+    def on_fit_end(self) -> None:
+        """Keep what the next round needs."""
+
+    def send(self, data: OwnData) -> Message:
+        """What goes out after the fit: the shared weights, and each term's artifacts from the client's own data."""
+        artifacts: dict[str, Artifact] = {}
+        for term in self.terms.exchanging:
+            artifacts.update(term.send(self, data))
+        return Message(division_of(self).weights(), artifacts, data.num_train)
+
+    # --- predictions --------------------------------------------------------------------------------------------------
+
+    def predictors(self) -> dict[str, Predictor]:
+        """The ways to predict, by name. Default: one, by the classifier's logits."""
+        return {"": Predictor(lambda seen: seen.logits(self.model))}
+
+    def adapt(self, data: OwnData) -> None:
+        """Personalise before an evaluation, for predictors that say so; runs on a throw-away copy of the state."""
+
+    # --- the other side -----------------------------------------------------------------------------------------------
+
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        """The method's server. Default: weighted mean of weights, artifacts by the rules of their terms."""
+        return Server(initial)
+
+    def make_mixer(self, server: Server) -> Mixer | None:
+        """The method's rule without a server: what a client makes of what it hears. Default: what `server` says.
+
+        Args:
+            server: the method's, with the rules of its artifacts.
+
+        Returns:
+            None for a method that cannot do without its server.
+        """
+        return server.mixer()

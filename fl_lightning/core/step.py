@@ -1,0 +1,194 @@
+"""One local mini-batch as a method sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.facts import Phase
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import single_sample
+from fl_lightning.core.precision import widened
+
+if TYPE_CHECKING:
+    from fl_lightning.core.descent import Descent, Machine
+    from fl_lightning.core.devices import Part
+    from fl_lightning.core.meter import LossMeter
+
+
+@dataclass
+class Bench:
+    """What all steps of a phase have in common.
+
+    Args:
+        method: the client's.
+        machine: precision and devices.
+        layers: the method's batch-norm layers.
+        phase: the present phase.
+        terms: the terms that count in it.
+        weights: the factor of each loss.
+        descent: its optimizers; None outside a fit.
+        meter: takes the losses down; None outside a fit.
+    """
+
+    method: Any
+    machine: Machine
+    layers: Sequence[nn.Module]
+    phase: Phase
+    terms: Sequence[Any]
+    weights: Mapping[str, float]
+    descent: Descent | None = None
+    meter: LossMeter | None = None
+
+
+class Step:
+    """One local mini-batch: its samples, and all that a method may do with them.
+
+    Args:
+        bench: what the phase's steps have in common.
+        part: the samples; on several devices this one's.
+        epoch: of the fit, 0-based.
+        is_first: whether it is the first mini-batch of its epoch.
+        is_last: whether it is the last one.
+        steps_now: whether optimizers step, or gradients are only accumulated.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        part: Part,
+        epoch: int = 0,
+        is_first: bool = False,
+        is_last: bool = False,
+        steps_now: bool = True,
+    ) -> None:
+        self.x, self.y = part.x, part.y
+        self.phase = bench.phase
+        self.epoch = epoch
+        self.is_first = is_first
+        self.is_last = is_last
+        self.part = part
+        self._bench = bench
+        self._steps_now = steps_now
+        self._logged: dict[str, Tensor] = {}
+        self._total: Tensor | None = None
+        self._descents = 0
+        self._size = len(part.y) if part.counts else 0
+
+    @property
+    def round(self) -> int:
+        """The present round, 1-based."""
+        return self._bench.method.facts.round
+
+    def take(self) -> None:
+        """Let the method do its step, and take its losses down."""
+        with single_sample(self._bench.layers, len(self.y)):
+            self._bench.method.local_step(self)
+        if self._logged and self._bench.meter is not None:
+            total = self._total if self._descents == 1 and self._total is not None else self._sum(self._logged)
+            self._bench.meter.add({"loss": total, **self._logged}, self._size)
+
+    def forward(self, x: Tensor | None = None, y: Tensor | None = None, through: Any = None) -> Forward:
+        """A forward pass, in the trainer's precision; a batch of one sample leaves batch norm's statistics in peace.
+
+        Args:
+            x: [B, …] inputs; None takes the mini-batch's.
+            y: [B] int64 classes; None takes the mini-batch's.
+            through: a split model; None takes the phase's, mostly ``model``.
+        """
+        x, y = self.x if x is None else x, self.y if y is None else y
+        model = self._bench.method.get_submodule(self.phase.through) if through is None else through
+        precision = self._bench.machine.precision
+        with single_sample(self._bench.layers, len(y)), precision():
+            features, z = model.forward_features(x)
+            logits = model.head(z)
+        return Forward(x, y, features, z, logits, precision=precision)
+
+    def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
+        """Each term's unweighted value, by its name: outside autocast, in float32 or wider.
+
+        Args:
+            out: the pass that they are of.
+            terms: some terms; None takes all that count in the phase.
+        """
+        with self._bench.machine.wide():
+            wide = out.wide()
+            chosen = self._bench.terms if terms is None else terms
+            return {term.name: widened(term(self._bench.method, wide)) for term in chosen}
+
+    @property
+    def terms(self) -> Sequence[Any]:
+        """The terms that count in the phase."""
+        return self._bench.terms
+
+    def total(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Σ weight · value over what has a weight."""
+        with self._bench.machine.wide():
+            return self._sum(values)
+
+    def _sum(self, values: Mapping[str, Tensor]) -> Tensor:
+        weights, total = self._bench.weights, None
+        for name, value in values.items():
+            weight = weights.get(name, 0.0)
+            if weight > 0:
+                weighted = value if weight == 1 else weight * value  # a weight of 1 changes no bit
+                total = weighted if total is None else total + weighted
+        return torch.zeros((), dtype=torch.float32, device=self.y.device) if total is None else total
+
+    def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
+        """Step on Σ weight · value, with accumulation, clipping, scaling and devices, and log the values.
+
+        Args:
+            values: by name, as in `Method.term_weights`.
+            parts: the phase's parts that step; they alone get a gradient. None are all.
+        """
+        total = self.total(values)
+        self.log(values)
+        self._total, self._descents = total, self._descents + 1
+        if self._bench.descent is not None and total.requires_grad:
+            self._bench.descent.descend(total, self.part.factor, parts, self._steps_now)
+
+    def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """∇ loss with respect to some parameters, for steps of a method's own; averaged over devices.
+
+        Nothing is left in `.grad`; zeros where the loss does not reach.
+        """
+        factor = self.part.factor
+        return self._bench.machine.gradients(loss if factor == 1 else loss * factor, parameters)
+
+    def follow(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor], steps_now: bool | None = None) -> None:
+        """Let the phase's optimizers step on gradients that were found by hand.
+
+        Args:
+            gradients: averaged over devices, as `gradients` gives them.
+            parameters: what they are of.
+            steps_now: whether to step; None as the accumulation of mini-batches has it.
+        """
+        assert self._bench.descent is not None, "a step outside a fit cannot descend"
+        self._bench.descent.follow(gradients, parameters, self._steps_now if steps_now is None else steps_now)
+
+    def log(self, values: Mapping[str, Tensor], size: int | None = None) -> None:
+        """Take down values that belong to the step; those without a weight are in no sum.
+
+        Args:
+            values: scalars, by name.
+            size: samples that they are means over; None takes the mini-batch's.
+        """
+        self._logged.update(values)
+        self._size = self._size if size is None else size
+
+    def observe(self, out: Forward) -> None:
+        """Show a forward pass to the terms that average artifacts while training runs; call it after the step."""
+        if self.part.counts:
+            with self._bench.machine.wide():
+                for term in self._bench.method.terms.exchanging:
+                    term.observe(self._bench.method, out)
+
+    def agreed(self, drawn: Tensor) -> Tensor:
+        """What the first device has drawn: random streams part where devices see parts of different sizes."""
+        devices = self._bench.machine.devices
+        return drawn if devices is None else devices.first(drawn)

@@ -1,0 +1,70 @@
+"""Who takes part when, and who is evaluated when: functions of the seed and the settings alone."""
+
+from __future__ import annotations
+
+from fl_lightning.federation.settings import Federation
+from fl_lightning.seeding import numpy_generator
+
+
+class Calendar:
+    """The rounds of a federation, known ahead.
+
+    Args:
+        settings: of the federation.
+        num_clients: N, newcomers among them.
+        seed: the run's.
+    """
+
+    def __init__(self, settings: Federation, num_clients: int, seed: int) -> None:
+        self.settings = settings
+        self.num_clients = num_clients
+        self.num_founders = num_clients - settings.newcomers.clients
+        self.seed = seed
+        self._known: dict[int, frozenset[int]] = {}
+
+    def participants(self, round: int) -> list[int]:
+        """The clients that take part in a round, in order; depends on seed and round alone."""
+        out = self.missing(round)
+        return [client for client in self._drawn(round) if client not in out]
+
+    def missing(self, round: int) -> set[int]:
+        """The clients that should take part in a round and fail."""
+        return self.settings.failures.among(self._drawn(round), self.seed, round)
+
+    def _drawn(self, round: int) -> list[int]:
+        there = self.num_present(round)
+        count = max(1, int(self.settings.participation * there + 1e-9))
+        if count == there:
+            return list(range(there))
+        rng = numpy_generator(self.seed, "participants", round)
+        return sorted(rng.choice(there, size=count, replace=False).tolist())
+
+    def num_present(self, round: int) -> int:
+        """How many clients have joined by `round`; they are the first ones."""
+        return self.num_clients if round > self.settings.newcomers.after else self.num_founders
+
+    def is_evaluated(self, round: int) -> bool:
+        """Whether clients are evaluated in `round`."""
+        return round % self.settings.evaluate_every == 0 or round == self.settings.rounds
+
+    def takes_part(self, client: int, round: int) -> bool:
+        """Whether a client takes part in a round."""
+        if round not in self._known:
+            self._known[round] = frozenset(self.participants(round))
+        return client in self._known[round]
+
+    def is_last_fit(self, client: int, round: int) -> bool:
+        """Whether a client takes part in no later round."""
+        return not any(self.takes_part(client, later) for later in range(round + 1, self.settings.rounds + 1))
+
+    def is_last_before_evaluation(self, client: int, round: int) -> bool:
+        """Whether the state after this fit is the one that the next evaluated round reports.
+
+        Participants are known ahead, so a client that will sit out until then is evaluated now: its weights need not be
+        kept for it.
+        """
+        while not self.is_evaluated(round):
+            round += 1
+            if self.takes_part(client, round):
+                return False
+        return True

@@ -1,0 +1,185 @@
+"""What is tested when: Local-T, Global-T and Server-T of a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import training
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Predictor, Seen
+from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
+from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.runner import Runner
+from fl_lightning.federation.scores import ScoreBoard, is_received
+from fl_lightning.federation.workers import Workers
+
+
+class Examiner:
+    """Decides what is tested in a round, and tests what does not belong to one client's fit.
+
+    Args:
+        runner: the resident modules.
+        exchange: who hears what.
+        workers: the processes that share the work.
+        calendar: who takes part when.
+    """
+
+    def __init__(self, runner: Runner, exchange: Exchange, workers: Workers, calendar: Calendar) -> None:
+        self.runner = runner
+        self.exchange = exchange
+        self.workers = workers
+        self.calendar = calendar
+        self.policy = calendar.settings.evaluate
+        template, data = runner.modules[0], runner.data
+        self.columns = score_columns(template, self.policy.moments, data.local_test, self.policy.globally)
+        num_test = np.array([client.num_test for client in data.clients])
+        self.board = ScoreBoard(self.columns, num_test, calendar.num_founders)
+        sample = data.store.gather(data.server_test[:1])[0] if len(data.server_test) else None
+        ways = template.predictors.values() if sample is not None else ()
+        travel = [rests_on_what_travels(template, way, sample) for way in ways]
+        server = template.headline("Server-T")
+        self.has_global_model = dict(zip(template.predictors, travel, strict=False)).get(str(server), False)
+        self._received_is_global = self.has_global_model and all(travel) and not any(way.adapts for way in ways)
+        self._global_correct: Correct | None = None
+
+    def forget(self) -> None:
+        """The global model is another one now."""
+        self._global_correct = None
+
+    # --- the global model ---------------------------------------------------------------------------------------------
+
+    def may_predict_as_global(self, client: int) -> bool:
+        """Whether the client may be about to predict as the global model does."""
+        return self._received_is_global and self.exchange.hears_global(client)
+
+    def server_accuracy(self) -> float | None:
+        """Server-T of the present global model; None where there is none."""
+        if not self.has_global_model or self.exchange.global_message() is None:
+            return None
+        hit = self.global_hits()[str(self.runner.modules[0].headline("Server-T"))]
+        return float(hit.double().mean()) if len(hit) else None
+
+    def global_hits(self) -> Correct:
+        """What the global model gets right on the union of all test splits; computed once a round, in parts."""
+        message = self.exchange.global_message()
+        assert message is not None
+        if self._global_correct is None:
+            module = self.runner.load_global(message)
+            rank, size = self.workers.rank, self.workers.size
+            own = self.runner.evaluator.correct_batches(module, self.runner.data.server_test, rank, size)
+            parts = self.workers.gather(own)
+            self._global_correct = {name: join_batches([part[name] for part in parts]) for name in own}
+        return self._global_correct
+
+    def global_scores(self, client: int) -> Callable[[ClientModule], Scores | None] | None:
+        """What gives a client's scores right after its receive without testing it; None where nothing can.
+
+        It gives None where the client did not end up with the global weights.
+        """
+        if not self.may_predict_as_global(client):
+            return None
+        message = self.exchange.global_message()
+        assert message is not None
+
+        def read_off(module: ClientModule) -> Scores | None:
+            if not holds(module, message.weights):
+                return None
+            return self.runner.evaluator.scores(module, client, "received", self.global_hits())
+
+        return read_off
+
+    def prepare(self, round: int, participants: Sequence[int]) -> None:
+        """Test the global model now, if the round needs it: clients' own states are about to enter its module."""
+        if self.tests_received(round) and any(map(self.may_predict_as_global, participants)):
+            self.global_hits()
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def tests_received(self, round: int) -> bool:
+        """Whether participants are tested right after their receive."""
+        return self.policy.received and self.calendar.is_evaluated(round)
+
+    def tests_trained(self, round: int, client: int) -> bool:
+        """Whether a participant is tested after its fit."""
+        return self.policy.trained and self.calendar.is_last_before_evaluation(client, round)
+
+    def test_strangers(self, round: int) -> None:
+        """Clients that never took part count with their initial model, once they have joined."""
+        strangers = self.board.strangers(self.calendar.num_present(round)) if self.policy.trained else []
+        own = strangers[self.workers.rank :: self.workers.size]
+        scores = {client: self.runner.evaluate_resting(client) for client in own}
+        for client, values in union(self.workers.gather(scores)).items() if strangers else ():
+            self.board.record(client, values)
+
+    def figures(self, round: int, participants: Sequence[int]) -> dict[str, Any]:
+        """The accuracies of an evaluated round, by column."""
+        self.test_strangers(round)
+        row = self.board.figures(participants, self.calendar.is_evaluated(round - 1))
+        return {**row, "Server-T": self.server_accuracy() if self.policy.server else None}
+
+    def receive_once_more(
+        self, holders: Mapping[int, int], inbox: Callable[[int], Message]
+    ) -> dict[str, np.ndarray]:
+        """What every client's model scores after one more receive, without a fit, by column: [N] each.
+
+        Args:
+            holders: client -> the worker that has its state.
+            inbox: what a client hears.
+        """
+        if not self.policy.received:
+            return {}
+        if any(map(self.may_predict_as_global, holders)):
+            self.global_hits()
+        own = {c: self._received(c, inbox(c)) for c in holders if holders[c] == self.workers.rank}
+        scores = {name: np.full(len(holders), np.nan) for name in self.columns if is_received(name)}
+        for client, values in union(self.workers.gather(own)).items():
+            for name, value in values.items():
+                scores[name][client] = value
+        return scores
+
+    def _received(self, client: int, message: Message) -> Scores:
+        settings = self.calendar.settings
+        facts = replace(self.runner.facts, round=settings.rounds + 1)
+        return self.runner.evaluate_received(client, message, facts, self.global_scores(client))
+
+
+def rests_on_what_travels(client: ClientModule, way: Predictor, x: torch.Tensor) -> bool:
+    """Whether a way to predict uses nothing that stays with a client.
+
+    Measured: everything private is made NaN for the length of one prediction.
+
+    Args:
+        client: any client.
+        way: the predictor.
+        x: [1, …] an input.
+    """
+    entries, division = client.entries, client.division
+    travels = {*division.shared, *division.anew}
+    private = {n: t for n, t in entries.items() if n not in travels and t.is_floating_point()}
+    before = {name: tensor.clone() for name, tensor in private.items()}
+    with torch.no_grad(), training(client.method, False):
+        for tensor in private.values():
+            tensor.fill_(torch.nan)
+        try:
+            return not way.scores(Seen(x)).isnan().any()
+        finally:
+            for name, tensor in private.items():
+                tensor.copy_(before[name])
+
+
+def holds(module: ClientModule, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a client's entries are these, bit for bit."""
+    entries = module.entries
+    return all(name in entries and torch.equal(entries[name], tensor) for name, tensor in weights.items())
+
+
+def union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    """Every worker's share, by client."""
+    return {client: value for part in parts for client, value in part.items()}

@@ -1,0 +1,135 @@
+"""What a configuration's section `federation` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fl_lightning.core.server_optimizer import ServerOptimizer
+from fl_lightning.errors import require
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.checkpoint import CheckpointPolicy
+from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.wire import WireFilter
+
+
+@dataclass(frozen=True)
+class EvaluationPolicy:
+    """What is evaluated, in the rounds that are.
+
+    Args:
+        trained: clients' models after the local fit (`Local-T`, `Global-T`).
+        received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
+        globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
+        server: the global model on that union, where the method has one (`Server-T`).
+        batch_size: test samples a batch, >= 1.
+    """
+
+    trained: bool = True
+    received: bool = True
+    globally: bool = True
+    server: bool = True
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
+
+    @property
+    def moments(self) -> list[str]:
+        """The moments at which clients are evaluated."""
+        return [moment for moment in ("trained", "received") if getattr(self, moment)]
+
+
+@dataclass(frozen=True)
+class Newcomers:
+    """Clients that stay out at first and join later, to see what a federation gives to those who come late.
+
+    They are the last ones. Until they join they neither train nor count in any mean; afterwards they take part like the
+    others, from what their method shares, and their mean is a column of its own (`Local-T_newcomers` and the like),
+    while the other columns stay those of the founders.
+
+    Args:
+        clients: how many; 0 for none.
+        after: the round after which they join.
+    """
+
+    clients: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.clients >= 0, "federation.newcomers.clients", "must be >= 0", self.clients)
+        least = 1 if self.clients else 0
+        require(self.after >= least, "federation.newcomers.after", f"must be >= {least}", self.after)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """How a federation runs.
+
+    Args:
+        rounds: rounds of the run, >= 1.
+        participation: fraction of the clients in a round, in (0, 1]; ``max(1, int(participation * N))`` of them are
+            drawn without replacement, from the seed.
+        local_epochs: epochs of a local fit, >= 1, where the method does not say otherwise.
+        lr_decay: factor on the learning rate from round to round, in (0, 1].
+        evaluate: what is evaluated.
+        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
+        exchange: how messages travel; null takes the method's own way (mostly a star around a server).
+        server_optimizer: what the server makes of the mean of the weights; null takes the mean itself.
+        wire: filters that messages pass on their way, in this order on the way up and down.
+        newcomers: clients that join later.
+        failures: clients that are out for rounds.
+        init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
+            private initial weights.
+        share_buffers: whether batch norm's running statistics travel with the layers that are shared, and are averaged;
+            some public code shares parameters alone.
+        pool: where clients' private states are kept between their fits; ``disk`` for large federations.
+        checkpoint: when the federation is saved.
+        workers: processes that share out a round's clients, one device each: a number, or ``auto`` for as many as keep
+            all cores busy, or all GPUs. By default one, or all that torchrun or SLURM started. It changes no result.
+        threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number, the cores divided
+            by the workers where it is ``auto``, else torch's own choice. Another number may change sums in their last
+            bit.
+        worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
+        steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
+        channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
+        callbacks: hooks of your own.
+    """
+
+    rounds: int = 20
+    participation: float = 1.0
+    local_epochs: int = 1
+    lr_decay: float = 1.0
+    evaluate: EvaluationPolicy = field(default_factory=EvaluationPolicy)
+    evaluate_every: int = 1
+    exchange: Exchange | None = None
+    server_optimizer: ServerOptimizer | None = None
+    wire: list[WireFilter] | None = None
+    newcomers: Newcomers = field(default_factory=Newcomers)
+    failures: Failures = field(default_factory=Failures)
+    init: Literal["common", "own"] = "common"
+    share_buffers: bool = True
+    pool: Literal["memory", "disk"] = "memory"
+    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    workers: int | Literal["auto"] | None = None
+    threads: int | None = None
+    worker_timeout: float = 20.0
+    steps_per_bundle: int = 16
+    channels_last: bool = True
+    callbacks: list[FederationCallback] | None = None
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "federation.rounds", "must be >= 1", self.rounds)
+        require(0 < self.participation <= 1, "federation.participation", "must be in (0, 1]", self.participation)
+        require(self.local_epochs >= 1, "federation.local_epochs", "must be >= 1", self.local_epochs)
+        require(0 < self.lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", self.lr_decay)
+        require(self.evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", self.evaluate_every)
+        require(self.steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", self.steps_per_bundle)
+        counted = self.workers in (None, "auto") or (isinstance(self.workers, int) and self.workers >= 1)
+        require(counted, "federation.workers", "must be auto or a number >= 1", self.workers)
+        require(self.threads is None or self.threads >= 1, "federation.threads", "must be >= 1", self.threads)
+        require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
+        early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
+        allowed = f"must be < federation.rounds ({self.rounds})"
+        require(early, "federation.newcomers.after", allowed, self.newcomers.after)
