@@ -9,10 +9,11 @@ import yaml
 
 from cli.run_files import without_seconds
 from cli.test_bad_input import refused
-from fl_lightning.cli import _checked_model
+from fl_lightning.command_line import CommandLine
 from fl_lightning.configuration import architectures
 from fl_lightning.errors import ConfigError
-from fl_lightning.precheck import precheck
+from fl_lightning.parser import _checked_model
+from fl_lightning.precheck import check_names
 
 NARROW = {"class_path": "MLP", "init_args": {"hidden": [16, 8]}}
 WIDE = {"class_path": "MLP", "init_args": {"hidden": [24, 8]}}
@@ -192,7 +193,7 @@ def test_wrong_name_in_the_list_is_refused_before_anything_is_imported(tmp_path,
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump({"model": models}))
     with pytest.raises(ConfigError) as error:
-        precheck(["--config", str(path)])
+        check_names(CommandLine(["--config", str(path)]))
     assert [part for part in said if part not in str(error.value)] == [], str(error.value)
 
 
