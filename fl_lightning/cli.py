@@ -20,6 +20,7 @@ COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
     "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
+    "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
 }
@@ -28,8 +29,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down or a worker was lost,
-    2 on bad input (one line on stderr), 130 when a run was stopped by a signal
+    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, when `compare` finds
+    two runs different or a worker was lost, 2 on bad input (one line on stderr), 130 when a run was stopped by a signal
     after saving.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -53,7 +54,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
-    run |= {"dashboard": _dashboard, "list": _list}
+    run |= {"compare": _compare, "dashboard": _dashboard, "list": _list}
     return run[command](rest)
 
 
@@ -168,6 +169,17 @@ def _partition(argv: list[str]) -> int:
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
+
+
+def _compare(argv: list[str]) -> int:
+    parser = one_line_parser("compare", description=COMMANDS["compare"])
+    for name in ("a", "b"):
+        parser.add_argument(name, type=str, help="a run's folder")
+    options = parser.parse_args(argv)
+
+    from fl_lightning.report.compare import compare
+
+    return 0 if compare(Path(options.a), Path(options.b)) else 1
 
 
 def _dashboard(argv: list[str]) -> int:
