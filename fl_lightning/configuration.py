@@ -69,7 +69,7 @@ def _dataclass(hint: Any) -> Any:
     return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
-def construct(cls: Callable[..., Any], key: str, **arguments: Any) -> Any:
+def construct(cls: Callable[..., Any], key: str, /, **arguments: Any) -> Any:
     """Call a constructor; what it refuses becomes one line about `key`."""
     try:
         return cls(**arguments)
@@ -79,7 +79,7 @@ def construct(cls: Callable[..., Any], key: str, **arguments: Any) -> Any:
         raise ConfigError(key, f"{getattr(cls, '__name__', cls)}: {error}") from error
 
 
-def build(node: Any, key: str, **given: Any) -> Any:
+def build(node: Any, key: str, /, **given: Any) -> Any:
     """Build ``{class_path, init_args}`` and what is inside it; plain values stay as they are.
 
     Args:
@@ -97,7 +97,7 @@ def build(node: Any, key: str, **given: Any) -> Any:
     return build_as(import_class(node["class_path"]), node.get("init_args") or {}, key, **given)
 
 
-def build_as(cls: Callable[..., Any], node: Mapping[str, Any], key: str, **given: Any) -> Any:
+def build_as(cls: Callable[..., Any], node: Mapping[str, Any], key: str, /, **given: Any) -> Any:
     """Call a constructor with what `node` holds, built.
 
     A mapping becomes the dataclass that the constructor's annotation names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
@@ -189,7 +190,7 @@ def _checked_models(given: Any) -> Any:
 
     Any other text is an environment variable's model, which the list replaces.
     """
-    return yaml.safe_load(given) if isinstance(given, str) and given.startswith("[") else given
+    return json.loads(given) if isinstance(given, str) and given.startswith("[") else given
 
 
 def _checked_model(index: int, entry: Any) -> dict[str, Any]:

@@ -110,6 +110,14 @@ def test_configurations_in_the_folder_and_printed_run_to_the_same_numbers(straig
             assert without_seconds(workplace.run / name) == without_seconds(straight.run / name)
 
 
+def test_small_number_in_the_list_stays_a_number(workplace):
+    small = {"class_path": "FedProtoCNN", "init_args": {"dropout": 1e-5}}
+    mixed(workplace, [small, small])
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", "--print_config")
+    assert code == 0, err
+    assert "dropout: 1.0e-05" in out
+
+
 def test_list_of_one_model_is_that_model(workplace, finished):
     workplace.draws = False
     workplace.change(model=[NARROW])

@@ -257,3 +257,4 @@ def test_source_and_import_agree_on_every_class():
 def test_build_takes_a_mapping_for_a_mapping_where_no_dataclass_is_asked_for():
     node = {"class_path": "collections.OrderedDict", "init_args": {"a": {"b": 1}}}
     assert build(node, "x") == {"a": {"b": 1}}
+    assert build({**node, "dict_kwargs": {"key": 2}}, "x")["key"] == 2
