@@ -10,14 +10,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 KINDS = {
-    "methods": ("methods", "Method"),
-    "models": ("models", "SplitModel"),
-    "datasets": ("data", "Dataset"),
-    "partitions": ("data", "Partition"),
-    "exchanges": ("federation", "Exchange"),
-    "terms": ("losses", "Term"),
+    "methods": ("methods", "fl_lightning.core.method.Method"),
+    "models": ("models", "fl_lightning.models.split.SplitModel"),
+    "datasets": ("data", "fl_lightning.data.dataset.Dataset"),
+    "partitions": ("data", "fl_lightning.data.partitions.Partition"),
+    "exchanges": ("federation", "fl_lightning.federation.exchange.Exchange"),
+    "terms": ("losses", "fl_lightning.core.term.Term"),
+    "server_optimizers": ("core", "fl_lightning.core.server_optimizer.ServerOptimizer"),
+    "filters": ("federation", "fl_lightning.federation.wire.WireFilter"),
 }
 """Kind -> (folder, base class)."""
+GROUPS = {
+    "data": "fl_lightning.data.module.FederatedData",
+    "federation": "fl_lightning.federation.settings.Federation",
+}
+"""Section -> the class whose constructor's parameters are its keys."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +40,16 @@ class Entry:
 @lru_cache
 def entries(kind: str) -> tuple[Entry, ...]:
     """The classes of a kind, by name. A new file in the folder is found by itself."""
-    folder, base = KINDS[kind]
+    folder, base = KINDS[kind][0], KINDS[kind][1].rpartition(".")[2]
     found: dict[str, tuple[str, ast.ClassDef]] = {}
     for path in sorted((ROOT / folder).glob("*.py")):
         module = f"fl_lightning.{folder}.{path.stem}"
-        found |= {name: (module, node) for name, node in _classes_of_file(path).items()}
+        found |= {node.name: (module, node) for node in _body(module) if isinstance(node, ast.ClassDef)}
     names = {base}
     while more := {name for name, (_, node) in found.items() if name not in names and names & set(_bases(node))}:
         names |= more
     public = [name for name in sorted(names - {base}) if name in found and not name.startswith("_")]
-    return tuple(_entry(name, found) for name in public if not _is_abstract(found[name][1]))
+    return tuple(_entry(name, found) for name in public if "ABC" not in _bases(found[name][1]))
 
 
 def _entry(name: str, found: Mapping[str, tuple[str, ast.ClassDef]]) -> Entry:
@@ -61,59 +68,79 @@ def _bases(node: ast.ClassDef) -> list[str]:
     return [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
 
 
-def _is_abstract(node: ast.ClassDef) -> bool:
-    return "ABC" in _bases(node)
-
-
 def _paper(node: ast.ClassDef) -> str:
     for statement in node.body:
-        if isinstance(statement, ast.Assign):
-            target, value = statement.targets[0], statement.value
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            target, value = statement.target, statement.value
-        else:
-            continue
-        if isinstance(target, ast.Name) and target.id == "paper" and isinstance(value, ast.Constant):
-            return str(value.value)
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if any(isinstance(target, ast.Name) and target.id == "paper" for target in targets):
+                return str(statement.value.value)
     return ""
 
 
 @lru_cache
-def parameters(class_path: str) -> tuple[str, ...]:
-    """Names of the constructor's parameters of one of the package's own classes.
+def options(class_path: str) -> Mapping[str, str | None]:
+    """The parameters of the constructor of one of the package's own classes, or the fields of a dataclass.
 
     Args:
-        class_path: e.g. ``fl_lightning.federation.loop.FederatedLoop``.
+        class_path: e.g. ``fl_lightning.data.module.FederatedData``.
+
+    Returns:
+        Each parameter's name -> the path of the dataclass that its annotation names, None where it names none.
     """
     module, _, name = class_path.rpartition(".")
-    path = ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    classes = {**_classes(path.parent), **_classes_of_file(path)}
-    node: ast.ClassDef | None = classes[name]
-    while node is not None:
-        own = _own_parameters(node)
-        if own is not None:
-            return own
-        node = next((classes[base] for base in _bases(node) if base in classes), None)
-    return ()
+    found = _find(module, name)
+    if found is None:
+        return {}
+    module, node = found
+    own = _own_parameters(node)
+    if own is not None:
+        return {name: _dataclass(module, annotation) for name, annotation in own}
+    known = (options(f"{module}.{base}") for base in _bases(node) if _find(module, base))
+    return next(known, {})
 
 
-def _classes(folder: Path) -> dict[str, ast.ClassDef]:
-    return {name: node for path in sorted(folder.glob("*.py")) for name, node in _classes_of_file(path).items()}
+def _dataclass(module: str, annotation: ast.expr | None) -> str | None:
+    """The dataclass that an annotation is, alone or beside None."""
+    if isinstance(annotation, ast.BinOp):
+        return _dataclass(module, annotation.left) or _dataclass(module, annotation.right)
+    found = _find(module, annotation.id) if isinstance(annotation, ast.Name) else None
+    return f"{found[0]}.{found[1].name}" if found and _is_dataclass(found[1]) else None
 
 
-def _classes_of_file(path: Path) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+@lru_cache
+def _find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """The module that defines what a module calls `name`, and its source; None for what is no class of the package."""
+    for node in _body(module):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and node.module:
+            original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), None)
+            if original:
+                return _find(node.module, original)
+    return None
 
 
-def _own_parameters(node: ast.ClassDef) -> tuple[str, ...] | None:
+@lru_cache
+def _body(module: str) -> list[ast.stmt]:
+    package, *parts = module.split(".")
+    path = ROOT.joinpath(*parts)
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text()).body if package == ROOT.name and file.is_file() else []
+
+
+def _own_parameters(node: ast.ClassDef) -> list[tuple[str, ast.expr | None]] | None:
     """Parameters of the class's own constructor, or fields of a dataclass; None if it inherits its constructor."""
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             arguments = (*statement.args.args, *statement.args.kwonlyargs)
-            return tuple(argument.arg for argument in arguments if argument.arg != "self")
-    if any(isinstance(d, ast.Call) and getattr(d.func, "id", "") == "dataclass" for d in node.decorator_list):
-        return tuple(s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name))
-    return None
+            return [(argument.arg, argument.annotation) for argument in arguments if argument.arg != "self"]
+    fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    return [(ast.unparse(field.target), field.annotation) for field in fields] if _is_dataclass(node) else None
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    names = (decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list)
+    return any(isinstance(name, ast.Name) and name.id == "dataclass" for name in names)
 
 
 def modules(kind: str) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.models.split import SplitModel
 
 Config = dict[str, Any]
 
@@ -27,8 +32,8 @@ _TRAINER_IDENTITY = (
 )  # fmt: skip
 
 
-def import_class(class_path: str) -> Any:
-    """Import a class by its dotted path.
+def import_class(class_path: str, key: str = "class_path") -> Any:
+    """Import a class by its dotted path; `key` is where it was given.
 
     Raises:
         ConfigError: if there is no such module or class.
@@ -37,10 +42,34 @@ def import_class(class_path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("class_path", f"cannot import {class_path}: {error}") from error
+        raise ConfigError(key, f"cannot import {class_path}: {error}") from error
 
 
-def construct(cls: Callable[..., Any], key: str, **arguments: Any) -> Any:
+def options(cls: Callable[..., Any]) -> dict[str, Any] | None:
+    """A constructor's parameters, each with the dataclass that its annotation is, alone or beside None; else None.
+
+    Returns:
+        None where there may be others: behind ``**kwargs``, or where a constructor has no signature.
+    """
+    try:
+        parameters = inspect.signature(cls).parameters
+    except ValueError:
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    try:
+        hints = get_type_hints(getattr(cls, "__init__", cls))
+    except (NameError, TypeError):  # a name that only a type checker imports
+        hints = {}
+    return {name: _dataclass(hints.get(name)) for name in parameters}
+
+
+def _dataclass(hint: Any) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def construct(cls: Callable[..., Any], key: str, /, **arguments: Any) -> Any:
     """Call a constructor; what it refuses becomes one line about `key`."""
     try:
         return cls(**arguments)
@@ -50,7 +79,7 @@ def construct(cls: Callable[..., Any], key: str, **arguments: Any) -> Any:
         raise ConfigError(key, f"{getattr(cls, '__name__', cls)}: {error}") from error
 
 
-def build(node: Any, key: str, **given: Any) -> Any:
+def build(node: Any, key: str, /, **given: Any) -> Any:
     """Build ``{class_path, init_args}`` and what is inside it; plain values stay as they are.
 
     Args:
@@ -64,9 +93,31 @@ def build(node: Any, key: str, **given: Any) -> Any:
         return node
     if "class_path" not in node:
         return {name: build(value, f"{key}.{name}") for name, value in node.items()}
-    arguments = {name: build(value, f"{key}.{name}") for name, value in (node.get("init_args") or {}).items()}
-    arguments |= node.get("dict_kwargs") or {}
-    return construct(import_class(node["class_path"]), key, **arguments, **given)
+    given |= node.get("dict_kwargs") or {}
+    return build_as(import_class(node["class_path"]), node.get("init_args") or {}, key, **given)
+
+
+def build_as(cls: Callable[..., Any], node: Mapping[str, Any], key: str, /, **given: Any) -> Any:
+    """Call a constructor with what `node` holds, built.
+
+    A mapping becomes the dataclass that the constructor's annotation names.
+
+    Args:
+        cls: the class.
+        node: its arguments' part of a configuration.
+        key: its dotted key, for errors.
+        given: constructor arguments that do not come from the configuration.
+    """
+    nested = options(cls) or {}
+    arguments = {name: _build_argument(nested.get(name), value, f"{key}.{name}") for name, value in node.items()}
+    return construct(cls, key, **{**arguments, **given})
+
+
+def _build_argument(cls: Any, node: Any, key: str) -> Any:
+    if cls is None or node is None or (isinstance(node, Mapping) and "class_path" in node):
+        return build(node, key)
+    require(isinstance(node, Mapping), key, f"must hold {cls.__name__}'s fields by name", node)
+    return build_as(cls, node, key)
 
 
 def build_model(node: Any, key: str, **given: Any) -> SplitModel:

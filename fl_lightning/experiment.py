@@ -26,8 +26,8 @@ from fl_lightning.configuration import (
     Config,
     architectures,
     build,
+    build_as,
     build_model,
-    construct,
     identity,
     import_class,
     read_config,
@@ -36,14 +36,13 @@ from fl_lightning.configuration import (
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
-from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.files import load_tensors, write_text
 from fl_lightning.federation.launch import Team, is_main, plan, signals_handled, started_outside, stop_signals
 from fl_lightning.federation.loop import FederatedLoop, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.runner import load_full_state
-from fl_lightning.federation.settings import EvaluationPolicy, Federation, Newcomers
+from fl_lightning.federation.settings import Federation
 from fl_lightning.models.split import SplitModel
 from fl_lightning.report.record import read_rows
 
@@ -77,15 +76,10 @@ class Experiment:
             config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
         )
         self.folder = Path(config["output"]) / self.name
-        described = ("augmentation",)  # builds what its descriptions say by itself
-        data = {k: v if k in described else build(v, f"data.{k}") for k, v in config["data"].items()}
-        self.data: FederatedData = construct(FederatedData, "data", **data)
-        federation = {key: build(value, f"federation.{key}") for key, value in config["federation"].items()}
-        federation["evaluate"] = EvaluationPolicy(**federation["evaluate"])
-        federation["newcomers"] = Newcomers(**federation["newcomers"])
-        federation["failures"] = Failures(**federation["failures"])
-        federation["checkpoint"] = CheckpointPolicy(**federation["checkpoint"])
-        self.loop = FederatedLoop(construct(Federation, "federation", **federation))
+        data = dict(config["data"])
+        described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
+        self.data: FederatedData = build_as(FederatedData, data, "data", **described)
+        self.loop = FederatedLoop(build_as(Federation, config["federation"], "federation"))
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         self.identity = identity(config)

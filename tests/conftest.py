@@ -1,6 +1,7 @@
 """One tiny federation on a CPU, shared by all tests: in-memory images, two small models, and a loop around them."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Partition
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.settings import Federation
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.split import Body, SplitModel
 
@@ -106,6 +109,17 @@ def sgd():
 
 
 @pytest.fixture(scope="session")
+def make_client():
+    """A client outside a federation: `make_client(FedAvg(mlp()))`, or with an optimizer of `sgd`."""
+
+    def make(method, optimizer=None, round=0, facts=None, **settings) -> ClientModule:
+        method.facts = facts or replace(method.facts, round=round)
+        return ClientModule(method, None if optimizer is None else FitSettings(optimizer, **settings))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def mlp():
     """A small MLP with one feature map, D = 5."""
     return lambda hidden=(8, 5), shape=(1, 8, 8), num_classes=4: MLP(shape, num_classes, hidden)
@@ -146,7 +160,7 @@ def set_up_federation(make_data, sgd):
         architecture = loop_options.pop("architecture", None)
         diary = Diary()
         callbacks = [diary, *loop_options.pop("callbacks", ())]
-        loop = FederatedLoop(rounds=rounds, callbacks=callbacks, **loop_options)
+        loop = FederatedLoop(Federation(rounds=rounds, callbacks=callbacks, **loop_options))
         loop.setup(
             method if architecture is not None else lambda _: method(),
             make_data() if data is None else data,

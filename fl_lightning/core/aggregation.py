@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype
 from fl_lightning.errors import require
@@ -216,16 +217,20 @@ class TensorMean(ArtifactRule):
         self._mean = WeightedMean()
         self._uniform = uniform
 
-    def add(self, value: Tensor, num_samples: int) -> None:  # noqa: D102 - as the base says
+    @override
+    def add(self, value: Tensor, num_samples: int) -> None:
         self._mean.add({"value": value}, 1 if self._uniform else num_samples)
 
-    def result(self, previous: Tensor | None) -> Tensor | None:  # noqa: D102
+    @override
+    def result(self, previous: Tensor | None) -> Tensor | None:
         return previous if self._mean.empty else self._mean.result()["value"]
 
-    def partial(self) -> Partial:  # noqa: D102
+    @override
+    def partial(self) -> Partial:
         return self._mean.partial()
 
-    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def merge(self, partial: Mapping[str, Any]) -> None:
         self._mean.merge(partial)
 
 
@@ -278,7 +283,8 @@ class ClassMeanRule(ArtifactRule):
         self._weight += weight
         self._holders += holds
 
-    def partial(self) -> Partial:  # noqa: D102
+    @override
+    def partial(self) -> Partial:
         if self._shape is None:
             return {}
         return {
@@ -289,7 +295,8 @@ class ClassMeanRule(ArtifactRule):
             "relates_classes": self._relates_classes,
         }
 
-    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def merge(self, partial: Mapping[str, Any]) -> None:
         if not partial:
             return
         shape = torch.Size(partial["shape"])
@@ -302,7 +309,8 @@ class ClassMeanRule(ArtifactRule):
         self._holders += partial["holders"]
         self._relates_classes = partial["relates_classes"]
 
-    def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102
+    @override
+    def result(self, previous: ClassMeans | None) -> ClassMeans | None:
         if self._shape is None or self._weight is None or self._holders is None:
             return previous if self.missing == "keep" else None
         divisor = self._weight.clamp(min=1)
@@ -325,10 +333,12 @@ class KindRule(ArtifactRule):
         self._kind = KINDS[kind]
         self._values: list[tuple[Any, int]] = []
 
-    def add(self, value: Any, num_samples: int) -> None:  # noqa: D102
+    @override
+    def add(self, value: Any, num_samples: int) -> None:
         self._values.append((value, num_samples))
 
-    def result(self, previous: Any) -> Artifact | None:  # noqa: D102
+    @override
+    def result(self, previous: Any) -> Artifact | None:
         return self._kind.merge(self._values, previous) if self._values else previous
 
 

@@ -103,16 +103,22 @@ class ClientModule(L.LightningModule):
         self._plugin = plugin
         return plugin.convert_module(self)  # type: ignore[return-value]
 
+    def bench(self) -> Bench:
+        """What steps outside the fit stand on: all terms, no optimizer."""
+        machine, method = Machine(self.device.type, self._plugin, self._machine.devices), self.method
+        return Bench(method, machine, self._layers, Phase("outside"), list(method.terms), method.term_weights())
+
+    def step(self, x: Tensor, y: Tensor) -> Step:
+        """A step outside the fit, of inputs [B, …] of classes [B]."""
+        return Step(self.bench(), Part.whole(x, y))
+
     def bound(self, source: Any) -> BoundData:
         """The client's samples, as its method sees them.
 
         Args:
             source: the client's samples (`data/store.py`).
         """
-        machine = Machine(self.device.type, self._plugin, self._machine.devices)
-        method = self.method
-        bench = Bench(method, machine, self._layers, Phase("outside"), method.terms, method.term_weights())
-        return BoundData(source, bench, self.drop_last)
+        return BoundData(source, self.bench(), self.drop_last)
 
     def receive(self, message: Message, source: Any) -> None:
         """Let the method take a message."""
@@ -136,17 +142,6 @@ class ClientModule(L.LightningModule):
         rules = {name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()}
         server.rules = {**rules, **server.rules}
         return server
-
-    def headline(self, figure: str) -> str | None:
-        """The name of the predictor that gives a headline figure; None where there is none.
-
-        Raises:
-            ValueError: if several claim it.
-        """
-        names = [name for name, predictor in self.predictors.items() if figure in predictor.figures]
-        if len(names) > 1:
-            raise ValueError(f"{type(self.method).__name__}: {figure} has {len(names)} predictors: {', '.join(names)}")
-        return names[0] if names else None
 
     @property
     def predictors(self) -> dict[str, Predictor]:

@@ -37,9 +37,9 @@ class Division:
             for name in (*module._parameters, *module._buffers)
         }
         entries = [(name, owners.get(name, method)) for name in method.state_dict()]
-        self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[operator]
+        self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[arg-type]
         """Names of the entries that are exchanged."""
-        self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[operator]
+        self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[arg-type]
         """Names of the entries that are kept between rounds."""
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)

@@ -21,11 +21,20 @@ class Host(Protocol):
     facts: Facts
     fit: Fit
 
-    def is_shared(self, name: str, module: nn.Module) -> bool: ...  # noqa: D102
-    def phases(self) -> list[Phase]: ...  # noqa: D102
-    def get_parameter(self, target: str) -> nn.Parameter: ...  # noqa: D102
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...  # noqa: D102
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...  # noqa: D102
+    def is_shared(self, name: str, module: nn.Module) -> bool:
+        """Whether an entry of the state dict is exchanged."""
+
+    def phases(self) -> list[Phase]:
+        """The phases of a local fit."""
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As every module's."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As every module's."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """As every module's."""
 
 
 class Collected(NamedTuple):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar, Union
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from fl_lightning.errors import suggest
 
 
-class Structured(ABC):
+class Structured:
     """A shared quantity of several tensors and settings: a frozen dataclass that is registered with `artifact`.
 
     Its fields are tensors, numbers, strings or booleans; everything below follows from them, and a kind overrides what
@@ -65,7 +64,7 @@ class Structured(ABC):
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
-Artifact = Union[Structured, Tensor]
+Artifact = Structured | Tensor
 KINDS: dict[str, type[Structured]] = {}
 """The registered kinds of artifacts, by the name under which checkpoints and workers know them."""
 Kind = TypeVar("Kind", bound="type[Structured]")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fl_lightning.core.step import Step
     from fl_lightning.models.split import SplitModel
 
-__all__ = ["Method", "Phase", "Predictor", "Seen"]
+__all__ = ["Figure", "Method", "Phase", "Predictor", "Seen", "headline"]
 
 Figure = Literal["Local-T", "Global-T", "Server-T"]
 
@@ -66,6 +66,18 @@ class Predictor:
     scores: Callable[[Seen], Tensor]
     figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
     adapts: bool = False
+
+
+def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:
+    """The name of the predictor that gives a headline figure; None where there is none.
+
+    Raises:
+        ValueError: if several claim it.
+    """
+    names = [name for name, way in ways.items() if figure in way.figures]
+    if len(names) > 1:
+        raise ValueError(f"{figure} must have one predictor, but {' and '.join(map(repr, names))} claim it")
+    return names[0] if names else None
 
 
 class Method(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import RuleFactory, WeightedMean, default_rule, kind_of
 from fl_lightning.core.message import Artifact, Message
@@ -69,10 +70,12 @@ class MeanMixer(Mixer):
         self.own = own
 
     @property
-    def takes_shares(self) -> bool:  # noqa: D102
+    @override
+    def takes_shares(self) -> bool:
         return self.own
 
-    def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:  # noqa: D102
+    @override
+    def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:
         own = own if self.own else None
         heard = sorted([*neighbours, *([] if own is None else [own])], key=lambda part: part.sender)
         before = {} if previous is None else previous.artifacts
@@ -105,4 +108,3 @@ def _mean(heard: Sequence[Heard]) -> dict[str, Tensor]:
         if message.weights:
             mean.add(message.weights, share)
     return {} if mean.empty else mean.result()
-

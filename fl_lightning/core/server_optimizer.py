@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.errors import require
@@ -81,7 +82,8 @@ class ServerMomentum(ServerOptimizer):
         self.momentum = momentum
         self.nesterov = nesterov
 
-    def direction(self, name: str, delta: Tensor) -> Tensor:  # noqa: D102
+    @override
+    def direction(self, name: str, delta: Tensor) -> Tensor:
         velocity = self.remembered("velocity", name, delta).mul_(self.momentum).add_(delta)
         return self.momentum * velocity + delta if self.nesterov else velocity.clone()
 
@@ -104,7 +106,8 @@ class AdaptiveServer(ServerOptimizer, ABC):
         self.beta1 = beta1
         self.tau = tau
 
-    def direction(self, name: str, delta: Tensor) -> Tensor:  # noqa: D102
+    @override
+    def direction(self, name: str, delta: Tensor) -> Tensor:
         first = self.remembered("first", name, delta).mul_(self.beta1).add_(delta, alpha=1 - self.beta1)
         kept = self.state.setdefault("second", {})
         second = kept.setdefault(name, torch.full_like(delta, self.tau**2))
@@ -128,7 +131,8 @@ class ServerAdagrad(AdaptiveServer):
     def __init__(self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3) -> None:
         super().__init__(lr, beta1, tau)
 
-    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    @override
+    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         return v + square
 
 
@@ -147,7 +151,8 @@ class ServerAdam(AdaptiveServer):
         require(0 <= beta2 < 1, f"{KEY}.beta2", "must be in [0, 1)", beta2)
         self.beta2 = beta2
 
-    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    @override
+    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * v + (1 - self.beta2) * square
 
 
@@ -161,5 +166,6 @@ class ServerYogi(ServerAdam):
         tau: τ, > 0.
     """
 
-    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:  # noqa: D102
+    @override
+    def second_moment(self, v: Tensor, square: Tensor) -> Tensor:
         return v - (1 - self.beta2) * square * (v - square).sign()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -115,7 +116,8 @@ class Term(nn.Module):
 class CrossEntropy(Term):
     """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays)."""
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return F.cross_entropy(widened(out.logits), out.y)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
-from fl_lightning.core.method import Seen
+from fl_lightning.core.method import Seen, headline
 from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
@@ -150,8 +150,8 @@ def _columns(figure: Literal["Local-T", "Global-T"], module: ClientModule, momen
     name = figure if moment == "trained" else f"{figure}_received"
     accuracy = {key: float(h.double().mean()) if len(h) else math.nan for key, h in hit.items()}
     named = {f"{name}/{key}": value for key, value in accuracy.items()} if len(accuracy) > 1 else {}
-    headline = module.headline(figure)
-    return {**({} if headline is None else {name: accuracy[headline]}), **named}
+    best = headline(module.predictors, figure)
+    return {**({} if best is None else {name: accuracy[best]}), **named}
 
 
 def score_columns(module: ClientModule, moments: Iterable[str], local: bool, globally: bool) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Message
-from fl_lightning.core.method import Predictor, Seen
+from fl_lightning.core.method import Predictor, Seen, headline
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
 from fl_lightning.federation.exchange import Exchange
@@ -42,10 +42,10 @@ class Examiner:
         num_test = np.array([client.num_test for client in data.clients])
         self.board = ScoreBoard(self.columns, num_test, calendar.num_founders)
         sample = data.store.gather(data.server_test[:1])[0] if len(data.server_test) else None
-        ways = template.predictors.values() if sample is not None else ()
-        travel = [rests_on_what_travels(template, way, sample) for way in ways]
-        server = template.headline("Server-T")
-        self.has_global_model = dict(zip(template.predictors, travel, strict=False)).get(str(server), False)
+        ways = list(template.predictors.values())
+        travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
+        server = headline(template.predictors, "Server-T")
+        self.has_global_model = dict(zip(template.predictors, travel, strict=True)).get(str(server), False)
         self._received_is_global = self.has_global_model and all(travel) and not any(way.adapts for way in ways)
         self._global_correct: Correct | None = None
 
@@ -63,7 +63,7 @@ class Examiner:
         """Server-T of the present global model; None where there is none."""
         if not self.has_global_model or self.exchange.global_message() is None:
             return None
-        hit = self.global_hits()[str(self.runner.modules[0].headline("Server-T"))]
+        hit = self.global_hits()[str(headline(self.runner.modules[0].predictors, "Server-T"))]
         return float(hit.double().mean()) if len(hit) else None
 
     def global_hits(self) -> Correct:
@@ -124,9 +124,7 @@ class Examiner:
         row = self.board.figures(participants, self.calendar.is_evaluated(round - 1))
         return {**row, "Server-T": self.server_accuracy() if self.policy.server else None}
 
-    def receive_once_more(
-        self, holders: Mapping[int, int], inbox: Callable[[int], Message]
-    ) -> dict[str, np.ndarray]:
+    def receive_once_more(self, holders: Mapping[int, int], inbox: Callable[[int], Message]) -> dict[str, np.ndarray]:
         """What every client's model scores after one more receive, without a fit, by column: [N] each.
 
         Args:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
+from typing_extensions import override
+
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError, require
 
 
 class Hop(NamedTuple):
@@ -66,6 +68,15 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the round: aggregate, or route."""
+
+    def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
+        """Let an optimizer follow the server's mean.
+
+        Raises:
+            ConfigError: if there is no such mean.
+        """
+        rule = f"needs a server, which a federation on a {type(self).__name__} has not: must be null"
+        raise ConfigError("federation.server_optimizer", rule, type(optimizer).__name__)
 
     def global_message(self) -> Message | None:
         """The message that all clients will hear, where there is such a one."""
@@ -135,17 +146,14 @@ class Star(Exchange):
 
     server: Server
 
-    def setup(self, template: ClientModule, facts: Facts) -> None:  # noqa: D102
+    @override
+    def setup(self, template: ClientModule, facts: Facts) -> None:
         self.facts = facts
         self.server = template.make_server(facts)
         self.server.setup(facts)
 
+    @override
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
-        """Let an optimizer follow the server's mean.
-
-        Raises:
-            ConfigError: if the method's server does more than to average weights, or has none.
-        """
         name = type(template.method).__name__
         does = self.server.only_averages and bool(self.server.message.weights)
         rule = f"needs a server that only averages weights, which {name}'s is not: must be null"
@@ -153,34 +161,44 @@ class Star(Exchange):
         optimizer.trained = frozenset(name for name, _ in template.method.named_parameters())
         self.server.optimizer = optimizer
 
-    def inbox(self, client: int) -> Message:  # noqa: D102
+    @override
+    def inbox(self, client: int) -> Message:
         return self.server.message_for(client)
 
-    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
+    @override
+    def open(self, round: int, participants: Sequence[int]) -> None:
         self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
         self.server.open_round()
 
-    def post(self, client: int, message: Message) -> None:  # noqa: D102
+    @override
+    def post(self, client: int, message: Message) -> None:
         self.server.collect(client, message)
 
-    def close(self) -> None:  # noqa: D102
+    @override
+    def close(self) -> None:
         self.server.close_round()
 
-    def global_message(self) -> Message | None:  # noqa: D102
+    @override
+    def global_message(self) -> Message | None:
         return self.server.message
 
     @property
-    def works_in_parts(self) -> bool:  # noqa: D102
+    @override
+    def works_in_parts(self) -> bool:
         return self.server.works_in_parts
 
-    def partial(self) -> Any:  # noqa: D102
+    @override
+    def partial(self) -> Any:
         return self.server.partial()
 
-    def merge(self, partial: Any) -> None:  # noqa: D102
+    @override
+    def merge(self, partial: Any) -> None:
         self.server.merge(partial)
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    @override
+    def state_dict(self) -> dict[str, Any]:
         return self.server.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.server.load_state_dict(state)

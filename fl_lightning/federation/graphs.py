@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
@@ -92,7 +93,8 @@ class DirectedGraph(Peers):
         """Whether push-sum weights travel: they do not matter to a method that weighs messages its own way."""
         return self.mixing == "push_sum" and self.mixer.takes_shares
 
-    def connect(self, round: int, live: Sequence[int]) -> Topology:  # noqa: D102
+    @override
+    def connect(self, round: int, live: Sequence[int]) -> Topology:
         there = set(live)
         edges = [edge for edge in self._edges(round, live) if set(edge) <= there]
         senders: dict[int, list[int]] = {client: [client] for client in live}
@@ -131,7 +133,8 @@ class DirectedGraph(Peers):
         rng = numpy_generator(self.seed, f"exchange/{purpose}", round, client)
         return [int(other) for other in rng.choice(others, min(count, len(others)), replace=False)]
 
-    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:  # noqa: D102
+    @override
+    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         fixed = self.edges is not None or not self.redraw
         senders = self._neighbours(round, client, there) if fixed else []
         return senders or self._draw("join", round, client, there, self.degree)
@@ -167,10 +170,12 @@ class DirectedGraph(Peers):
         params, size = message.size
         return Size(params + 1, size + 4) if self.pushes else message.size
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    @override
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "mass": {str(client): mass for client, mass in self.mass.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.mass = {int(client): mass for client, mass in state["mass"].items()}
 
@@ -196,7 +201,8 @@ class RandomPeers(Peers):
         self.degree = degree
         self.redraw = redraw
 
-    def connect(self, round: int, live: Sequence[int]) -> Topology:  # noqa: D102
+    @override
+    def connect(self, round: int, live: Sequence[int]) -> Topology:
         order = numpy_generator(self.seed, "exchange/graph", round if self.redraw else 0)
         there = set(live)
         circle = [client for client in order.permutation(self.num_clients).tolist() if client in there]
@@ -221,7 +227,8 @@ class RandomPeers(Peers):
             half = size // 2
             yield from zip(circle[:half], circle[half : 2 * half], strict=True)
 
-    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:  # noqa: D102
+    @override
+    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         senders = [] if self.redraw else self._neighbours(round, client, there)
         rng = numpy_generator(self.seed, "exchange/join", round, client)
         return senders or [int(other) for other in rng.choice(there, min(self.degree, len(there)), replace=False)]

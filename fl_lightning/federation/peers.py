@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from typing_extensions import override
+
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
@@ -69,14 +71,17 @@ class Peers(Exchange, ABC):
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def inbox(self, client: int) -> Message:  # noqa: D102
+    @override
+    def inbox(self, client: int) -> Message:
         there = client in self.participants and client in self._arrived
         return self._arrived[client].message if there or self._waits(client) else self._join(client)[0]
 
-    def downlink(self, client: int) -> Size:  # noqa: D102
+    @override
+    def downlink(self, client: int) -> Size:
         return self._arrived[client].size if client in self._arrived else NOTHING
 
-    def open(self, round: int, participants: Sequence[int]) -> None:  # noqa: D102
+    @override
+    def open(self, round: int, participants: Sequence[int]) -> None:
         self.round, self.participants = round, list(participants)
         self._posted = {}
         self.topology = self.connect(round, self.participants)
@@ -87,17 +92,21 @@ class Peers(Exchange, ABC):
         self._hops = self._bring_in()
         self._num_pulled = len(self._hops)
 
-    def uplink(self, client: int, message: Message) -> Size:  # noqa: D102
+    @override
+    def uplink(self, client: int, message: Message) -> Size:
         params, size = self._size(message)
         return Size(params * self._out[client], size * self._out[client])
 
-    def pulled(self) -> Size:  # noqa: D102
+    @override
+    def pulled(self) -> Size:
         return _total(self._hops[: self._num_pulled])
 
-    def post(self, client: int, message: Message) -> None:  # noqa: D102
+    @override
+    def post(self, client: int, message: Message) -> None:
         self._posted[client] = message
 
-    def close(self) -> None:  # noqa: D102
+    @override
+    def close(self) -> None:
         shares = self.shares(self.topology)
         for receiver, row in shares.items():
             own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
@@ -129,7 +138,8 @@ class Peers(Exchange, ABC):
         return message
 
     @property
-    def hops(self) -> Sequence[Hop]:  # noqa: D102
+    @override
+    def hops(self) -> Sequence[Hop]:
         return self._hops
 
     def _waits(self, client: int) -> bool:
@@ -169,7 +179,8 @@ class Peers(Exchange, ABC):
 
     # --- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    @override
+    def state_dict(self) -> dict[str, Any]:
         return {
             "round": self.round,
             "finished": {str(client): message.state_dict() for client, message in self._finished.items()},
@@ -179,7 +190,8 @@ class Peers(Exchange, ABC):
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.round = state["round"]
         self._finished = {int(client): Message.from_state_dict(own) for client, own in state["finished"].items()}
         self._arrived = {
@@ -224,16 +236,19 @@ class Ring(Peers):
         self.schedule = schedule
         self.directions = directions
 
-    def setup(self, template: ClientModule, facts: Facts) -> None:  # noqa: D102
+    @override
+    def setup(self, template: ClientModule, facts: Facts) -> None:
         super().setup(template, facts)
         self._last: dict[int, Message] = {}  # sequential: everybody's last message
         self._initial = template.initial_message() if self.in_turn else Message()
 
     @property
-    def in_turn(self) -> bool:  # noqa: D102
+    @override
+    def in_turn(self) -> bool:
         return self.schedule == "sequential"
 
-    def connect(self, round: int, live: Sequence[int]) -> Topology:  # noqa: D102
+    @override
+    def connect(self, round: int, live: Sequence[int]) -> Topology:
         if self.in_turn:
             return {}
         ring = sorted(live)
@@ -244,7 +259,8 @@ class Ring(Peers):
             topology[client] = dict.fromkeys(sorted(around), 1 / len(around))
         return topology
 
-    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:  # noqa: D102
+    @override
+    def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         return [self._predecessor(client, there)]
 
     def _predecessor(self, client: int, among: Iterable[int]) -> int:
@@ -252,10 +268,12 @@ class Ring(Peers):
 
     # --- one after another: a message is heard in the round in which it is finished -----------------------------------
 
-    def inbox(self, client: int) -> Message:  # noqa: D102
+    @override
+    def inbox(self, client: int) -> Message:
         return self.mixer.mix(*self._hear(client), None) if self.in_turn else super().inbox(client)
 
-    def downlink(self, client: int) -> Size:  # noqa: D102
+    @override
+    def downlink(self, client: int) -> Size:
         return _total(self._hops_to(client)) if self.in_turn else super().downlink(client)
 
     def _hear(self, client: int) -> tuple[Heard | None, list[Heard]]:
@@ -279,17 +297,20 @@ class Ring(Peers):
     def _bring_in(self) -> list[Hop]:
         return [] if self.in_turn else super()._bring_in()
 
-    def post(self, client: int, message: Message) -> None:  # noqa: D102
+    @override
+    def post(self, client: int, message: Message) -> None:
         if self.in_turn:
             self._hops += self._hops_to(client)
             self._num_pulled = len(self._hops)
             self._last[client] = message
         super().post(client, message)
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    @override
+    def state_dict(self) -> dict[str, Any]:
         last = {str(client): message.state_dict() for client, message in self._last.items()}
         return {**super().state_dict(), "last": last}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._last = {int(client): Message.from_state_dict(own) for client, own in state["last"].items()}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch.loggers import Logger
+from typing_extensions import override
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
@@ -43,7 +44,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     def __exit__(self, *exception: object) -> None:
         self._close("failed")
 
-    def on_run_start(self, loop: FederatedLoop) -> None:  # noqa: D102
+    @override
+    def on_run_start(self, loop: FederatedLoop) -> None:
         self.metrics = MetricsFile(self.folder / "metrics.csv", loop.row_columns)
         ahead = ["round", "client", "participated", "failed", "num_train", "num_test"]
         self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.columns, "loss"])
@@ -67,7 +69,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             if isinstance(logger, RunLogger):
                 logger.begin(start)
 
-    def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:  # noqa: D102
+    @override
+    def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:
         self.metrics.append([row])
         clients = self._client_rows(loop)
         self.clients.append(clients)
@@ -100,7 +103,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})
         return rows
 
-    def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:  # noqa: D102
+    @override
+    def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:
         said = self.write_summary(loop, summary, finished=True)
         for logger in self.loggers:
             if isinstance(logger, RunLogger):

@@ -153,9 +153,7 @@ class Runner:
         by_batch = not self.single_device or bool(_COUNT_BATCHES & flags.keys())
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
-        self.facts = Facts(
-            len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients
-        )
+        self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
         self.modules = [self._new_module(a, fit_settings) for a in range(max(self.architecture) + 1)]
         _check_interfaces(self.modules, self.architecture)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -86,7 +87,8 @@ class Adversarial(LatentTerm):
         weight: factor of the term, >= 0.
     """
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         latent = self.latent(out)
         assert latent.adversary_logits is not None, "the forward pass has no adversary"
         return adversarial_loss(latent.adversary_logits, out.y, latent.adversary_classes)
@@ -99,7 +101,8 @@ class UniformAdversarial(LatentTerm):
         weight: factor of the term, >= 0.
     """
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         latent = self.latent(out)
         assert latent.uniform_logits is not None, "the forward pass has no adversary"
         return uniform_adversarial_loss(latent.uniform_logits, latent.adversary_classes)

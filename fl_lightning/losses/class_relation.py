@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum, Partial
 from fl_lightning.core.forward import Forward
@@ -138,7 +139,8 @@ class SoftLabelRule(ArtifactRule):
         self._before: Tensor | int = 0  # [C] int64, samples of rounds that are not in the average
 
     @property
-    def remembers(self) -> bool:  # noqa: D102
+    @override
+    def remembers(self) -> bool:
         return self.history == "all" or self.missing == "one_hot"
 
     def add(self, value: ClassMeans, num_samples: int) -> None:
@@ -163,15 +165,18 @@ class SoftLabelRule(ArtifactRule):
             raise ValueError(f"soft labels must have the same number of classes, got {shapes}")
         self._count += count
 
-    def partial(self) -> Partial:  # noqa: D102 - as the base says
+    @override
+    def partial(self) -> Partial:
         return {} if self._count is None else {"sum": self._sum.partial(), "count": self._count}
 
-    def merge(self, partial: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def merge(self, partial: Mapping[str, Any]) -> None:
         if partial:
             self._fold_count(partial["count"])
             self._sum.merge(partial["sum"])
 
-    def result(self, previous: ClassMeans | None) -> ClassMeans | None:  # noqa: D102
+    @override
+    def result(self, previous: ClassMeans | None) -> ClassMeans | None:
         if self._count is None:
             return previous
         num_classes = len(self._count)
@@ -202,7 +207,8 @@ class SoftLabelRule(ArtifactRule):
             return {"sum": self._sums(), "count": self._count}
         return {"count": self._count + self._before} if self.missing == "one_hot" else None
 
-    def remember(self, memory: Mapping[str, Tensor]) -> None:  # noqa: D102
+    @override
+    def remember(self, memory: Mapping[str, Tensor]) -> None:
         if self.history == "all":
             self._fold(memory["sum"], memory["count"])
         else:
@@ -281,7 +287,8 @@ class ClassRelation(Term):
     sums: Tensor  # [C, C], of the last epoch's predictions
     seen: Tensor  # [C] int64
 
-    def weight_at(self, facts: Facts) -> float:  # noqa: D102
+    @override
+    def weight_at(self, facts: Facts) -> float:
         return self.weight / 10 ** sum(start <= facts.round for start in self.decay_rounds)
 
     def alter(self, model: SplitModel) -> None:
@@ -289,7 +296,8 @@ class ClassRelation(Term):
         if self.bias == "always" or (self.bias == "remove" and self.weight):
             _last_layer(model).register_parameter("bias", None)
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         if self.weight:
             _last_layer(host.model)
         classes = host.model.num_classes
@@ -298,7 +306,8 @@ class ClassRelation(Term):
         self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._num_valid:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         valid = None if self._num_valid == len(self.valid) else self.valid
@@ -306,14 +315,16 @@ class ClassRelation(Term):
         return class_relation_loss(weight, self.soft_labels, valid, self.temperature, self.exclude_diagonal)
 
     @torch.no_grad()
-    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+    @override
+    def observe(self, host: Host, out: Forward) -> None:
         if self.source == "running" and host.fit.in_last_epoch:
             predictions = torch.softmax(widened(out.logits), 1)
             self.sums = self.sums.to(accumulation_dtype(self.sums.device))
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         received = message.artifacts.get("soft_labels")
         if not isinstance(received, ClassMeans):
             received = initial_soft_labels(self.soft_labels_init, len(self.valid))
@@ -323,7 +334,8 @@ class ClassRelation(Term):
         self.sums.zero_()
         self.seen.zero_()
 
-    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
+    @override
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         if self.source == "running":
             mean = (self.sums / self.seen.clamp(min=1)[:, None]).float()
             return {"soft_labels": ClassMeans(mean, self.seen.clone(), relates_classes=True)}
@@ -332,10 +344,12 @@ class ClassRelation(Term):
         means = ClassMeans.from_samples(predictions, collected.y, len(self.valid), relates_classes=True)
         return {"soft_labels": means}
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         return {"soft_labels": tuple(self.soft_labels.shape)}
 
-    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+    @override
+    def rules(self) -> Mapping[str, RuleFactory]:
         return {"soft_labels": lambda: SoftLabelRule(self.soft_labels_init, self.momentum, self.history, self.missing)}
 
     def drawn(self, host: Host, message: Message) -> Mapping[str, np.ndarray]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -183,7 +184,8 @@ class FeatureDistillation(Term):
         if self.weight and (self.inline or self.tap == "preact"):
             self._restage(model.body, model.feature_shapes())
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         if not self.weight:  # the method without the term: no parameters, no state
             return
         body = host.model.body
@@ -230,10 +232,12 @@ class FeatureDistillation(Term):
             self.teacher_cbam.eval()
         return self
 
-    def receive(self, host: Host, message: object) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: object) -> None:
         self._taught = bool(self.has_teacher)  # once a round: reading it in every step would wait for the device
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._taught:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         with torch.no_grad():

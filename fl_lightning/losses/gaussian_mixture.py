@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.forward import Forward
@@ -172,7 +173,8 @@ class GaussianMixture(Term):
     resting_mean: Tensor  # [K, D], of absent classes, which no optimizer may move
     resting_log_variance: Tensor  # [K, D]
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         if self.weight == 0:
             return
         shape = (host.model.num_classes, host.model.embedding_size if self.size is None else self.size)
@@ -194,7 +196,8 @@ class GaussianMixture(Term):
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return self.combined(*self.parts(out))
 
     def parts(self, out: Forward) -> tuple[Tensor, Tensor]:
@@ -235,13 +238,15 @@ class GaussianMixture(Term):
             self.class_mean.copy_(torch.where(held, self.class_mean, self.resting_mean))
             self.class_log_variance.copy_(torch.where(held, self.class_log_variance, self.resting_log_variance))
 
-    def after_fit(self, host: Host) -> None:  # noqa: D102
+    @override
+    def after_fit(self, host: Host) -> None:
         self.finished_fits += 1
 
     # --- what travels -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         mean, log_variance = message.artifacts.get("class_mean"), message.artifacts.get("class_log_variance")
         self._heard = isinstance(mean, Tensor) and isinstance(log_variance, Tensor)
         if not (isinstance(mean, Tensor) and isinstance(log_variance, Tensor)):
@@ -263,26 +268,31 @@ class GaussianMixture(Term):
         own.copy_(torch.where(unmoved, own, received if self.ema == 0 else moved))
         self.class_mean.copy_(moved_average(self.class_mean, self.received_mean, self.ema))
 
-    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
+    @override
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         return {
             "class_mean": self.class_mean.detach().clone(),
             "class_log_variance": self.class_log_variance.detach().clone(),
         }
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         shape = tuple(self.class_mean.shape)
         return {"class_mean": shape, "class_log_variance": shape}
 
-    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+    @override
+    def rules(self) -> Mapping[str, RuleFactory]:
         return {"class_log_variance": VarianceMean}
 
 
 class VarianceMean(TensorMean):
     """Mean of variances that are sent as logarithms, weighted by samples."""
 
-    def add(self, value: Tensor, num_samples: int) -> None:  # noqa: D102 - as the base says
+    @override
+    def add(self, value: Tensor, num_samples: int) -> None:
         super().add(value.exp(), num_samples)
 
-    def result(self, previous: Tensor | None) -> Tensor | None:  # noqa: D102
+    @override
+    def result(self, previous: Tensor | None) -> Tensor | None:
         mean = super().result(None)
         return previous if mean is None else mean.log()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import ClassMeans, Message
@@ -97,10 +98,12 @@ class FirstSteps(PrototypeTerm, ABC):
         self.steps = steps
         self._num_valid = 0
 
-    def weight_at(self, facts: Facts) -> float:  # noqa: D102
+    @override
+    def weight_at(self, facts: Facts) -> float:
         return faded(self.weight, self.smallest, max(facts.round, 1))
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         super().receive(host, message)
         self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
 
@@ -126,7 +129,8 @@ class EarlyAlignment(FirstSteps):
     def __init__(self, weight: float = 5.0, steps: int = 20, collection: Collection = "post") -> None:
         super().__init__(weight, steps, collection)
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self.counts(host):
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         return prototype_alignment_loss(out.z, out.y, self.prototypes, self.valid, average="valid")
@@ -174,19 +178,22 @@ class GeneratedFeatures(FirstSteps):
     generator: Tensor  # [P_G], as received
     classes: Tensor  # [K] int64, that have a prototype
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         super().setup(host)
         sizes = host.model.num_classes, host.model.embedding_size, self.noise_size, self.hidden
         self.register_buffer("generator", torch.zeros(num_generator_values(*sizes)), persistent=False)
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         super().receive(host, message)
         received = message.artifacts.get("generator")
         self._has_generator = isinstance(received, Tensor)
         self.generator.copy_(received) if isinstance(received, Tensor) else self.generator.zero_()
         self.classes = self.valid.nonzero().flatten()
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._has_generator or not self.counts(host):
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         size = self.batch_size or len(out.y)
@@ -197,7 +204,8 @@ class GeneratedFeatures(FirstSteps):
         ratio = size / len(out.y)
         return ratio * F.cross_entropy(widened(out.through(host.model.head, z)), y)
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         return {**super().interface(host), "generator": tuple(self.generator.shape)}
 
 

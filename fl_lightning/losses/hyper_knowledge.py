@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message
@@ -122,7 +123,8 @@ class HyperKnowledge(Term, ABC):
     predictions: Tensor  # [C, C] Q, as received
     valid: Tensor  # [C] bool
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         for other in _sharing(host):
             rule = f"{self.name} and {other.name} share their hyper-knowledge; give both the same"
             for key in ("temperature", "noise_std", "min_share"):
@@ -133,7 +135,8 @@ class HyperKnowledge(Term, ABC):
         self.register_buffer("predictions", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("valid", torch.zeros(classes, dtype=torch.bool), persistent=False)
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         received = message.artifacts.get("hyper_knowledge")
         if isinstance(received, ClassMeans):
             features, predictions = received.mean.split([self.features.shape[1], self.predictions.shape[1]], dim=1)
@@ -158,7 +161,8 @@ class HyperKnowledge(Term, ABC):
         count = torch.where(sent, means.count, 0)
         return {"hyper_knowledge": ClassMeans(torch.where(count[:, None] > 0, means.mean, 0.0), count)}
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._num_valid:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         return self.distance(host, out)
@@ -167,7 +171,8 @@ class HyperKnowledge(Term, ABC):
     def distance(self, host: Host, out: Forward) -> Tensor:
         """The term's value where some class has hyper-knowledge."""
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         return {"hyper_knowledge": (len(self.valid), self.features.shape[1] + self.predictions.shape[1])}
 
 
@@ -189,7 +194,8 @@ class HyperPredictions(HyperKnowledge):
 
     reaches = ("model.head",)
 
-    def distance(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def distance(self, host: Host, out: Forward) -> Tensor:
         logits = out.through(host.model.head, self.features)
         return soft_prediction_distance(logits, self.predictions, self.temperature, self.valid)
 
@@ -206,5 +212,6 @@ class HyperFeatures(HyperKnowledge):
 
     reaches = ("model.body",)
 
-    def distance(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def distance(self, host: Host, out: Forward) -> Tensor:
         return class_feature_distance(out.z, out.y, self.features, self.valid)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import ClassMeanRule, MissingClass
 from fl_lightning.core.forward import Forward
@@ -108,7 +109,8 @@ class LabelSums(ClassMeanRule):
         super().__init__("uniform", stale)
         self.takes_own = include_self
 
-    def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]  # noqa: D102
+    @override
+    def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]
         if self._shape is None or self._holders is None:
             return previous if self.missing == "keep" else None
         held = self._holders > 0
@@ -163,7 +165,8 @@ class LabelDistillation(Term):
     sums: Tensor  # [C, C], of this fit's predictions
     seen: Tensor  # [C] int64
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         classes = host.model.num_classes
         remembers = self.exchanges and not self.include_self
         self.register_buffer("own", torch.zeros(classes, classes), persistent=remembers)
@@ -173,17 +176,20 @@ class LabelDistillation(Term):
         self.register_buffer("sums", torch.zeros(classes, classes), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return label_distillation_loss(out.logits, out.y, self.teacher, self.valid, self.temperature)
 
     @torch.no_grad()
-    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+    @override
+    def observe(self, host: Host, out: Forward) -> None:
         if self.averages == "running":
             predictions = torch.softmax(widened(out.logits), 1)
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         self.sums.zero_()
         self.seen.zero_()
         received = message.artifacts.get("label_distillation")
@@ -197,7 +203,8 @@ class LabelDistillation(Term):
         self.teacher.copy_(teacher)
         self.valid.copy_(valid)
 
-    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
+    @override
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         if self.averages == "running":
             means = ClassMeans(self.sums / self.seen.clamp(min=1)[:, None], self.seen.clone())
         else:
@@ -209,8 +216,10 @@ class LabelDistillation(Term):
         self.sent_round.masked_fill_(sent, host.facts.round)
         return {"label_distillation": ClassMeans(torch.where(sent[:, None], self.own, 0.0).float(), means.count)}
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         return {"label_distillation": tuple(self.teacher.shape)}
 
-    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+    @override
+    def rules(self) -> Mapping[str, RuleFactory]:
         return {"label_distillation": lambda: LabelSums(self.stale, self.include_self)}

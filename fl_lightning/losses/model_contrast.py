@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -85,7 +86,8 @@ class ModelContrast(Term):
 
     num_known: Tensor  # int64, own last models there are
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         if not self.weight:  # the method without the term: no state
             return
         body = host.model.body
@@ -111,12 +113,14 @@ class ModelContrast(Term):
         return self
 
     @torch.no_grad()
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         self._known = int(self.num_known)  # once a round: reading it in every step would wait for the device
         if self._known:
             _copy_state(host.model.body, dict(self.received.named_buffers()))
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._known:
             return torch.full((), 2.0, dtype=torch.float32, device=out.z.device).log()
         with torch.no_grad():

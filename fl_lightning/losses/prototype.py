@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import ClassMeanRule, ClassWeighting, MissingClass
 from fl_lightning.core.forward import Forward
@@ -235,10 +236,12 @@ class PrototypeTerm(Term, ABC):
     seen: Tensor  # [C] int64
 
     @property
-    def exchanges(self) -> bool:  # noqa: D102
+    @override
+    def exchanges(self) -> bool:
         return self.weight > 0 or self.predicts
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         for other in host.terms:
             if isinstance(other, PrototypeTerm) and other.exchanges and self.exchanges:
                 rule = f"{self.name} and {other.name} share their prototypes; give both the same"
@@ -252,12 +255,14 @@ class PrototypeTerm(Term, ABC):
         self.register_buffer("sums", torch.zeros(classes, size), persistent=False)
         self.register_buffer("seen", torch.zeros(classes, dtype=torch.long), persistent=False)
 
-    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+    @override
+    def observe(self, host: Host, out: Forward) -> None:
         if self.collection == "running" and (self.whole_fit or host.fit.in_last_epoch):
             self.sums.index_add_(0, out.y, out.z.detach().to(self.sums.dtype))
             self.seen += torch.bincount(out.y, minlength=len(self.seen))
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         received = message.artifacts.get("prototypes")
         self.sums.zero_()
         self.seen.zero_()
@@ -268,7 +273,8 @@ class PrototypeTerm(Term, ABC):
             self.prototypes.zero_()
             self.valid.zero_()
 
-    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:  # noqa: D102
+    @override
+    def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         if self.collection == "running":
             means = ClassMeans(self.sums / self.seen.clamp(min=1)[:, None], self.seen.clone())
         else:
@@ -276,10 +282,12 @@ class PrototypeTerm(Term, ABC):
             means = ClassMeans.from_samples(seen.z, seen.y, len(self.valid))
         return {"prototypes": means.without_counts() if self.weighting == "uniform" else means}
 
-    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:
         return {"prototypes": tuple(self.prototypes.shape)}
 
-    def rules(self) -> Mapping[str, RuleFactory]:  # noqa: D102
+    @override
+    def rules(self) -> Mapping[str, RuleFactory]:
         return {"prototypes": lambda: ClassMeanRule(self.weighting, self.missing)}
 
 
@@ -316,7 +324,8 @@ class PrototypeAlignment(PrototypeTerm):
         self.distance = distance
         self.average = average
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         if self.distance == "batch_proto_l2":
             return batch_prototype_distance(out.z, out.y, self.prototypes, self.valid)
         reduction = "mean" if self.distance == "sample_mse" else "sum"
@@ -355,5 +364,6 @@ class PrototypeContrast(PrototypeTerm):
         self.temperature = temperature
         self.average = average
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return prototype_contrast_loss(out.z, out.y, self.prototypes, self.temperature, self.valid, self.average)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -58,7 +59,8 @@ class Proximal(Term):
 
     paper = "Li et al., MLSys 2020"
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         if not self.weight:
             return
         owners = dict(host.named_modules())
@@ -77,11 +79,13 @@ class Proximal(Term):
             self.register_buffer(f"anchor_{index}", like, persistent=False)
 
     @torch.no_grad()
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         self._held = [host.get_parameter(name) for name in self.names]
         for index, parameter in enumerate(self._held):
             self.get_buffer(f"anchor_{index}").copy_(parameter)
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         anchors = [self.get_buffer(f"anchor_{index}") for index in range(len(self.names))]
         return proximal_loss(self._held, anchors)

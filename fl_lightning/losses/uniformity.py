@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -81,7 +82,8 @@ class PredictionVariance(Term):
 
     paper = "Son et al., CVPR 2024"
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return prediction_variance_loss(out.logits)
 
 
@@ -100,5 +102,6 @@ class Uniformity(Term):
         super().__init__(weight)
         self.detach_bandwidth = detach_bandwidth
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         return uniformity_loss(out.z, self.detach_bandwidth)

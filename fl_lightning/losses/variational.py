@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
@@ -157,10 +158,12 @@ class KLToStandardNormal(LatentTerm):
     """
 
     @property
-    def name(self) -> str:  # noqa: D102
+    @override
+    def name(self) -> str:
         return "kl"
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         latent = self.latent(out)
         return kl_to_standard_normal(latent.mean, latent.log_variance)
 
@@ -178,7 +181,8 @@ class Reconstruction(LatentTerm):
         require_choices("Reconstruction", reduction=(reduction, Reduction))
         self.reduction = reduction
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         reconstruction = self.latent(out).reconstruction
         assert reconstruction is not None, "the forward pass has no reconstruction"
         return reconstruction_loss(out.x, reconstruction, self.reduction)

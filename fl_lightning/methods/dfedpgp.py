@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase
@@ -64,7 +65,8 @@ class DFedPGP(Method):
 
     mass: Tensor  # μ
 
-    def phases(self) -> list[Phase]:  # noqa: D102
+    @override
+    def phases(self) -> list[Phase]:
         body = ("model.body", "terms")
         return [
             Phase("head", trains=("model.head",), epochs=self.head_epochs, lr=self.head_lr),

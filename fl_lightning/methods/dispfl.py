@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum
 from fl_lightning.core.division import load_entries
@@ -141,7 +142,8 @@ class DisPFL(Method):
 
     has_masks: Tensor  # bool, whether the client has drawn its first masks
 
-    def setup(self) -> None:  # noqa: D102
+    @override
+    def setup(self) -> None:
         self.masked_names = [f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad]
         self.num_active = erdos_renyi_kernel([p.shape for p in self.masked.values()], self.density)
         for index, parameter in enumerate(self.masked.values()):
@@ -166,7 +168,8 @@ class DisPFL(Method):
         """What travels whole; masked parameters travel as artifacts of their names."""
         return super().is_shared(name, module) and name not in self.masked_names
 
-    def interface(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+    @override
+    def interface(self) -> dict[str, tuple[int, ...]]:
         return {**super().interface(), **{name: tuple(p.shape) for name, p in self.masked.items()}}
 
     def parameter_counts(self) -> tuple[int, int]:
@@ -175,7 +178,8 @@ class DisPFL(Method):
         active = sum(self.num_active)
         return personal - sum(p.numel() for p in self.masked.values()) + active, shared + active
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         return Server(initial, dict.fromkeys(self.masked_names, ActiveMean), weighting="uniform")
 
     def make_mixer(self, server: Server) -> Mixer | None:
@@ -281,13 +285,15 @@ class ActiveMean(ArtifactRule):
         self._count: Tensor | None = None
         self._dtype = torch.float32
 
-    def add(self, value: MaskedWeights, num_samples: int) -> None:  # noqa: D102 - as the base says
+    @override
+    def add(self, value: MaskedWeights, num_samples: int) -> None:
         if self._count is None:
             self._count, self._dtype = torch.zeros_like(value.mask, dtype=torch.int32), value.values.dtype
         self._sum.add(value.dense().reshape(-1), 1.0)
         self._count += value.mask
 
-    def result(self, previous: Artifact | None) -> Tensor | None:  # noqa: D102
+    @override
+    def result(self, previous: Artifact | None) -> Tensor | None:
         if self._count is None:
             return None
         return (self._sum.value(1.0).view(self._count.shape) / self._count.clamp(min=1)).to(self._dtype)
@@ -298,6 +304,7 @@ class EqualMixer(MeanMixer):
 
     takes_shares = False
 
-    def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:  # noqa: D102
+    @override
+    def mix(self, own: Heard | None, neighbours: Sequence[Heard], previous: Message | None) -> Message:
         alike = [heard._replace(share=1.0) for heard in neighbours]
         return super().mix(None if own is None else own._replace(share=1.0), alike, previous)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import frozen
@@ -244,7 +245,8 @@ class DRDFL(Method):
         parts = ("gaussian_classification", "gaussian_likelihood") if self._weight("gaussian_mixture") > 0 else ()
         return {**dict.fromkeys(parts, 0.0), "cross_entropy_reconstruction": 1.0}
 
-    def on_fit_start(self) -> None:  # noqa: D102
+    @override
+    def on_fit_start(self) -> None:
         self._trains_decoder = "decoder" in (self.phases()[0].parts or {})
 
     def on_fit_end(self) -> None:
@@ -347,7 +349,7 @@ class DRDFL(Method):
             "reconstruction": lambda seen: seen.once("reconstruction", lambda: self._from_reconstruction(seen.x)),
             "input": lambda seen: seen.logits(self.model),
         }
-        ways["both"] = lambda seen: sum(ways[n](seen).float().softmax(1) for n in ("reconstruction", "input")) / 2
+        ways["both"] = lambda seen: (_shares(ways["reconstruction"](seen)) + _shares(ways["input"](seen))) / 2
         others = {name: Predictor(way, ()) for name, way in ways.items() if name != self.predict_from}
         return {self.predict_from: Predictor(ways[self.predict_from]), **others}
 
@@ -357,3 +359,7 @@ class DRDFL(Method):
             noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"), dtype=torch.float32)
             reconstruction = reconstruction + self.noise_std * noise.to(reconstruction)
         return self.model(reconstruction)
+
+
+def _shares(scores: Tensor) -> Tensor:
+    return scores.float().softmax(1)

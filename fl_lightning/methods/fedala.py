@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.freezing import keeping_statistics, only, training
 from fl_lightning.core.message import Message
@@ -83,7 +84,8 @@ class FedALA(Method):
     has_own_model: Tensor  # bool, whether the client has finished a fit, so that its last layers are θ_i
     has_mixing: Tensor  # bool, whether W was learnt once
 
-    def setup(self) -> None:  # noqa: D102
+    @override
+    def setup(self) -> None:
         self.mixed_names = [
             f"model.{layer}.{name}"
             for layer in self.model.last_layers(self.layers, "method.layers")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Message
@@ -62,7 +63,8 @@ class FedBABU(Method):
         self.finetune = finetune
         self.finetune_lr = finetune_lr
 
-    def setup(self) -> None:  # noqa: D102
+    @override
+    def setup(self) -> None:
         for index, tensor in enumerate(self.model.head.state_dict().values()):  # h⁰
             self.register_buffer(f"initial_head_{index}", tensor.detach().clone(), persistent=False)
 
@@ -77,7 +79,8 @@ class FedBABU(Method):
             tensor.copy_(self.get_buffer(f"initial_head_{index}"))
         super().receive(message, data)
 
-    def phases(self) -> list[Phase]:  # noqa: D102
+    @override
+    def phases(self) -> list[Phase]:
         return [Phase("body", trains=("model.body", "terms"))]
 
     def predictors(self) -> dict[str, Predictor]:

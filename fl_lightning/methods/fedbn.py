@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
@@ -41,8 +42,10 @@ class FedBN(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.weighting = weighting
 
-    def is_shared(self, name: str, module: nn.Module) -> bool:  # noqa: D102
+    @override
+    def is_shared(self, name: str, module: nn.Module) -> bool:
         return super().is_shared(name, module) and not isinstance(module, _BatchNorm)
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         return Server(initial, weighting=self.weighting)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Message
@@ -99,22 +100,26 @@ class MeasuredContrast(PrototypeContrast):
     loss_sum: Tensor  # over the samples of the present fit
     num_valid: Tensor  # int64, how many these are
 
-    def setup(self, host: Host) -> None:  # noqa: D102
+    @override
+    def setup(self, host: Host) -> None:
         super().setup(host)
         self.register_buffer("loss_sum", torch.zeros(()), persistent=False)
         self.register_buffer("num_valid", torch.zeros((), dtype=torch.long), persistent=False)
 
-    def receive(self, host: Host, message: Message) -> None:  # noqa: D102
+    @override
+    def receive(self, host: Host, message: Message) -> None:
         super().receive(host, message)
         self.loss_sum.zero_()
         self.num_valid.zero_()
 
-    def forward(self, host: Host, out: Forward) -> Tensor:  # noqa: D102
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
         loss = super().forward(host, out)
         self._last = loss.detach()
         return loss
 
-    def observe(self, host: Host, out: Forward) -> None:  # noqa: D102
+    @override
+    def observe(self, host: Host, out: Forward) -> None:
         super().observe(host, out)
         num_valid = self.valid[out.y].sum()
         self.loss_sum += self._last * num_valid

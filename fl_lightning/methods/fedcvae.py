@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import keeping_statistics
@@ -137,7 +138,8 @@ class FedCVAE(Method):
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 
-    def phases(self) -> list[Phase]:  # noqa: D102
+    @override
+    def phases(self) -> list[Phase]:
         return [
             Phase("prior", ("prior",), self.epochs["prior"], terms=()),
             Phase("cvae", ("encoder", "decoder"), self.epochs["cvae"], terms=()),
@@ -171,7 +173,8 @@ class FedCVAE(Method):
         every = torch.arange(self.model.num_classes, device=y.device)
         self.drawn_classes = y.unique() if self.generated_classes == "present" else every
 
-    def losses(self) -> dict[str, float]:  # noqa: D102
+    @override
+    def losses(self) -> dict[str, float]:
         off = "cross_entropy_generated" if not self.weights["cross_entropy_generated"] else ""
         return {name: weight for name, weight in self.weights.items() if name != off}
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.forward import Forward
@@ -205,7 +206,8 @@ class FedFed(Method):
         adam_w = partial(torch.optim.AdamW, lr=self.feature_lr, weight_decay=self.feature_weight_decay)
         return [Phase("features", epochs=PASSES * self.feature_epochs, optimizer=adam_w)]
 
-    def losses(self) -> dict[str, float]:  # noqa: D102
+    @override
+    def losses(self) -> dict[str, float]:
         own = {name: weight for name, weight in self.weights.items() if name != "cross_entropy"}
         return {"mixup": 1.0, **own} if self.feature_rounds else {}
 
@@ -287,10 +289,9 @@ class FedFed(Method):
         features = [feature[:n] for feature in out.features]
         return replace(out, x=step.x, y=step.y, features=features, z=out.z[:n], logits=out.logits[:n]), out
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
-        return (
-            PoolServer(initial, self.feature_rounds) if self.feature_rounds else super().make_server(initial, facts)
-        )
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        return PoolServer(initial, self.feature_rounds) if self.feature_rounds else super().make_server(initial, facts)
 
 
 def class_balanced_draw(labels: Tensor, num_classes: int, size: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
@@ -86,7 +87,8 @@ class FedGH(Method):
         head = {f"model.head.{name}": tuple(tensor.shape) for name, tensor in self.model.head.state_dict().items()}
         return {**super().interface(), **head, UPLOAD: (self.model.num_classes, self.model.embedding_size)}
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         return HeadServer(
             initial,
             copy.deepcopy(self.model.head),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import WeightedMean, accumulation_dtype
 from fl_lightning.core.facts import Facts, OptimizerFactory
@@ -23,7 +24,6 @@ from fl_lightning.losses.proximal import Proximal
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
-
     from fl_lightning.core.host import OwnData
 
 EffectiveSteps = Literal["auto", "normaliser", "steps"]
@@ -88,7 +88,8 @@ class FedNova(Method):
             message.artifacts[name] = torch.tensor([value], dtype=accumulation_dtype(self.facts.device))
         return message
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         trained = {name for name, _ in self.named_parameters()} & initial.weights.keys()
         return NormalisedServer(initial, trained, self.server_momentum)
 
@@ -138,7 +139,8 @@ class NormalisedServer(Server):
         self.momentum = momentum
         self.velocity: dict[str, Tensor] = {}
 
-    def open_round(self) -> None:  # noqa: D102
+    @override
+    def open_round(self) -> None:
         super().open_round()
         self._mean = WeightedMean()
         self._reference: float | None = None  # the first client's a; relative to it, equal ones are exactly 1
@@ -183,10 +185,12 @@ class NormalisedServer(Server):
             after = before.to(wide) - self._lr_factor * self.velocity[name]
         return after.to(before.dtype)
 
-    def state_dict(self) -> dict[str, Any]:  # noqa: D102
+    @override
+    def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "velocity": dict(self.velocity)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.velocity = dict(state["velocity"])
 

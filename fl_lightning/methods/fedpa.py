@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Adam, Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
@@ -112,7 +113,8 @@ class FedPA(Method):
         self.generator_sizes = (model.num_classes, model.embedding_size, noise_size, hidden)
         self.server_options = (server_steps, server_batch, server_lr, server_weight_decay, repulsion)
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         if not self.generator_weight:
             return super().make_server(initial, facts)
         head = copy.deepcopy(self.model.head).eval().requires_grad_(False)
@@ -147,10 +149,12 @@ class GeneratorServer(TrainingServer):
         self.weight_decay = weight_decay
         self.repulsion = repulsion
 
-    def build(self) -> nn.Module:  # noqa: D102
+    @override
+    def build(self) -> nn.Module:
         return FeatureGenerator(*self.sizes)
 
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:  # noqa: D102
+    @override
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         return Adam(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     def train(self, messages: Mapping[int, Message]) -> None:

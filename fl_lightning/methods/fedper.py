@@ -7,6 +7,7 @@ Algorithm 1.
 from __future__ import annotations
 
 from torch import nn
+from typing_extensions import override
 
 from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
@@ -36,11 +37,13 @@ class FedPer(Method):
         if head_layers is not None:
             model.last_layers(head_layers, "method.head_layers")  # now, because it refuses what the model has not
 
-    def setup(self) -> None:  # noqa: D102
+    @override
+    def setup(self) -> None:
         count = self.head_layers
         self.private_layers = ("head",) if count is None else self.model.last_layers(count, "method.head_layers")
 
-    def is_shared(self, name: str, module: nn.Module) -> bool:  # noqa: D102
+    @override
+    def is_shared(self, name: str, module: nn.Module) -> bool:
         return super().is_shared(name, module) and not any(
             name.startswith(f"model.{layer}.") for layer in self.private_layers
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import ClassWeighting, MissingClass
 from fl_lightning.core.facts import Facts
@@ -87,7 +88,8 @@ class FedProto(Method):
 
     held: Tensor  # [C] bool, classes of the client's training part
 
-    def receive(self, message: Message, data: OwnData) -> None:  # noqa: D102
+    @override
+    def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         self.held.copy_(data.held_classes)
 
@@ -112,7 +114,8 @@ class FedProto(Method):
             return seen.logits(self.model)
         return -prototype_distances(seen.z(self.model), self.alignment[0].prototypes, candidates)
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         server = HeldClassesServer if self.download == "local" else Server
         return server(initial)
 

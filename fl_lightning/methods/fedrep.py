@@ -7,6 +7,8 @@ the authors' code.
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
@@ -42,7 +44,8 @@ class FedRep(Method):
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs
 
-    def phases(self) -> list[Phase]:  # noqa: D102
+    @override
+    def phases(self) -> list[Phase]:
         return [
             Phase("head", trains=("model.head",), epochs=self.head_epochs),
             Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),

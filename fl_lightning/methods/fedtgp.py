@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
@@ -96,7 +97,8 @@ class FedTGP(Method):
             return seen.logits(self.model)
         return -prototype_distances(seen.z(self.model), prototypes, valid)
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         return PrototypeServer(
             initial,
             self.model.num_classes,

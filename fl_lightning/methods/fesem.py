@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import WeightedMean
 from fl_lightning.core.facts import Facts
@@ -90,7 +91,8 @@ class FeSEM(Method):
         every: tuple[Figure, ...] = (*figures, "Server-T") if self.num_centres == 1 else figures
         return {"": Predictor(lambda seen: seen.logits(self.model), every)}
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         parameters = {name: p for name, p in self.named_parameters() if name in initial.weights}
         if self.compare == "head":
             last = self.model.classification_layer.weight

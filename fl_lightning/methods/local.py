@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
@@ -27,5 +29,6 @@ class Local(Method):
     def __init__(self, model: SplitModel, extra_terms: list[Term] | None = None) -> None:
         super().__init__(model, extra_terms=extra_terms)
 
-    def send(self, data: OwnData) -> Message:  # noqa: D102 - nothing leaves the client
+    @override
+    def send(self, data: OwnData) -> Message:
         return Message(num_samples=data.num_train)

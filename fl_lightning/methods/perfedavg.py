@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.freezing import keeping_statistics, training
@@ -90,7 +91,8 @@ class PerFedAvg(Method):
             return [Phase("all")]
         return [Phase("all", optimizer=partial(torch.optim.SGD, lr=self.beta))]
 
-    def on_fit_start(self) -> None:  # noqa: D102
+    @override
+    def on_fit_start(self) -> None:
         self._w = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def local_step(self, step: Step) -> None:
@@ -166,7 +168,8 @@ class PerFedAvg(Method):
 
     # --- the personal model, and the server ---------------------------------------------------------------------------
 
-    def predictors(self) -> dict[str, Predictor]:  # noqa: D102
+    @override
+    def predictors(self) -> dict[str, Predictor]:
         return {"": Predictor(lambda seen: seen.logits(self.model), adapts=True)}
 
     def adapt(self, data: OwnData) -> None:
@@ -181,5 +184,6 @@ class PerFedAvg(Method):
                     for parameter, gradient in zip(parameters, step.gradients(loss, parameters), strict=True):
                         parameter.sub_(gradient, alpha=self.alpha)
 
-    def make_server(self, initial: Message, facts: Facts) -> Server:  # noqa: D102
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
         return Server(initial, weighting=self.weighting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -306,6 +307,53 @@ def _untested_line(clients: Sequence[int]) -> str:
     shown = ", ".join(map(str, clients[:10])) + (f" and {len(clients) - 10} more" if len(clients) > 10 else "")
     one = len(clients) == 1
     return f"Left out of all means, for want of test samples: client{'' if one else 's'} {shown}."
+
+
+def print_list(entries: Iterable[tuple[str, str, str]]) -> None:
+    """Print what there is: names, what they are, and papers."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "what it is", "paper"):
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for entry in entries:
+        table.add_row(*entry)
+    Console().print(table)
+
+
+def print_table(table: RenderableType) -> None:
+    """Print a table as wide as the terminal, and the same width everywhere else."""
+    console = Console()
+    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+
+
+def print_evaluation(
+    title: str, figures: Sequence[tuple[str, float | None, float]], console: Console | None = None
+) -> bool:
+    """Print the figures that were computed again beside those that a run wrote down; spreads are compared unseen.
+
+    Args:
+        title: the run and its round.
+        figures: (column, what the run wrote down or None, what came out now).
+        console: where to write; None writes to the standard output.
+
+    Returns:
+        Whether all are equal, to the last bit.
+    """
+    if not figures:
+        print("no figure of this round can be computed again from its checkpoint")
+        return True
+    table = Table(title=title)
+    for column in ("figure", "as the run wrote it", "computed again"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, then, now in figures:
+        if not name.endswith(SPREADS):
+            table.add_row(name, "–" if then is None else f"{100 * then:.2f} %", f"{100 * now:.2f} %")
+    (console or Console()).print(table)
+    compared = sum(then is not None for _, then, _ in figures)
+    different = [name for name, then, now in figures if then is not None and then != now]
+    print(f"{compared - len(different)} of {compared} figures are equal to the last bit")
+    if different:
+        print(f"different: {', '.join(different)}", file=sys.stderr)
+    return not different
 
 
 def _communication_table(summary: Mapping[str, Any]) -> Table:

@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning.cli import config_parser, parse_config, plain_config
+from fl_lightning.command_line import CommandLine
 from fl_lightning.configuration import import_class, short_name
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.experiment import Experiment
-from fl_lightning.precheck import FILLED_IN, given_keys, listed_models, precheck
+from fl_lightning.parser import config_parser, parse_config, plain_config
+from fl_lightning.precheck import FILLED_IN, check_names
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "experiments").rglob("*.yaml"))
@@ -65,8 +66,9 @@ def parser(models):
 
 def resolved(argv):
     """What `fit` would run."""
-    precheck(argv)
-    return plain_config(parse_config(parser(listed_models(argv) is not None), argv))
+    given = CommandLine(argv)
+    check_names(given)
+    return plain_config(parse_config(parser(given.models is not None), given))
 
 
 def without_data(config):
@@ -126,7 +128,7 @@ def test_files_that_an_experiment_names_are_there(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_experiment_types_nothing_that_follows_from_the_data(file):
-    members = {key.rpartition(".")[2] for key in given_keys(["--config", file]) if "." in key}
+    members = {key.rpartition(".")[2] for key in CommandLine(["--config", file]).keys if "." in key}
     assert members.isdisjoint(FILLED_IN)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from cli.run_files import without_seconds
 from fl_lightning import catalog
-from fl_lightning.precheck import SECTIONS
+from fl_lightning.command_line import SECTIONS
 
 ACCURACIES = ("Local-T", "Global-T", "Local-T_received", "Global-T_received")
 SPREADS = ("", "_std", "_min", "_worst10", "_weighted")
@@ -200,11 +200,11 @@ def test_help_names_every_option_with_type_and_default(workplace):
         assert f"--{section}" in text
     for kind, owner in (("FederatedData", "data"), ("FederatedLoop", "federation")):
         path = {"data": "fl_lightning.data.module", "federation": "fl_lightning.federation.loop"}[owner]
-        for name in catalog.parameters(f"{path}.{kind}"):
+        for name in catalog.options(f"{path}.{kind}"):
             assert f"--{owner}.{name}" in text
-    for name in catalog.parameters("fl_lightning.federation.loop.EvaluationPolicy"):
+    for name in catalog.options("fl_lightning.federation.loop.EvaluationPolicy"):
         assert f"--federation.evaluate.{name}" in text
-    for name in catalog.parameters("fl_lightning.federation.checkpoint.CheckpointPolicy"):
+    for name in catalog.options("fl_lightning.federation.checkpoint.CheckpointPolicy"):
         assert f"--federation.checkpoint.{name}" in text
     options = ("--resume", "--overwrite", "--quiet")
     for said in (*options, "(type: int, default: 20)", "fraction of the clients in a round"):

@@ -9,10 +9,11 @@ import yaml
 
 from cli.run_files import without_seconds
 from cli.test_bad_input import refused
-from fl_lightning.cli import _checked_model
+from fl_lightning.command_line import CommandLine
 from fl_lightning.configuration import architectures
 from fl_lightning.errors import ConfigError
-from fl_lightning.precheck import precheck
+from fl_lightning.parser import _checked_model
+from fl_lightning.precheck import check_names
 
 NARROW = {"class_path": "MLP", "init_args": {"hidden": [16, 8]}}
 WIDE = {"class_path": "MLP", "init_args": {"hidden": [24, 8]}}
@@ -109,6 +110,14 @@ def test_configurations_in_the_folder_and_printed_run_to_the_same_numbers(straig
             assert without_seconds(workplace.run / name) == without_seconds(straight.run / name)
 
 
+def test_small_number_in_the_list_stays_a_number(workplace):
+    small = {"class_path": "FedProtoCNN", "init_args": {"dropout": 1e-5}}
+    mixed(workplace, [small, small])
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", "--print_config")
+    assert code == 0, err
+    assert "dropout: 1.0e-05" in out
+
+
 def test_list_of_one_model_is_that_model(workplace, finished):
     workplace.draws = False
     workplace.change(model=[NARROW])
@@ -192,7 +201,7 @@ def test_wrong_name_in_the_list_is_refused_before_anything_is_imported(tmp_path,
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump({"model": models}))
     with pytest.raises(ConfigError) as error:
-        precheck(["--config", str(path)])
+        check_names(CommandLine(["--config", str(path)]))
     assert [part for part in said if part not in str(error.value)] == [], str(error.value)
 
 

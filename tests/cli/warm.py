@@ -8,8 +8,8 @@ import fl_lightning.experiment
 import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.wandb  # noqa: F401
-from fl_lightning.cli import config_parser
 from fl_lightning.federation.runner import make_trainer
+from fl_lightning.parser import config_parser
 
 config_parser("fit", "")
 make_trainer({"accelerator": "cpu"})

@@ -24,12 +24,14 @@ class OneNumber(nn.Module):
 class Parabola(CrossEntropy):
     """f(w) = ½ (w − optimum)² in place of the cross-entropy."""
 
+    name = "cross_entropy"
+
     def __init__(self, optimum):
         super().__init__()
         self.optimum = optimum
 
-    def forward(self, client, out):
-        return 0.5 * (client.model.head.w - self.optimum) ** 2
+    def forward(self, host, out):
+        return 0.5 * (host.model.head.w - self.optimum) ** 2
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +41,9 @@ def on_a_parabola():
     def make(method, start, optimum, **options):
         def client():
             model = SplitModel(Body([], nn.Flatten()), OneNumber(start), 64, 4, (1, 8, 8))
-            module = method(model, **options)
-            module.terms[0] = Parabola(optimum)
-            return module
+            made = method(model, **options)
+            made.terms[0] = Parabola(optimum)
+            return made
 
         return client
 
@@ -60,7 +62,7 @@ def assert_trains_only():
 
     def check(client, term, x, y, trained, other):
         client.zero_grad()
-        term(client, client.forward_pass(x, y)).backward()
+        term(client.method, client.step(x, y).forward()).backward()
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in trained.parameters())
         assert all(p.grad is None or p.grad.abs().max() == 0 for p in other.parameters())
 

@@ -1,0 +1,114 @@
+"""Two runs side by side: are they equal, and where do they first differ?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fl_lightning.errors import require
+from fl_lightning.report.record import read_rows
+
+FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
+"""File -> the columns that say which row it is."""
+SHOWN = 20  # figures of the first round that differs
+NO_FIGURES = ("seconds",)
+
+Figures = dict[tuple[Any, ...], str]
+"""(round, file, row, column) -> the figure, every digit of it."""
+
+
+def compare(a: Path, b: Path, console: Console | None = None) -> bool:
+    """Say which keys of two runs' configurations differ, and whether their figures are equal, bit for bit.
+
+    Seconds are left out; they are never the same twice.
+
+    Args:
+        a: a run's folder.
+        b: another.
+        console: where to write; None writes to the standard output.
+
+    Returns:
+        Whether all figures are equal and the rounds are as many.
+
+    Raises:
+        ConfigError: if one of them is no run's folder.
+    """
+    console = console or Console(soft_wrap=True)
+    for line in _differing_keys(_settings(a), _settings(b)):
+        console.print(line, markup=False, highlight=False)
+    left, right = _figures(a), _figures(b)
+    rounds = _rounds(left), _rounds(right)
+    both = min(rounds)
+    differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
+    differing.sort(key=lambda at: (at[0], list(FILES).index(at[1])))
+    if rounds[0] != rounds[1]:
+        console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", markup=False, highlight=False)
+    if not differing:
+        figures = sum(at[0] <= both for at in left)
+        console.print(f"equal: {both} rounds, {figures} figures, bit for bit", highlight=False)
+        return rounds[0] == rounds[1]
+    first = differing[0][0]
+    console.print(_table(f"first differing round: {first}", [at for at in differing if at[0] == first], left, right))
+    last = len({at[0] for at in differing})
+    often = "every round" if last == both - first + 1 else f"{last} of the {both - first + 1} rounds"
+    console.print(f"different in {often} from round {first} on, of {both}", highlight=False)
+    return False
+
+
+def _table(title: str, places: list[tuple[Any, ...]], left: Figures, right: Figures) -> Table:
+    """The figures of one round that differ; figures of single clients come last."""
+    more = f"… and {len(places) - SHOWN} more" if len(places) > SHOWN else None
+    table = Table(title=title, caption=more)
+    for column in ("file", "figure", "first", "second"):
+        table.add_column(column, overflow="fold")
+    for at in places[:SHOWN]:
+        _, file, row, column = at
+        where = f"client {row[1]}: {column}" if row[1:] else column
+        table.add_row(file, where, left.get(at, "–"), right.get(at, "–"))
+    return table
+
+
+def _figures(run: Path) -> Figures:
+    found: Figures = {}
+    for file, names in FILES.items():
+        for row in read_rows(run / file):
+            place = tuple(row.get(name) for name in names)
+            for column, value in row.items():
+                if value is not None and column not in (*names, *NO_FIGURES):
+                    found[place[0], file, place, column] = repr(value)
+    return found
+
+
+def _rounds(figures: Figures) -> int:
+    return max((at[0] for at in figures), default=0)
+
+
+def _settings(run: Path) -> dict[str, str]:
+    file = run / "config.yaml"
+    require(file.is_file(), "compare", "there is no run in that folder", str(run))
+    try:
+        config = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        config = None
+    require(isinstance(config, dict), "compare", f"{file} is no run's configuration")
+    return dict(_flatten(config))
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, (Mapping, list)) and node:
+        items = node.items() if isinstance(node, Mapping) else enumerate(node)
+        for name, value in items:
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, repr(node)
+
+
+def _differing_keys(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[str]:
+    for key in {**left, **right}:
+        if left.get(key) != right.get(key):
+            yield f"{key}: {left.get(key, '–')} | {right.get(key, '–')}"

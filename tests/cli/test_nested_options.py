@@ -1,0 +1,260 @@
+"""Constructors that take frozen dataclasses: sections inside a class's arguments."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from cli.test_bad_input import refused
+from fl_lightning import catalog
+from fl_lightning.configuration import build, options
+from fl_lightning.errors import ConfigError
+from fl_lightning.precheck import _check_argument
+
+MINE = """\
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.losses.proximal import Proximal
+
+
+@dataclass(frozen=True)
+class Fusion:
+    levels: int = 2
+
+
+@dataclass(frozen=True)
+class Blend:
+    mid_channels: int = 64
+    attention: Literal["side", "inline"] = "side"
+    fusion: Fusion = Fusion()
+
+    def __post_init__(self):
+        require(self.mid_channels >= 1, "method.blend.mid_channels", "must be >= 1", self.mid_channels)
+
+
+@dataclass(frozen=True)
+class Decay:
+    rate: float = 0.5
+
+    def __post_init__(self):
+        require(self.rate <= 1, "method.extra_terms.decay.rate", "must be <= 1", self.rate)
+
+
+class Fading(Proximal):
+    def __init__(self, weight: float = 0.1, decay: Decay | None = None) -> None:
+        assert decay is None or isinstance(decay, Decay)
+        super().__init__(weight)
+
+
+class Blended(ClientModule):
+    shared = ("model.body",)
+
+    def __init__(self, model, alpha: float = 1.0, blend: Blend = Blend(), extra_terms: list[Term] | None = None):
+        assert isinstance(blend, Blend)
+        assert isinstance(blend.fusion, Fusion)
+        super().__init__(model, extra_terms=extra_terms)
+"""
+BLEND = {"mid_channels": 16, "attention": "inline", "fusion": {"levels": 2}}
+
+
+@pytest.fixture
+def place(workplace):
+    """`exp.yaml` with a method of the user's own that has options inside options."""
+    workplace.draws = False
+    workplace.write("mine.py", MINE)
+    given = {"alpha": 2.0, "blend": {"mid_channels": 16, "attention": "inline"}}
+    workplace.change(method={"class_path": "mine.Blended", "init_args": given}, federation={"rounds": 1})
+    return workplace
+
+
+def set_in(place, **arguments):
+    """More arguments of the method in `exp.yaml`."""
+    method = yaml.safe_load((place.path / "exp.yaml").read_text())["method"]
+    place.change(method={**method, "init_args": {**method["init_args"], **arguments}})
+
+
+def printed(place, *argv):
+    code, out, err = place.call("fit", "--config", "exp.yaml", *argv, "--print_config")
+    assert code == 0, err
+    return yaml.safe_load(out)["method"]["init_args"]
+
+
+def test_run_keeps_plain_mappings_and_is_built_from_them_again(place):
+    term = {"class_path": "mine.Fading", "init_args": {"decay": {"rate": 0.25}}}
+    set_in(place, extra_terms=[term])
+    place.fit("--quiet")
+    kept = yaml.safe_load((place.run / "config.yaml").read_text())["method"]["init_args"]
+    assert kept == {
+        "alpha": 2.0,
+        "blend": BLEND,
+        "extra_terms": [{**term, "init_args": {"weight": 0.1, "decay": {"rate": 0.25}}}],
+    }
+    assert place.call("evaluate", "runs/run")[0] == 0
+    place.fit("--quiet", "--overwrite", config="runs/run/config.yaml")
+
+
+def test_options_inside_options_are_given_on_the_command_line(place):
+    argv = ["--method.blend.mid_channels", "17", "--method.init_args.blend.fusion.levels=3"]
+    assert printed(place, *argv)["blend"] == {"mid_channels": 17, "attention": "inline", "fusion": {"levels": 3}}
+
+
+def test_later_file_changes_one_field_and_leaves_the_others(place):
+    place.write("more.yaml", {"method": {"init_args": {"blend": {"mid_channels": 5}}}})
+    assert printed(place, "--config", "more.yaml")["blend"] == {**BLEND, "mid_channels": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"blend": {"mid_chanels": 3}}, ["method.init_args.blend.mid_chanels:", "did you mean mid_channels?"]),
+        ({"blend": {"fusion": {"level": 3}}}, ["method.init_args.blend.fusion.level:", "did you mean levels?"]),
+        ({"mid_channels": 3}, ["method.init_args.mid_channels: has moved, it is blend.mid_channels of Blended now"]),
+        ({"blend": {"levels": 3}}, ["method.init_args.blend.levels: has moved, it is method.init_args.blend.fusion."]),
+        ({"blend": {"mid_channels": "many"}}, ["method.blend.mid_channels:", "int", "many"]),
+        ({"blend": {"mid_channels": 0}}, ["method.blend.mid_channels: must be >= 1, got 0"]),
+        ({"blend": 3}, ["method.blend: must hold Blend's fields by name, got 3"]),
+        (
+            {"extra_terms": [{"class_path": "mine.Fading", "init_args": {"rate": 0.1}}]},
+            ["method.init_args.extra_terms.0.init_args.rate: has moved, it is decay.rate of Fading now"],
+        ),
+        (
+            {"extra_terms": [{"class_path": "mine.Fading", "init_args": {"decay": {"rate": 2.0}}}]},
+            ["method.extra_terms.decay.rate: must be <= 1, got 2.0"],
+        ),
+        (
+            {"extra_terms": ["Proximal", {"class_path": "Proximal", "init_args": {"wait": 2.0}}]},
+            ["method.init_args.extra_terms.1.init_args.wait:", "of Proximal", "did you mean weight?"],
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else str(value),
+)
+def test_wrong_option_inside_options_is_refused(place, arguments, said):
+    set_in(place, **arguments)
+    line = refused(place)
+    assert [part for part in said if part not in line] == [], line
+
+
+def test_wrong_option_inside_options_is_refused_on_the_command_line(place):
+    assert "method.mid_channels: has moved, it is blend.mid_channels of Blended" in refused(
+        place, "--method.mid_channels=1"
+    )
+    assert "method.blend.mid_chanels: there is no such key" in refused(place, "--method.blend.mid_chanels", "1")
+    assert refused(place, "--method.blend", "3") == "method.blend: must hold its fields by name, got '3'\n"
+
+
+def test_terms_named_on_the_command_line_are_checked_and_taken(workplace):
+    given = ["--method", "FedAvg", "--method.extra_terms", "[{class_path: Proximal, init_args: {weight: 1e-2}}]"]
+    assert printed(workplace, *given)["extra_terms"][0]["init_args"] == {"weight": 0.01}
+    wrong = [*given[:3], "[Proximal, Proximol]"]
+    assert "method.extra_terms.1: there is no term of that name; did you mean Proximal?" in refused(workplace, *wrong)
+
+
+def test_key_of_a_section_that_has_moved_is_named_with_its_new_place(workplace):
+    line = refused(workplace, "--federation.received", "false")
+    assert line == "federation.received: has moved, it is federation.evaluate.received now\n"
+
+
+def test_options_inside_options_of_the_package_are_known_without_torch(workplace):
+    command = (
+        "from fl_lightning.cli import main; import sys, atexit; atexit.register(lambda: print('torch' in sys.modules))"
+    )
+    argv = ["fit", "--config", "exp.yaml", "--federation.evaluate.recieved", "false"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{command}; main({argv})"],
+        cwd=workplace.path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "federation.evaluate.recieved: there is no such key; did you mean received?" in done.stderr
+    assert done.stdout == "False\n"
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+SOURCE = """\
+from dataclasses import dataclass
+
+from fl_lightning.federation.checkpoint import CheckpointPolicy as Saving
+
+@dataclass(frozen=True)
+class Options:
+    size: int = 1
+    saving: Saving | None = None
+
+class Base:
+    def __init__(self, model, options: Options = Options(), *, saving: None | Saving = None, weight: float = 1.0): ...
+
+class Thing(Base):
+    pass
+"""
+
+
+@pytest.fixture
+def things(tmp_path, monkeypatch):
+    """The package's sources with one more file, which nobody could import."""
+    for name in ("losses/thing.py", "federation/checkpoint.py"):
+        path = tmp_path / "fl_lightning" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(SOURCE if name.startswith("losses") else (catalog.ROOT / name).read_text())
+    caches = (catalog.options, catalog._find, catalog._body)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(catalog, "ROOT", tmp_path / "fl_lightning")
+    yield "fl_lightning.losses.thing"
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_dataclasses_are_read_from_the_sources(things):
+    saving = "fl_lightning.federation.checkpoint.CheckpointPolicy"
+    known = {"model": None, "options": f"{things}.Options", "saving": saving, "weight": None}
+    assert catalog.options(f"{things}.Thing") == known
+    assert catalog.options(f"{things}.Options") == {"size": None, "saving": saving}
+    assert "keep" in catalog.options(saving)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("options.sise", "method.options.sise: there is no such key; did you mean size?"),
+        ("options.saving.keeep", "method.options.saving.keeep: there is no such key; did you mean keep?"),
+        ("size", "method.size: has moved, it is options.size of Thing now"),
+        ("wait", "method.wait: there is no such key of Thing; did you mean weight?"),
+        ("wait.more", "method.wait: there is no such key of Thing; did you mean weight?"),
+        ("model", "method.model: there is no such key of Thing"),
+    ],
+)
+def test_wrong_key_of_a_class_of_the_package(things, path, said):
+    with pytest.raises(ConfigError) as error:
+        _check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("path", ["options", "options.size", "options.saving.keep", "saving.keep", "weight.any"])
+def test_right_key_of_a_class_of_the_package(things, path):
+    _check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
+
+
+def test_source_and_import_agree_on_every_class():
+    from fl_lightning.configuration import import_class
+
+    paths = [entry.class_path for kind in catalog.KINDS for entry in catalog.entries(kind)]
+    for path in (*paths, *catalog.GROUPS.values()):
+        read = {name: nested and nested.rpartition(".")[2] for name, nested in catalog.options(path).items()}
+        imported = {name: nested and nested.__name__ for name, nested in (options(import_class(path)) or {}).items()}
+        assert read == imported, path
+
+
+def test_build_takes_a_mapping_for_a_mapping_where_no_dataclass_is_asked_for():
+    node = {"class_path": "collections.OrderedDict", "init_args": {"a": {"b": 1}}}
+    assert build(node, "x") == {"a": {"b": 1}}
+    assert build({**node, "dict_kwargs": {"key": 2}}, "x")["key"] == 2
