@@ -81,6 +81,11 @@ def terminal(width=100):
     return RoundProgress(console), file
 
 
+def loop_of(round, rounds, **more):
+    """What of a loop the progress reads."""
+    return SimpleNamespace(round=round, settings=SimpleNamespace(rounds=rounds), **more)
+
+
 def run_round(progress, loop, row, clients=2):
     progress.on_round_start(loop, row["round"], list(range(clients)))
     for _ in range(clients):
@@ -98,7 +103,7 @@ def without_codes(text):
 
 def test_plain_line_says_all_that_the_row_has(clock):
     progress, file = plain()
-    loop = SimpleNamespace(round=11, rounds=30)
+    loop = loop_of(11, 30)
     progress.on_run_start(loop)
     clock.seconds += 0.5
     run_round(progress, loop, ROW)
@@ -110,7 +115,7 @@ def test_plain_line_says_all_that_the_row_has(clock):
 
 def test_plain_line_leaves_out_what_was_not_evaluated(clock):
     progress, file = plain()
-    loop = SimpleNamespace(round=0, rounds=100)
+    loop = loop_of(0, 100)
     progress.on_run_start(loop)
     clock.seconds += 1
     run_round(progress, loop, {"round": 1, "Local-T": None, "Global-T": float("nan"), "loss": 2.5, "seconds": 1.0})
@@ -119,7 +124,7 @@ def test_plain_line_leaves_out_what_was_not_evaluated(clock):
 
 def test_plain_line_names_received_in_full_where_it_stands_alone():
     progress, file = plain()
-    loop = SimpleNamespace(round=0, rounds=1)
+    loop = loop_of(0, 1)
     progress.on_run_start(loop)
     run_round(progress, loop, {"round": 1, "Local-T_received": 0.5})
     assert file.getvalue() == "round  1/1  Local-T_received 50.0 %  left 0:00:00\n"
@@ -127,7 +132,7 @@ def test_plain_line_names_received_in_full_where_it_stands_alone():
 
 def test_plain_line_shows_a_loss_that_diverged():
     progress, file = plain()
-    loop = SimpleNamespace(round=0, rounds=1)
+    loop = loop_of(0, 1)
     progress.on_run_start(loop)
     run_round(progress, loop, {"round": 1, "loss": float("nan")})
     assert "loss nan" in file.getvalue()
@@ -135,7 +140,7 @@ def test_plain_line_shows_a_loss_that_diverged():
 
 def test_plain_lines_keep_the_interval_but_for_the_first_and_last_round(clock):
     progress, file = plain(interval=10)
-    loop = SimpleNamespace(round=0, rounds=30)
+    loop = loop_of(0, 30)
     progress.on_run_start(loop)
     for round in range(1, 31):
         clock.seconds += 1
@@ -146,7 +151,7 @@ def test_plain_lines_keep_the_interval_but_for_the_first_and_last_round(clock):
 def test_plain_line_is_not_broken_on_a_narrow_output():
     file = io.StringIO()
     progress = RoundProgress(Console(file=file, width=20))
-    loop = SimpleNamespace(round=11, rounds=30)
+    loop = loop_of(11, 30)
     progress.on_run_start(loop)
     run_round(progress, loop, ROW)
     assert file.getvalue().count("\n") == 1
@@ -157,7 +162,7 @@ def test_plain_line_is_not_broken_on_a_narrow_output():
 
 def test_time_left_of_a_resumed_run_counts_only_the_rounds_of_this_run(clock):
     progress, _ = plain()
-    loop = SimpleNamespace(round=90, rounds=100)
+    loop = loop_of(90, 100)
     progress.on_run_start(loop)
     assert progress.left is None
     clock.seconds += 4
@@ -169,7 +174,7 @@ def test_time_left_of_a_resumed_run_counts_only_the_rounds_of_this_run(clock):
 
 def test_time_left_runs_down_between_events_and_never_below_zero(clock):
     progress, _ = plain()
-    loop = SimpleNamespace(round=0, rounds=3)
+    loop = loop_of(0, 3)
     progress.on_run_start(loop)
     clock.seconds += 10
     run_round(progress, loop, {"round": 1})
@@ -181,7 +186,7 @@ def test_time_left_runs_down_between_events_and_never_below_zero(clock):
 
 def test_time_left_is_known_within_the_first_round(clock):
     progress, _ = plain()
-    loop = SimpleNamespace(round=0, rounds=2)
+    loop = loop_of(0, 2)
     progress.on_run_start(loop)
     progress.on_round_start(loop, 1, [0, 1, 2, 3])
     clock.seconds += 2
@@ -194,7 +199,7 @@ def test_time_left_is_known_within_the_first_round(clock):
 
 def test_terminal_shows_both_bars_and_the_figures():
     progress, file = terminal()
-    loop = SimpleNamespace(round=11, rounds=30)
+    loop = loop_of(11, 30)
     with progress:
         progress.on_run_start(loop)
         run_round(progress, loop, ROW)
@@ -206,7 +211,7 @@ def test_terminal_shows_both_bars_and_the_figures():
 
 def test_terminal_keeps_the_last_known_figures_and_says_of_which_round():
     progress, file = terminal()
-    loop = SimpleNamespace(round=11, rounds=30)
+    loop = loop_of(11, 30)
     with progress:
         progress.on_run_start(loop)
         run_round(progress, loop, ROW)
@@ -219,7 +224,7 @@ def test_terminal_keeps_the_last_known_figures_and_says_of_which_round():
 
 def test_terminal_says_that_the_run_is_stopping():
     progress, _ = terminal()
-    loop = SimpleNamespace(round=0, rounds=3, stopping=True)
+    loop = loop_of(0, 3, stopping=True)
     with progress:
         progress.on_run_start(loop)
         assert "stopping after this round" in progress.figures().plain
@@ -227,7 +232,7 @@ def test_terminal_says_that_the_run_is_stopping():
 
 def test_terminal_says_that_there_are_no_figures_yet():
     progress, _ = terminal()
-    progress.on_run_start(SimpleNamespace(round=0, rounds=3))
+    progress.on_run_start(loop_of(0, 3))
     progress.close()
     assert "first round" in progress.figures().plain
 
@@ -238,7 +243,7 @@ def test_terminal_gets_its_cursor_back_after_an_error(error):
 
     def fail():
         with progress:
-            progress.on_run_start(SimpleNamespace(round=0, rounds=3))
+            progress.on_run_start(loop_of(0, 3))
             raise error
 
     with pytest.raises(error):
@@ -248,7 +253,7 @@ def test_terminal_gets_its_cursor_back_after_an_error(error):
 
 def test_terminal_draws_nothing_more_once_closed():
     progress, file = terminal()
-    loop = SimpleNamespace(round=0, rounds=3)
+    loop = loop_of(0, 3)
     progress.on_run_start(loop)
     progress.close()
     progress.close()
@@ -261,7 +266,7 @@ def test_dumb_terminal_gets_plain_lines():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, _environ={"TERM": "dumb"})
     progress = RoundProgress(console)
-    loop = SimpleNamespace(round=0, rounds=1)
+    loop = loop_of(0, 1)
     progress.on_run_start(loop)
     run_round(progress, loop, {"round": 1})
     assert file.getvalue() == "round  1/1  left 0:00:00\n"

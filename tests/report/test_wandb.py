@@ -313,8 +313,9 @@ def test_bad_setting_is_said_with_its_name(logger, capsys):
     assert "base_url: Input should be a valid URL" in err
 
 
-@pytest.mark.parametrize(("name", "kind"), [("prototypes", "points"), ("soft_labels", "map")])
-def test_square_artifact_is_drawn_as_what_it_is(logger, monkeypatch, tmp_path, name, kind):
+@pytest.mark.parametrize(("relations", "kind"), [((), "points"), (("knowledge",), "map")])
+def test_square_artifact_is_drawn_as_what_it_is(logger, monkeypatch, tmp_path, relations, kind):
+    """The record says so, not the artifact's name."""
     drawn = []
     picture = tmp_path / "x.png"
     for function, what in (("class_projection", "points"), ("class_relation_map", "map")):
@@ -322,7 +323,7 @@ def test_square_artifact_is_drawn_as_what_it_is(logger, monkeypatch, tmp_path, n
     monkeypatch.setattr("wandb.Image", str)
     made = logger()
     made._logged = 1
-    made._pictures(RoundRecord(row(2), shared={name: np.eye(2)}), tmp_path)
+    made._pictures(RoundRecord(row(2), shared={"knowledge": np.eye(2)}, relations=frozenset(relations)), tmp_path)
     assert drawn == [kind]
 
 
