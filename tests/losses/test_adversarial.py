@@ -87,6 +87,6 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("kind", [Adversarial, UniformAdversarial])
-def test_method_without_a_latent_is_refused(mlp, kind):
+def test_method_without_a_latent_is_refused(mlp, make_client, kind):
     with pytest.raises(ConfigError, match=rf"method\.extra_terms: {kind.__name__} needs .* FedAvg does not have"):
-        FedAvg(mlp(), extra_terms=[kind()])
+        make_client(FedAvg(mlp(), extra_terms=[kind()]))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.generated_features import (
     EarlyAlignment,
@@ -37,13 +38,14 @@ def test_label_shares_sum_to_one_for_every_class():
 
 
 def test_weights_fade_by_2_percent_a_round_to_their_floor():
-    assert [EarlyAlignment().weight_at(round) for round in (1, 2, 1000)] == [5.0, 5.0 * 0.98, 0.15]
-    assert [GeneratedFeatures().weight_at(round) for round in (1, 2, 1000)] == [25.0, 25.0 * 0.98, 1e-4]
+    rounds = [Facts(round=round) for round in (1, 2, 1000)]
+    assert [EarlyAlignment().weight_at(facts) for facts in rounds] == [5.0, 5.0 * 0.98, 0.15]
+    assert [GeneratedFeatures().weight_at(facts) for facts in rounds] == [25.0, 25.0 * 0.98, 1e-4]
 
 
 def test_a_weight_of_zero_has_no_floor():
     assert faded(0.0, 0.15, 7) == 0.0
-    assert EarlyAlignment(0.0).weight_at(3) == 0.0
+    assert EarlyAlignment(0.0).weight_at(Facts(round=3)) == 0.0
 
 
 @pytest.mark.parametrize(

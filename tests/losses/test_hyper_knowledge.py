@@ -87,7 +87,7 @@ def test_bad_values_are_refused(options, key):
         HyperFeatures(**options)
 
 
-def test_terms_that_share_their_knowledge_must_agree(mlp):
+def test_terms_that_share_their_knowledge_must_agree(mlp, make_client):
     with pytest.raises(ConfigError, match="share their hyper-knowledge"):
-        FedAvg(mlp(), extra_terms=[HyperFeatures(), HyperPredictions(temperature=1.0)])
-    FedAvg(mlp(), extra_terms=[HyperFeatures(), HyperPredictions(0.0, temperature=1.0)])
+        make_client(FedAvg(mlp(), extra_terms=[HyperFeatures(), HyperPredictions(temperature=1.0)]))
+    make_client(FedAvg(mlp(), extra_terms=[HyperFeatures(), HyperPredictions(0.0, temperature=1.0)]))

@@ -26,14 +26,18 @@ def z():
     return torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [5.0, 1.0]], requires_grad=True)
 
 
-def client_of(classes, size):
-    return SimpleNamespace(model=SimpleNamespace(num_classes=classes, embedding_size=size), all_terms=[])
+def host_of(classes, size):
+    return SimpleNamespace(model=SimpleNamespace(num_classes=classes, embedding_size=size), terms=[])
+
+
+def fitting(in_last_epoch):
+    return SimpleNamespace(fit=SimpleNamespace(in_last_epoch=in_last_epoch))
 
 
 def alignment(mean=PROTOTYPES, count=(1, 1, 0), **options):
     """A term that has received prototypes."""
     term = PrototypeAlignment(**options)
-    term.setup(client_of(*mean.shape))
+    term.setup(host_of(*mean.shape))
     term.receive(None, Message({}, {"prototypes": ClassMeans(mean, torch.tensor(count))}))
     return term
 
@@ -226,7 +230,7 @@ def test_term_without_prototypes_is_zero(z):
 def test_term_receives_a_copy(z):
     means = ClassMeans(PROTOTYPES.clone(), torch.tensor([1, 1, 0]))
     term = PrototypeAlignment()
-    term.setup(client_of(3, 2))
+    term.setup(host_of(3, 2))
     term.receive(None, Message({}, {"prototypes": means}))
     term.prototypes.zero_()
     assert torch.equal(means.mean, PROTOTYPES)
@@ -239,20 +243,20 @@ def test_what_a_term_received_is_not_part_of_a_clients_state():
 def test_term_forgets_the_embeddings_of_the_fit_before_when_it_receives(z):
     """One resident module serves all clients: the fit before was another client's."""
     term = alignment(collection="running")
-    client = SimpleNamespace(last_epoch=True)
-    term.observe(client, forward(z + 100))
+    host = fitting(in_last_epoch=True)
+    term.observe(host, forward(z + 100))
     term.receive(None, Message())
-    assert not term.send(client, None)["prototypes"].valid.any()
-    term.observe(client, forward(z))
-    sent = term.send(client, None)["prototypes"]
+    assert not term.send(host, None)["prototypes"].valid.any()
+    term.observe(host, forward(z))
+    sent = term.send(host, None)["prototypes"]
     assert sent.count.tolist() == [2, 1, 1]
     assert sent.mean.tolist() == [[2.0, 3.0], [0.0, 0.0], [5.0, 1.0]]
 
 
 def test_running_means_are_over_the_last_epoch_only(z):
     term = alignment(collection="running")
-    term.observe(SimpleNamespace(last_epoch=False), forward(z + 100))
-    term.observe(SimpleNamespace(last_epoch=True), forward(z))
+    term.observe(fitting(in_last_epoch=False), forward(z + 100))
+    term.observe(fitting(in_last_epoch=True), forward(z))
     sent = term.send(None, None)["prototypes"]
     assert sent.mean.tolist() == [[2.0, 3.0], [0.0, 0.0], [5.0, 1.0]]
     assert not sent.mean.requires_grad

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.prototype import PrototypeAlignment, PrototypeContrast, prototype_contrast_loss
 
@@ -127,25 +127,23 @@ def test_what_does_not_fit_is_refused():
 # --- the term -------------------------------------------------------------------------------------------------------
 
 
-def test_term_applies_the_loss_to_what_it_received(mlp):
-    client = ClientModule(mlp(hidden=(2,), num_classes=3), extra_terms=[PrototypeContrast(temperature=0.5)])
-    term = client.all_terms[-1]
-    term.receive(client, Message({}, {"prototypes": ClassMeans(PROTOTYPES, torch.tensor([4, 1, 0]))}))
-    out = client.forward_pass(torch.randn(3, 1, 8, 8), torch.tensor([0, 1, 2]))
+def test_term_applies_the_loss_to_what_it_received(mlp, make_client):
+    term = PrototypeContrast(temperature=0.5)
+    client = make_client(Method(mlp(hidden=(2,), num_classes=3), extra_terms=[term]))
+    term.receive(client.method, Message({}, {"prototypes": ClassMeans(PROTOTYPES, torch.tensor([4, 1, 0]))}))
+    out = client.step(torch.randn(3, 1, 8, 8), torch.tensor([0, 1, 2])).forward()
     expected = prototype_contrast_loss(out.z, out.y, PROTOTYPES, 0.5, torch.tensor([True, True, False]))
-    assert torch.equal(term(client, out), expected)
+    assert torch.equal(term(client.method, out), expected)
 
 
-def test_terms_that_share_prototypes_must_agree_on_how_they_are_made(mlp):
+def test_terms_that_share_prototypes_must_agree_on_how_they_are_made(mlp, make_client):
     with pytest.raises(ConfigError, match=r"method.extra_terms.weighting: prototype_alignment and prototype_contrast"):
-        ClientModule(mlp(), extra_terms=[PrototypeAlignment(weighting="uniform"), PrototypeContrast()])
-    ClientModule(mlp(), extra_terms=[PrototypeAlignment(0.0, weighting="uniform"), PrototypeContrast()])
+        make_client(Method(mlp(), extra_terms=[PrototypeAlignment(weighting="uniform"), PrototypeContrast()]))
+    make_client(Method(mlp(), extra_terms=[PrototypeAlignment(0.0, weighting="uniform"), PrototypeContrast()]))
 
 
 def test_terms_that_share_prototypes_send_them_once(mlp, run_federation):
-    both = run_federation(
-        lambda: ClientModule(mlp(), extra_terms=[PrototypeAlignment(), PrototypeContrast(0.1)]), rounds=1
-    )
-    one = run_federation(lambda: ClientModule(mlp(), extra_terms=[PrototypeContrast(0.1)]), rounds=1)
+    both = run_federation(lambda: Method(mlp(), extra_terms=[PrototypeAlignment(), PrototypeContrast(0.1)]), rounds=1)
+    one = run_federation(lambda: Method(mlp(), extra_terms=[PrototypeContrast(0.1)]), rounds=1)
     assert both.traffic == one.traffic
     assert set(both.diary.sent[1, 0].artifacts) == {"prototypes"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fl_lightning.core.client import counts
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation
@@ -38,58 +39,77 @@ def test_proximal_loss_is_computed_in_float32():
     assert proximal_loss([], []).item() == 0
 
 
-def received(client):
-    client.receive(client.initial_message().clone(), None)
-    return client
+@pytest.fixture
+def received(make_client, data):
+    """A client with such a method that has received its own initial weights."""
+
+    def receive(method):
+        client = make_client(method)
+        client.receive(client.initial_message().clone(), data.clients[0])
+        return client
+
+    return receive
 
 
 def moved_by(client, amount):
     with torch.no_grad():
-        for parameter in client.model.parameters():
+        for parameter in client.method.model.parameters():
             parameter.add_(amount)
     return client
 
 
 @pytest.mark.parametrize(("method", "part"), [(FedAvg, ""), (FedRep, "body.")])
-def test_term_holds_what_is_shared_of_the_model(mlp, method, part):
+def test_term_holds_what_is_shared_of_the_model(mlp, received, method, part):
     term = Proximal(1.0)
     client = moved_by(received(method(mlp(), extra_terms=[term])), 0.5)
-    held = sum(p.numel() for name, p in client.model.named_parameters() if name.startswith(part))
-    assert term(client, None).item() == pytest.approx(0.5 * held * 0.25, rel=1e-6)
+    held = sum(p.numel() for name, p in client.method.model.named_parameters() if name.startswith(part))
+    assert term(client.method, None).item() == pytest.approx(0.5 * held * 0.25, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", [Local, DRDFL])
-def test_term_counts_nowhere_where_the_model_is_private(mlp, method):
-    assert Proximal(1.0).reaches == ("",)
+def test_term_is_refused_where_the_model_is_private(mlp, make_client, method):
+    with pytest.raises(
+        ConfigError, match=rf"^method\.extra_terms: Proximal holds .*; {method.__name__} shares nothing of it"
+    ):
+        make_client(method(mlp(), extra_terms=[Proximal(1.0)]))
+    make_client(method(mlp(), extra_terms=[Proximal(0.0)]))
+
+
+def test_term_reaches_what_it_holds_and_counts_in_no_other_phase(mlp, make_client, sgd):
     term = Proximal(1.0)
-    method(mlp(), extra_terms=[term])
-    assert term.reaches == ()
+    client = make_client(FedRep(mlp(), extra_terms=[term]), sgd())
+    assert term.reaches == tuple(f"model.body.{name}" for name, _ in client.method.model.body.named_parameters())
+    assert [counts(term, planned.phase, 1.0) for planned in client.plan()] == [False, True]
+    assert not counts(term, client.plan()[1].phase, 0.0)
 
 
-def test_term_holds_batch_norm_scales_and_leaves_its_statistics(conv_net):
+def test_term_holds_batch_norm_scales_and_leaves_its_statistics(conv_net, received):
     term = Proximal(1.0)
     client = received(FedAvg(conv_net(), extra_terms=[term]))
-    client.model.body.stages[0][1].running_mean.fill_(100.0)
-    assert term(client, None).item() == 0
-    client.model.body.stages[0][1].weight.data.add_(2.0)
-    assert term(client, None).item() == pytest.approx(0.5 * 3 * 4)
+    norm = client.method.model.body.stages[0][1]
+    norm.running_mean.fill_(100.0)
+    assert term(client.method, None).item() == 0
+    norm.weight.data.add_(2.0)
+    assert term(client.method, None).item() == pytest.approx(0.5 * 3 * 4)
 
 
-def test_anchors_are_overwritten_by_every_receive_and_kept_by_nobody(mlp):
+def test_anchors_are_overwritten_by_every_receive_and_kept_by_nobody(mlp, received, data):
     term = Proximal(1.0)
     client = moved_by(received(FedAvg(mlp(), extra_terms=[term])), 1.0)
-    assert not any("anchor" in name for name in client.state_dict())
+    assert term(client.method, None).item() > 0
+    assert not any("anchor" in name for name in client.entries)
     assert not any("anchor" in name for name, _ in client.named_parameters())
-    client.receive(Message(client.shared_weights()), None)
-    assert term(client, None).item() == 0
+    client.receive(Message(client.division.weights()), data.clients[0])
+    assert term(client.method, None).item() == 0
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_term_stands_beside_one_that_takes_the_last_bias_away(mlp, order):
+def test_term_stands_beside_one_that_takes_the_last_bias_away(mlp, received, order):
     term = Proximal(1.0)
     client = received(FedAvg(mlp(), extra_terms=[term, ClassRelation(1.0)][::order]))
-    held = sum(p.numel() for p in moved_by(client, 1.0).model.parameters())
-    assert term(client, None).item() == pytest.approx(held / 2, rel=1e-6)
+    assert client.method.model.head.bias is None
+    held = sum(p.numel() for p in moved_by(client, 1.0).method.model.parameters())
+    assert term(client.method, None).item() == pytest.approx(held / 2, rel=1e-6)
 
 
 def test_term_rejects_a_negative_weight():

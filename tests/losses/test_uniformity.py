@@ -96,8 +96,8 @@ def test_narrow_values_are_widened_outside_autocast(loss):
     assert inside == loss(values.float())
 
 
-def test_terms_name_themselves_and_say_what_they_reach(mlp):
-    client = FedAvg(mlp(), extra_terms=[PredictionVariance(2.0), Uniformity(0.5)])
+def test_terms_name_themselves_and_say_what_they_reach(mlp, make_client):
+    client = make_client(FedAvg(mlp(), extra_terms=[PredictionVariance(2.0), Uniformity(0.5)]))
     assert client.loss_names == ("loss", "cross_entropy", "prediction_variance", "uniformity")
     assert Uniformity().reaches == ("model.body",)
     with pytest.raises(ConfigError, match=r"Uniformity\.weight: must be >= 0"):

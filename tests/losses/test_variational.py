@@ -92,9 +92,9 @@ def test_unknown_reduction_is_refused():
 
 
 @pytest.mark.parametrize("kind", [KLToStandardNormal, Reconstruction])
-def test_method_without_a_latent_is_refused(mlp, kind):
+def test_method_without_a_latent_is_refused(mlp, make_client, kind):
     with pytest.raises(ConfigError, match=rf"method\.extra_terms: {kind.__name__} needs .* FedAvg does not have") as e:
-        FedAvg(mlp(), extra_terms=[kind()])
+        make_client(FedAvg(mlp(), extra_terms=[kind()]))
     assert "\n" not in str(e.value)
 
 
