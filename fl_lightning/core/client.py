@@ -70,8 +70,9 @@ class ClientModule(L.LightningModule):
         method.setup()
         for term in method.terms:
             term.setup(method)
-        division_of(method, share_buffers)
         self.method = method
+        self._share_buffers = share_buffers
+        division_of(method, share_buffers)
         self.settings = settings
         self.drop_last = drop_last
         self.lr_factor = 1.0
@@ -99,9 +100,11 @@ class ClientModule(L.LightningModule):
         load_entries(self.method, weights)
 
     def use(self, plugin: Precision) -> ClientModule:
-        """Take up the trainer's precision."""
+        """Take up the trainer's precision, which may add a buffer that stays with the client (its loss scale)."""
         self._plugin = plugin
-        return plugin.convert_module(self)  # type: ignore[return-value]
+        module = plugin.convert_module(self)
+        division_of(self.method, self._share_buffers)
+        return module  # type: ignore[return-value]
 
     def bench(self) -> Bench:
         """What steps outside the fit stand on: all terms, no optimizer."""

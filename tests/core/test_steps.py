@@ -9,39 +9,42 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch import nn
 
-from fl_lightning.core.client import ClientModule
-from fl_lightning.core.precision import keeps_float32, widened
-from fl_lightning.core.steps import HalfLayers, MixedSteps, careful
+from fl_lightning.core.method import Method, Phase
+from fl_lightning.core.precision import widened
+from fl_lightning.core.steps import HalfLayers, MixedSteps, careful, keeps_float32
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.runner import make_trainer
 from fl_lightning.seeding import derive_seed
 
 
-class Alone(ClientModule):
+class Alone(Method):
     shared = ()
 
 
 class TwoParts(Alone):
     """Head and body have an optimizer each; both follow one backward pass, in which the head's gradient overflows."""
 
-    def configure_optimizers(self):
-        self._plan = self.plan()
-        return [self.make_optimizer(self.model.head.parameters()), self.make_optimizer(self.model.body.parameters())]
-
-    def on_train_start(self):
-        super().on_train_start()
+    def __init__(self, model, scale):
+        super().__init__(model)
+        self.scale = scale
         self.scales, self.head_moved, self.body_moved = [], [], []
 
-    def local_step(self, x, y):
-        head, body = self._phase_optimizers
-        before = [nn.utils.parameters_to_vector(part.parameters()) for part in (self.model.head, self.model.body)]
-        loss = self.composite_loss(self.forward_pass(x, y))
+    def phases(self):
+        return [Phase("both", parts={"head": ("model.head",), "body": ("model.body",)})]
+
+    def losses(self):
+        return {"overflows": 1.0}
+
+    def local_step(self, step):
+        head, body = self.model.head, self.model.body
+        before = [nn.utils.parameters_to_vector(part.parameters()) for part in (head, body)]
+        values = step.values(step.forward())
         if not self.scales:
-            loss = loss + self.model.head.bias.sum() * 1e38  # times the scale: more than float32 holds
-        self.scales.append(self._careful.scaler.get_scale())
-        self.optimize(loss, head, body)
-        after = [nn.utils.parameters_to_vector(part.parameters()) for part in (self.model.head, self.model.body)]
+            values["overflows"] = head.bias.sum() * 1e38  # times the scale: more than float32 holds
+        self.scales.append(self.scale())
+        step.descend(values, "head", "body")
+        after = [nn.utils.parameters_to_vector(part.parameters()) for part in (head, body)]
         self.head_moved.append((after[0] - before[0]).detach())
         self.body_moved.append((after[1] - before[1]).detach())
 
@@ -54,29 +57,34 @@ def scale_of(loop, client):
     return loop.runner.pool.get(client)["loss_scale"].tolist()
 
 
+def present_scale(loop):
+    return loop.runner.trainer.precision_plugin.scaler.get_scale()
+
+
 # --- scaled losses ----------------------------------------------
 
 
 def test_overflow_in_one_optimizer_leaves_the_other_steps_of_the_same_backward_pass_right(mlp, set_up_federation):
     """The scale may not change between them: the second's gradients were scaled with the first's."""
-    loop = set_up_federation(lambda: TwoParts(mlp()), trainer=mixed())
+    loop = set_up_federation(lambda: TwoParts(mlp(), lambda: present_scale(loop)), trainer=mixed())
     module, data = loop.runner.load(0), loop.data.clients[0]
     loop.runner.fit(module, data, 1)
-    assert module.scales[:3] == [2.0**10, 2.0**9, 2.0**9]
-    assert module.head_moved[0].abs().max() == 0
-    assert module.head_moved[1].abs().max() > 0
+    method = module.method
+    assert method.scales[:3] == [2.0**10, 2.0**9, 2.0**9]
+    assert method.head_moved[0].abs().max() == 0
+    assert method.head_moved[1].abs().max() > 0
     plain = set_up_federation(lambda: Alone(mlp()), trainer={"precision": "32-true"})
-    other = plain.runner.load(0)
-    before = nn.utils.parameters_to_vector(other.model.body.parameters()).detach().clone()
+    model = plain.runner.load(0).method.model
+    before = nn.utils.parameters_to_vector(model.body.parameters()).detach().clone()
     bundle = next(iter(plain.data.clients[0].bundles(first_shuffle(loop, data), 4)))
     x, y = next(iter(bundle.steps()))
-    F.cross_entropy(other.model(x), y).backward()
+    F.cross_entropy(model(x), y).backward()
     with torch.no_grad():
-        for parameter in other.model.body.parameters():
+        for parameter in model.body.parameters():
             parameter -= 0.1 * parameter.grad
-    moved = nn.utils.parameters_to_vector(other.model.body.parameters()).detach() - before
-    assert module.body_moved[0].norm() == pytest.approx(float(moved.norm()), rel=0.02)  # and not half or double
-    assert F.cosine_similarity(module.body_moved[0], moved, 0) > 0.999
+    moved = nn.utils.parameters_to_vector(model.body.parameters()).detach() - before
+    assert method.body_moved[0].norm() == pytest.approx(float(moved.norm()), rel=0.02)  # and not half or double
+    assert F.cosine_similarity(method.body_moved[0], moved, 0) > 0.999
 
 
 def first_shuffle(loop, data):
@@ -113,24 +121,26 @@ def test_step_with_a_gradient_that_is_not_finite_is_skipped_and_halves_the_scale
     class Explodes(Term):
         """An infinite gradient in the second mini-batch of the fit."""
 
-        def forward(self, client, out):
-            factor = torch.inf if client.num_steps == 1 else 0.0
+        def forward(self, host, out):
+            factor = torch.inf if host.fit.num_batches == 1 else 0.0
             return (out.logits.float() * factor).sum() if factor else torch.zeros(())
 
     loop = set_up_federation(lambda: Alone(mlp(), terms=[Explodes()]), trainer=mixed(growth_interval=1000))
     module = loop.runner.load(0)
     seen = [{name: p.detach().clone() for name, p in module.named_parameters()}]
-    local_step = module.local_step
+    local_step = module.method.local_step
 
-    def watched(x, y):
-        local_step(x, y)
+    def watched(step):
+        local_step(step)
         seen.append({name: p.detach().clone() for name, p in module.named_parameters()})
 
-    module.local_step = watched
+    module.method.local_step = watched
     loop.runner.fit(module, loop.data.clients[0], 1)
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(seen)]
     assert same == [False, True, False, False]
-    assert module.loss_scale.tolist() == [2.0**9, 2]
+    assert module.method.loss_scale.tolist() == [2.0**9, 2]
+    assert module.method.fit.num_batches == 4
+    assert module.method.fit.num_steps == 3  # those that were really made
 
 
 def test_scale_grows_with_the_clients_own_steps_and_stays_with_it(mlp, set_up_federation):
@@ -150,10 +160,10 @@ def test_scale_changes_once_an_effective_mini_batch(mlp, set_up_federation, accu
     class TwoSteps(Alone):
         """The one optimizer steps twice in every mini-batch."""
 
-        def local_step(self, x, y):
+        def local_step(self, step):
             for _ in range(2):
-                scales.append(self._careful.scaler.get_scale())
-                self.optimize(self.composite_loss(self.forward_pass(x, y)), self.optimizer)
+                scales.append(present_scale(loop))
+                step.descend(step.values(step.forward()))
 
     scales = []
     flags = {**mixed(growth_interval=1), "accumulate_grad_batches": accumulate}
@@ -177,34 +187,38 @@ def test_steps_too_small_for_half_precision_add_up(mlp, set_up_federation):
     """A hundred steps of 1e-4 from 1: in bfloat16 each alone rounds back to 1."""
 
     class Down(Alone):
-        def local_step(self, x, y):
+        def losses(self):
+            return {"down": 1e-3}
+
+        def local_step(self, step):
             for _ in range(100):
-                self.optimize(self.model.head.bias.float().sum() * 1e-3, self.optimizer)
+                step.descend({"down": self.model.head.bias.float().sum()})
 
     loop = set_up_federation(lambda: Down(mlp()), trainer={"precision": "bf16-true"})
     module, data = loop.runner.load(0), loop.data.clients[0]
+    bias = module.method.model.head.bias
     with torch.no_grad():
-        module.model.head.bias.fill_(1.0)
+        bias.fill_(1.0)
     assert torch.tensor(1.0, dtype=torch.bfloat16) - 1e-4 == 1
     loop.runner.fit(module, data, 1)
     steps = 100 * data.num_steps(4)
     expected = torch.full((4,), 1 - steps * 1e-4).to(torch.bfloat16)
-    assert module.model.head.bias.dtype == torch.bfloat16
-    assert torch.equal(module.model.head.bias, expected)
+    assert bias.dtype == torch.bfloat16
+    assert torch.equal(bias, expected)
 
 
 def test_what_a_method_writes_between_steps_is_not_undone(mlp, set_up_federation):
     class Clamps(Alone):
-        def local_step(self, x, y):
-            super().local_step(x, y)
+        def local_step(self, step):
+            super().local_step(step)
             with torch.no_grad():
                 self.model.head.bias.clamp_(min=0.5)
 
     loop = set_up_federation(lambda: Clamps(mlp()), trainer={"precision": "bf16-true"})
     module = loop.runner.load(0)
     loop.runner.fit(module, loop.data.clients[0], 1)
-    assert (module.model.head.bias >= 0.5).all()
-    assert (module.model.head.bias < 0.6).all()
+    assert (module.method.model.head.bias >= 0.5).all()
+    assert (module.method.model.head.bias < 0.6).all()
 
 
 def test_adam_moments_are_float32(mlp, set_up_federation):
@@ -234,19 +248,25 @@ def test_batch_norm_statistics_are_float32_and_move(conv_net, run_federation):
     assert next(t for n, t in state.items() if n.endswith("stages.0.0.weight")).dtype == torch.bfloat16
 
 
-def test_what_says_so_keeps_float32(mlp):
-    class Teacher(nn.Module):
-        keeps_float32 = True
+def test_methods_and_terms_keep_their_own_tensors_in_float32_and_narrow_their_layers(mlp):
+    """Statistics (prototypes, running sums) are no layers."""
 
+    class Teacher(Term):
         def __init__(self):
             super().__init__()
             self.register_buffer("mean", torch.full((3,), 1 / 3))
             self.layer = nn.Linear(2, 2)
 
-    teacher = HalfLayers("bf16-true", "cpu").convert_module(Teacher())
-    assert keeps_float32(teacher)
-    assert torch.equal(teacher.mean, torch.full((3,), 1 / 3))
-    assert teacher.layer.weight.dtype == torch.bfloat16
+    method = Method(mlp(), terms=[Teacher()])
+    method.register_buffer("own", torch.full((3,), 1 / 3))
+    method.model.body.neck.append(nn.BatchNorm1d(5))
+    HalfLayers("bf16-true", "cpu").convert_module(method)
+    teacher, norm = method.terms[1], method.model.body.neck[-1]
+    assert [keeps_float32(part) for part in (method, teacher, norm, teacher.layer)] == [True, True, True, False]
+    for statistic in (method.own, teacher.mean):
+        assert torch.equal(statistic, torch.full((3,), 1 / 3))
+    assert norm.running_mean.dtype == norm.weight.dtype == torch.float32
+    assert teacher.layer.weight.dtype == method.model.head.weight.dtype == torch.bfloat16
 
 
 def test_precision_of_other_kinds_is_left_as_it_is():
