@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype
+from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype, packed, unpacked
 from fl_lightning.errors import require
 
 Partial = dict[str, Any]
@@ -167,6 +167,8 @@ class ArtifactRule(ABC):
     """Whether it has `partial` and `merge`."""
     round: int = 0
     """The present round, 1-based; set by the server."""
+    client: int = -1
+    """Whose value comes next; set by the server."""
     takes_own: bool = True
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
@@ -325,32 +327,41 @@ class ClassMeanRule(ArtifactRule):
 class KindRule(ArtifactRule):
     """Merge the values of a registered kind as the kind itself says (`Structured.merge`).
 
+    It needs them all, so that a part is the values themselves, put in the order of clients at the end.
+
     Args:
         kind: its name.
     """
 
+    in_parts = True
+
     def __init__(self, kind: str) -> None:
         self._kind = KINDS[kind]
-        self._values: list[tuple[Any, int]] = []
+        self._values: list[tuple[int, Any, int]] = []
 
     @override
     def add(self, value: Any, num_samples: int) -> None:
-        self._values.append((value, num_samples))
+        self._values.append((self.client, value, num_samples))
 
     @override
     def result(self, previous: Any) -> Artifact | None:
-        return self._kind.merge(self._values, previous) if self._values else previous
+        in_order = sorted(self._values, key=lambda part: part[0])
+        return self._kind.merge([(value, size) for _, value, size in in_order], previous) if in_order else previous
+
+    @override
+    def partial(self) -> Partial:
+        return {"values": [(client, packed(value), size) for client, value, size in self._values]}
+
+    @override
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        kind = self._kind.__name__
+        self._values += [(client, unpacked(kind, value), size) for client, value, size in partial["values"]]
 
 
 def default_rule(kind: str) -> RuleFactory:
     """The rule of an artifact for which none is named, by the name of its type."""
     known: dict[str, RuleFactory] = {"Tensor": TensorMean, ClassMeans.__name__: ClassMeanRule}
     return known.get(kind, lambda: KindRule(kind))
-
-
-def kind_of(value: Artifact) -> str:
-    """The name of an artifact's type, as `default_rule` takes it."""
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _same_shape(own: torch.Size, other: torch.Size) -> None:

@@ -216,7 +216,7 @@ class Message:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, for a checkpoint that loads with ``weights_only=True``."""
-        artifacts = {name: _packed(value) for name, value in self.artifacts.items()}
+        artifacts = {name: packed(value) for name, value in self.artifacts.items()}
         sent = {} if self.sent is None else {"sent": tuple(self.sent)}
         return {"weights": dict(self.weights), "artifacts": artifacts, "num_samples": self.num_samples, **sent}
 
@@ -227,21 +227,40 @@ class Message:
         Raises:
             ValueError: for an artifact of a kind that nobody has registered.
         """
-        artifacts = {name: _unpacked(name, value) for name, value in state["artifacts"].items()}
+        artifacts = {name: unpacked(name, value) for name, value in state["artifacts"].items()}
         sent = Size(*state["sent"]) if "sent" in state else None
         return cls(dict(state["weights"]), artifacts, state["num_samples"], sent)
 
 
-def _packed(value: Artifact) -> Any:
-    if isinstance(value, Tensor):
-        return value
+def packed(value: Artifact) -> Any:
+    """An artifact in plain containers.
+
+    Raises:
+        TypeError: for one of a kind that nobody has registered.
+    """
+    return value if isinstance(value, Tensor) else {"kind": kind_of(value), **vars(value)}
+
+
+def kind_of(value: Artifact) -> str:
+    """The name of an artifact's type, under which its kind is registered.
+
+    Raises:
+        TypeError: if nobody has registered it.
+    """
     kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return "Tensor"
     if KINDS.get(kind) is not type(value):
         raise TypeError(f"{kind} is no registered kind of artifact: decorate the class with `artifact`")
-    return {"kind": kind, **vars(value)}
+    return kind
 
 
-def _unpacked(name: str, value: Any) -> Artifact:
+def unpacked(name: str, value: Any) -> Artifact:
+    """The inverse of `packed`.
+
+    Raises:
+        ValueError: for a kind that nobody has registered, naming the artifact.
+    """
     if isinstance(value, Tensor):
         return value
     fields = dict(value)

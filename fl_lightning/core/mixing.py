@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.aggregation import RuleFactory, WeightedMean, default_rule, kind_of
-from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.aggregation import RuleFactory, WeightedMean, default_rule
+from fl_lightning.core.message import Artifact, Message, kind_of
 
 PUSH_WEIGHT = "push_weight"
 """Artifact that tells a client its push-sum weight μ, a scalar; where it is missing μ is 1."""

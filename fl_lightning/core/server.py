@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.core.aggregation import ArtifactRule, Partial, RuleFactory, WeightedMean, default_rule, kind_of
+from fl_lightning.core.aggregation import ArtifactRule, Partial, RuleFactory, WeightedMean, default_rule
 from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
+from fl_lightning.core.message import Message, kind_of
 from fl_lightning.core.mixing import MeanMixer, Mixer
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require_choices
@@ -120,7 +120,9 @@ class Server:
         if folded.weights:
             self._weights.add(folded.weights, 1 if self.mean_weighting == "uniform" else folded.num_samples)
         for name, value in folded.artifacts.items():
-            self._rule(name, kind_of(value)).add(value, folded.num_samples)
+            rule = self._rule(name, kind_of(value))
+            rule.client = client
+            rule.add(value, folded.num_samples)
         self._num_samples += folded.num_samples
 
     def see(self, client: int, message: Message) -> Message | None:

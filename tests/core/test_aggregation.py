@@ -1,11 +1,34 @@
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from fl_lightning.core.aggregation import ClassMeanRule, ExactSum, TensorMean, WeightedMean
-from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.aggregation import (
+    ArtifactRule,
+    ClassMeanRule,
+    ExactSum,
+    KindRule,
+    TensorMean,
+    WeightedMean,
+    default_rule,
+)
+from fl_lightning.core.message import ClassMeans, Message, Structured, artifact
+from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
+
+
+@artifact
+@dataclass(frozen=True)
+class Chain(Structured):
+    """A kind that is merged by its own word: all links, in the order of clients, behind last round's."""
+
+    links: torch.Tensor
+
+    @classmethod
+    def merge(cls, values, previous):
+        before = [] if previous is None else [previous.links]
+        return cls(torch.cat([*before, *(torch.cat([value.links, torch.tensor([size])]) for value, size in values)]))
 
 
 def weighted_mean(*parts):
@@ -267,3 +290,88 @@ def test_tensor_mean_of_nothing_is_the_previous_value():
     previous = torch.tensor([2.0])
     assert TensorMean().result(previous) is previous
     assert TensorMean().result(None) is None
+
+
+# --- kinds of one's own ----------------------------------------------
+
+
+def chain(*links):
+    return Message(artifacts={"chain": Chain(torch.tensor(links))}, num_samples=len(links))
+
+
+def test_default_rule_goes_by_kind():
+    assert isinstance(default_rule("Tensor")(), TensorMean)
+    assert isinstance(default_rule("ClassMeans")(), ClassMeanRule)
+    assert isinstance(default_rule("Chain")(), KindRule)
+
+
+def test_a_kind_is_merged_as_it_says_with_samples_and_what_there_was():
+    server = Server(Message())
+    out = server.aggregate({0: chain(7), 1: chain(8, 9)})
+    assert out.artifacts["chain"].links.tolist() == [7, 1, 8, 9, 2]
+    out = server.aggregate({1: chain(3)})
+    assert out.artifacts["chain"].links.tolist() == [7, 1, 8, 9, 2, 3, 1]
+
+
+def test_nothing_to_merge_of_a_kind_keeps_what_there_was():
+    previous = Chain(torch.tensor([1]))
+    assert KindRule("Chain").result(previous) is previous
+    assert KindRule("Chain").result(None) is None
+
+
+def test_a_kind_is_merged_in_the_order_of_clients_however_they_are_spread_over_workers(assert_identical):
+    uploads = {client: chain(10 * client) for client in range(5)}
+    whole = Server(Message()).aggregate(uploads)
+    main, other = Server(Message()), Server(Message())
+    assert main.works_in_parts
+    for client in (4, 1):
+        main.collect(client, uploads[client])
+    for client in (3, 0, 2):
+        other.collect(client, uploads[client])
+    main.merge(other.partial())
+    main.close_round()
+    assert_identical(main.message.state_dict(), whole.state_dict())
+
+
+def test_unregistered_kind_is_refused_by_the_server_in_words():
+    @dataclass(frozen=True)
+    class Stranger(Structured):
+        links: torch.Tensor
+
+    with pytest.raises(TypeError, match=r"^Stranger is no registered kind of artifact"):
+        Server(Message()).collect(0, Message(artifacts={"x": Stranger(torch.zeros(1))}))
+
+
+def test_a_rule_that_works_in_no_parts_says_so():
+    class Last(ArtifactRule):
+        def add(self, value, num_samples):
+            self.value = value
+
+        def result(self, previous):
+            return self.value
+
+    assert not Last.in_parts
+    assert not Last().remembers
+    for part in (Last().partial, lambda: Last().merge({})):
+        with pytest.raises(NotImplementedError, match="Last cannot be worked out in parts"):
+            part()
+    assert not Server(Message(), {"x": Last}).works_in_parts
+    assert Server(Message(), {"x": TensorMean, "y": ClassMeanRule}).works_in_parts
+
+
+@pytest.mark.parametrize("rule", [TensorMean, ClassMeanRule])
+def test_rules_worked_out_in_parts_are_those_of_the_whole(rule):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 3, 2, generator=generator)
+    values = list(rows) if rule is TensorMean else [ClassMeans(row, torch.tensor([1, 0, 5])) for row in rows]
+    whole, one, other, nothing = rule(), rule(), rule(), rule()
+    for client, value in enumerate(values):
+        whole.add(value, 1 + client)
+        (one if client % 2 else other).add(value, 1 + client)
+    for part in (other, nothing):
+        one.merge(part.partial())
+    nothing.merge(one.partial())
+    found = [made.result(None) for made in (whole, one, nothing)]
+    found = found if rule is TensorMean else [means.mean for means in found]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

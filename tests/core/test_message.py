@@ -1,9 +1,25 @@
 import io
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from fl_lightning.core.message import ClassMeans, KeptRows, MaskedWeights, Message
+from fl_lightning.core.message import KINDS, ClassMeans, Message, Size, Structured, artifact
+from fl_lightning.methods.dispfl import MaskedWeights
+from fl_lightning.methods.fedfed import KeptRows
+
+
+@artifact
+@dataclass(frozen=True)
+class Sketch(Structured):
+    """A kind of a test's own: a tensor whose values may be narrowed, one whose may not, and settings."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    scale: float = 1.0
+    label: str = "own"
+    is_sparse: bool = False
+    lossy = ("rows",)
 
 
 @pytest.fixture
@@ -51,6 +67,75 @@ def test_clone_shares_no_memory_and_keeps_all(message, assert_identical):
     for tensor in (*copy.weights.values(), copy.artifacts["mask"], copy.artifacts["prototypes"].mean):
         tensor.zero_()
     assert_identical(message.state_dict(), before.state_dict())
+
+
+def test_size_that_a_lossy_wire_made_is_what_counts_and_survives_a_file(message):
+    sent = Message(message.weights, message.artifacts, 11, Size(3, 6))
+    assert (sent.num_params, sent.num_bytes, sent.size) == (3, 6, Size(3, 6))
+    assert Message.from_state_dict(sent.state_dict()).sent == Size(3, 6)
+    assert "sent" not in message.state_dict()
+    assert message.size == Size(message.num_params, message.num_bytes)
+
+
+# --- kinds of artifacts ----------------------------------------------
+
+
+def test_a_kind_of_ones_own_survives_a_file_that_is_loaded_with_weights_only(assert_identical):
+    sketch = Sketch(torch.randn(2, 3), torch.tensor([4, 1]), 0.5, "mine", True)
+    message = Message({"w": torch.zeros(2)}, {"sketch": sketch}, 5)
+    file = io.BytesIO()
+    torch.save(message.state_dict(), file)
+    file.seek(0)
+    loaded = Message.from_state_dict(torch.load(file, weights_only=True))
+    assert_identical(loaded.state_dict(), message.state_dict())
+    copy = loaded.artifacts["sketch"]
+    assert isinstance(copy, Sketch)
+    assert (copy.scale, copy.label, copy.is_sparse) == (0.5, "mine", True)
+    assert loaded.size == message.size == Size(2 + 6 + 2, 4 * 8 + 8 * 2)
+
+
+def test_a_kinds_tensors_are_moved_copied_and_changed_by_field():
+    sketch = Sketch(torch.ones(2, 3), torch.tensor([4, 1]), 0.5)
+    assert set(sketch.tensors()) == {"rows", "places"}
+    narrow = sketch.map(lambda tensor: tensor.half(), *Sketch.lossy)
+    assert (narrow.rows.dtype, narrow.places.dtype, narrow.scale) == (torch.float16, torch.int64, 0.5)
+    assert sketch.map(torch.zeros_like).places.tolist() == [0, 0]
+    assert torch.equal(sketch.to(torch.device("cpu")).rows, sketch.rows)
+    copy = sketch.clone()
+    copy.rows.zero_()
+    copy.places.zero_()
+    assert sketch.rows.sum() == 6
+    assert sketch.places.tolist() == [4, 1]
+
+
+def test_unregistered_kind_is_neither_written_nor_read():
+    @dataclass(frozen=True)
+    class Stranger(Structured):
+        rows: torch.Tensor
+
+    message = Message(artifacts={"sketch": Stranger(torch.zeros(1))})
+    with pytest.raises(TypeError, match=r"^Stranger is no registered kind of artifact: decorate the class with `art"):
+        message.state_dict()
+    state = {"weights": {}, "artifacts": {"sketch": {"kind": "Skech", "rows": torch.zeros(1)}}, "num_samples": 1}
+    with pytest.raises(
+        ValueError, match=r"^artifact 'sketch' is of a kind that is not registered; import .*: 'Skech', did .* Sketch\?"
+    ):
+        Message.from_state_dict(state)
+
+
+def test_two_kinds_of_one_name_are_refused():
+    with pytest.raises(TypeError, match=r"artifact ClassMeans: fl_lightning.core.message has a kind of that name"):
+        artifact(type("ClassMeans", (Structured,), {"__module__": "elsewhere"}))
+    assert KINDS["ClassMeans"] is ClassMeans
+    assert {"ClassMeans", "KeptRows", "MaskedWeights", "Sketch"} <= KINDS.keys()
+
+
+def test_a_kind_that_does_not_say_how_it_is_merged_names_both_ways_out():
+    with pytest.raises(NotImplementedError, match=r"^Sketch: .*override `merge`, or name a rule"):
+        Sketch.merge([], None)
+
+
+# --- kinds of two methods ----------------------------------------------
 
 
 def test_kept_rows_count_what_is_new_and_hold_everything(assert_identical):
