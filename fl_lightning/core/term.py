@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
@@ -161,12 +160,3 @@ class Terms(nn.ModuleList):
     def extra(self) -> list[Term]:
         """Those that the configuration adds."""
         return list(self)[self.num_own :]
-
-
-def term_sum(values: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Σ weight · value, where a weight of 1 multiplies nothing (so that it changes no bit)."""
-    total: Any = None
-    for name, value in values.items():
-        weighted = value if weights[name] == 1 else weights[name] * value
-        total = weighted if total is None else total + weighted
-    return torch.zeros((), dtype=torch.float32) if total is None else total

@@ -1,33 +1,32 @@
-"""What a client is: its loss, what it shares, how it takes messages in."""
+"""What a client does with its method: messages in and out, the plan of a fit, the server's rules."""
+
+import dataclasses
 
 import pytest
 import torch
 
-from fl_lightning.core.client import ClientModule, FitSettings, Phase
+from fl_lightning.core.aggregation import ClassMeanRule, TensorMean
+from fl_lightning.core.client import ClientModule, FitSettings, counts
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
-from fl_lightning.core.term import Forward, Term
+from fl_lightning.core.method import Method, Phase
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 
 
 class Constant(Term):
     """A term whose value is known."""
 
-    def forward(self, client, out):
+    def forward(self, host, out):
         return torch.tensor(2.0)
 
 
-class OnlyHead(ClientModule):
+class OnlyHead(Method):
     shared = ("model.head",)
 
 
-class OnlyNorm(ClientModule):
-    """Shares by layer type, not by name."""
-
-    def is_shared(self, name, module):
-        return isinstance(module, torch.nn.BatchNorm2d)
-
-
-class TwoPhases(ClientModule):
+class TwoPhases(Method):
     def phases(self):
         return [
             Phase("head", trains=("model.head",), epochs=2),
@@ -37,237 +36,259 @@ class TwoPhases(ClientModule):
         ]
 
 
-def settings(sgd, **options):
-    return FitSettings(sgd(), **options)
+# --- construction ----------------------------------------------
 
 
-def test_shared_and_private_names_are_the_whole_state(conv_net):
-    for method in (ClientModule, OnlyHead, OnlyNorm):
-        client = method(conv_net())
-        assert sorted((*client.shared_names, *client.private_names)) == sorted(client.state_dict())
+def test_method_gets_to_know_its_terms_in_the_clients_constructor(mlp):
+    """First all terms alter the model, then the method is set up, then all terms are."""
+    story = []
+
+    class Tells(Constant):
+        def alter(self, model):
+            story.append((self.name, "alter"))
+
+        def setup(self, host):
+            story.append((self.name, type(host).__name__))
+
+    class TellsToo(Tells):
+        pass
+
+    class Listens(Method):
+        def setup(self):
+            story.append("setup")
+
+    method = Listens(mlp(), terms=[Tells()], extra_terms=[TellsToo()])
+    assert story == []
+    ClientModule(method)
+    altered, known = [("tells", "alter"), ("tells_too", "alter")], [("tells", "Listens"), ("tells_too", "Listens")]
+    assert story == [*altered, "setup", *known]
 
 
-def test_shared_names_go_by_submodule(mlp):
-    client = OnlyHead(mlp())
-    assert client.shared_names == ("model.head.weight", "model.head.bias")
-
-
-def test_shared_prefix_matches_whole_names_only(mlp):
-    class Prefix(ClientModule):
-        shared = ("model.he",)
-
-    assert Prefix(mlp()).shared_names == ()
-
-
-def test_shared_names_go_by_layer_type(conv_net):
-    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert OnlyNorm(conv_net()).shared_names == tuple(f"model.body.stages.0.1.{name}" for name in names)
-
-
-def test_message_holds_copies_of_the_shared_weights(mlp, data):
-    client = OnlyHead(mlp())
-    message = client.send(data.clients[0])
-    assert set(message.weights) == set(client.shared_names)
-    assert message.num_samples == data.clients[0].num_train
-    message.weights["model.head.weight"].zero_()
-    assert client.model.head.weight.abs().sum() > 0
-
-
-def test_received_weights_are_copied_in(mlp, data):
-    client = OnlyHead(mlp())
-    own_body = client.model.body.neck[0].weight.clone()
-    received = {"model.head.weight": torch.ones(4, 5)}
-    client.receive(Message(received), data.clients[0])
-    assert torch.equal(client.model.head.weight, torch.ones(4, 5))
-    assert torch.equal(client.model.body.neck[0].weight, own_body)
-    received["model.head.weight"].zero_()
-    assert client.model.head.weight.sum() == 20
-
-
-def test_unknown_weights_are_refused(mlp):
-    with pytest.raises(ValueError, match=r"received 'model.tail' of shape \(2,\).*does not have it"):
-        ClientModule(mlp()).load_weights({"model.tail": torch.zeros(2)})
-
-
-def test_weights_of_another_shape_are_refused(mlp):
-    with pytest.raises(ValueError, match=r"'model.head.bias' of shape \(1,\), but this client has \(4,\)"):
-        ClientModule(mlp()).load_weights({"model.head.bias": torch.zeros(1)})
-
-
-def test_state_round_trips_through_load_weights(conv_net, assert_identical):
-    torch.manual_seed(1)
-    one, two = ClientModule(conv_net()), ClientModule(conv_net())
-    one.model.body.stages[0][1].num_batches_tracked.fill_(2**40 + 1)
-    two.load_weights(one.entries)
-    assert_identical(dict(two.entries), dict(one.entries))
+def test_client_holds_its_method_and_names_no_entry_of_its_own(conv_net, make_client):
+    client = make_client(Method(conv_net()))
+    assert client.entries.keys() == client.method.state_dict().keys()
+    assert set(client.state_dict()) == {f"method.{name}" for name in client.entries}
 
 
 def test_second_term_of_a_kind_is_refused(mlp):
     with pytest.raises(ConfigError, match="each term may occur once only, got 'constant'"):
-        ClientModule(mlp(), terms=[Constant()], extra_terms=[Constant(0.5)])
+        Method(mlp(), terms=[Constant()], extra_terms=[Constant(0.5)])
 
 
-def test_loss_is_the_weighted_sum_of_the_terms_that_count(mlp, data):
-    class Another(Constant):
-        pass
-
-    client = ClientModule(mlp(), terms=[Constant(3.0)], extra_terms=[Another(0.0)])
-    assert client.loss_names == ("loss", "cross_entropy", "constant")
-    x, y = next(data.clients[0].batches("train"))
-    client._active = [t for t in client.all_terms if t.weight > 0]
-    client._term_weights = {t.name: t.weight for t in client.all_terms}
-    out = client.forward_pass(x, y)
-    expected = torch.nn.functional.cross_entropy(client.model(x), y) + 6
-    assert client.composite_loss(out).item() == pytest.approx(expected.item())
-    assert client.mean_losses()["constant"] == 2.0
+def test_extra_term_takes_the_place_of_one_that_is_off(mlp):
+    method = Method(mlp(), terms=[Constant(0.0)], extra_terms=[Constant(0.5)])
+    assert [(term.name, term.weight) for term in method.terms] == [("cross_entropy", 1.0), ("constant", 0.5)]
+    assert list(method.terms.extra) == [method.terms[1]]
+    assert method.terms.exchanging == list(method.terms)
+    assert method.terms.cross_entropy is method.terms[0]
 
 
-def test_forward_pass_holds_what_terms_ask_for(mlp, data):
-    client = ClientModule(mlp())
-    x, y = next(data.clients[0].batches("train", 3))
-    out = client.forward_pass(x, y)
-    assert isinstance(out, Forward)
-    assert [tuple(f.shape) for f in out.features] == [(3, 8)]
-    assert (tuple(out.z.shape), tuple(out.logits.shape)) == ((3, 5), (3, 4))
-    assert torch.equal(out.logits, client.model(x))
+class OnBody(Constant):
+    reaches = ("model.body",)
 
 
-def test_phases_without_epochs_or_parameters_are_left_out(mlp, sgd):
-    client = TwoPhases(mlp())
-    client.settings = settings(sgd, local_epochs=3)
+class OnlyTrainsHead(Method):
+    def phases(self):
+        return [Phase("head", trains=("model.head",)), Phase("off", trains=("model.body",), epochs=0)]
+
+
+def test_extra_term_that_reaches_nothing_is_refused_in_one_line(mlp, make_client):
+    rule = "OnBody trains model.body, which no phase of OnlyTrainsHead does: leave it out"
+    with pytest.raises(ConfigError, match=rf"^method\.extra_terms: {rule}$"):
+        make_client(OnlyTrainsHead(mlp(), extra_terms=[OnBody()]))
+    make_client(OnlyTrainsHead(mlp(), extra_terms=[OnBody(0.0)]))
+    make_client(OnlyTrainsHead(mlp(), terms=[OnBody()]))  # the method's own affair
+    make_client(Method(mlp(), extra_terms=[OnBody()]))
+
+
+def test_term_counts_where_it_has_a_weight_and_something_to_train(mlp):
+    term, head, body = OnBody(), Phase("head", trains=("model.head",)), Phase("body", trains=("model",))
+    assert [counts(term, phase, 1.0) for phase in (head, body)] == [False, True]
+    assert not counts(term, body, 0.0)
+    assert not counts(term, dataclasses.replace(body, terms=("cross_entropy",)), 1.0)
+    assert counts(term, dataclasses.replace(body, terms=("on_body",)), 1.0)
+    term.own = torch.nn.Linear(1, 1)  # what it has itself is trained wherever it counts
+    assert counts(term, head, 1.0)
+
+
+# --- messages ----------------------------------------------
+
+
+def test_message_holds_copies_of_the_shared_weights(mlp, make_client, data):
+    client = make_client(OnlyHead(mlp()))
+    message = client.send(data.clients[0])
+    assert tuple(message.weights) == client.division.shared
+    assert message.num_samples == data.clients[0].num_train
+    message.weights["model.head.weight"].zero_()
+    assert client.method.model.head.weight.abs().sum() > 0
+
+
+def test_initial_message_is_the_shared_weights_of_nobody(mlp, make_client, assert_identical):
+    client = make_client(OnlyHead(mlp()))
+    message = client.initial_message()
+    assert_identical(message.weights, client.division.weights())
+    assert (message.artifacts, message.num_samples) == ({}, 0)
+
+
+def test_received_weights_are_copied_in(mlp, make_client, data):
+    client = make_client(OnlyHead(mlp()))
+    model = client.method.model
+    own_body = model.body.neck[0].weight.clone()
+    received = {"model.head.weight": torch.ones(4, 5)}
+    client.receive(Message(received), data.clients[0])
+    assert torch.equal(model.head.weight, torch.ones(4, 5))
+    assert torch.equal(model.body.neck[0].weight, own_body)
+    received["model.head.weight"].zero_()
+    assert model.head.weight.sum() == 20
+
+
+def test_state_round_trips_through_load(conv_net, make_client, assert_identical):
+    torch.manual_seed(1)
+    one, two = make_client(Method(conv_net())), make_client(Method(conv_net()))
+    one.method.model.body.stages[0][1].num_batches_tracked.fill_(2**40 + 1)
+    two.load(one.entries)
+    assert_identical(dict(two.entries), dict(one.entries))
+
+
+def test_method_sees_the_clients_data_bound_to_it(mlp, make_client, data):
+    seen = []
+
+    class Looks(Method):
+        def receive(self, message, data):
+            seen.append(data)
+
+        def send(self, data):
+            seen.append(data)
+            return Message()
+
+        def adapt(self, data):
+            seen.append(data)
+
+    client = make_client(Looks(mlp()))
+    client.receive(Message(), data.clients[2])
+    client.send(data.clients[2])
+    client.adapt(data.clients[2])
+    assert [own.client for own in seen] == [2, 2, 2]
+    assert len({id(own) for own in seen}) == 3
+    assert torch.equal(seen[0].collected().z, seen[1].collected().z)
+
+
+def test_running_statistics_stay_where_buffers_are_not_shared(conv_net):
+    client = ClientModule(Method(conv_net()), share_buffers=False)
+    assert [name.rpartition(".")[2] for name in client.division.kept] == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+
+
+# --- the server's rules ----------------------------------------------
+
+
+class Sends(Constant):
+    def rules(self):
+        return {"artifact": lambda: ClassMeanRule("uniform"), "of_the_term": TensorMean}
+
+
+class NamesRules(Method):
+    def make_server(self, initial, facts):
+        return Server(initial, {"artifact": TensorMean})
+
+
+def test_server_gets_the_rules_of_terms_below_its_own(mlp, make_client):
+    server = make_client(NamesRules(mlp(), terms=[Sends()])).make_server(Facts(4))
+    assert server.rules == {"artifact": TensorMean, "of_the_term": TensorMean}
+    assert server.message.weights.keys() == make_client(Method(mlp())).division.weights().keys()
+    plain = make_client(Method(mlp(), terms=[Sends()])).make_server(Facts(4))
+    assert plain.rules["artifact"]().weighting == "uniform"
+    assert make_client(Method(mlp(), terms=[Sends(0.0)])).make_server(Facts(4)).rules == {}
+
+
+# --- the plan of a fit ----------------------------------------------
+
+
+def test_phases_without_epochs_or_parameters_are_left_out(mlp, make_client, sgd):
+    client = make_client(TwoPhases(mlp()), sgd(), local_epochs=3)
     assert [(p.phase.name, p.epochs) for p in client.plan()] == [("head", 2), ("body", 3)]
     assert client.fit_epochs == 5
 
 
-def test_every_phase_has_an_optimizer_of_its_own_parameters(mlp, sgd):
-    client = TwoPhases(mlp())
-    client.settings = settings(sgd)
+def test_every_phase_has_an_optimizer_of_its_own_parameters(mlp, make_client, sgd):
+    client = make_client(TwoPhases(mlp()), sgd())
     head, body = client.configure_optimizers()
-    assert {id(p) for p in head.param_groups[0]["params"]} == {id(p) for p in client.model.head.parameters()}
-    assert {id(p) for p in body.param_groups[0]["params"]} == {id(p) for p in client.model.body.parameters()}
+    model = client.method.model
+    assert {id(p) for p in head.param_groups[0]["params"]} == {id(p) for p in model.head.parameters()}
+    assert {id(p) for p in body.param_groups[0]["params"]} == {id(p) for p in model.body.parameters()}
 
 
-def test_optimizers_are_made_anew(mlp, sgd):
-    client = ClientModule(mlp())
-    client.settings = settings(sgd)
+class InParts(Method):
+    """One phase of three parts, one of which has nothing to train."""
+
+    def phases(self):
+        parts = {"head": ("model.head",), "absent": ("model.absent",), "body": ("model.body",)}
+        return [Phase("all", parts=parts)]
+
+
+def test_every_part_of_a_phase_has_an_optimizer_of_its_own(mlp, make_client, sgd):
+    client = make_client(InParts(mlp()), sgd())
+    (planned,) = client.plan()
+    assert list(planned.parts) == ["head", "body"]
+    assert {id(p) for p in planned.parameters} == {id(p) for p in client.method.parameters()}
+    sizes = [len(optimizer.param_groups[0]["params"]) for optimizer in client.configure_optimizers()]
+    assert sizes == [2, 4]
+
+
+def test_parameters_of_two_parts_are_in_the_phase_once(mlp, make_client, sgd):
+    class Overlaps(Method):
+        def phases(self):
+            return [Phase("all", parts={"model": ("model",), "head": ("model.head",)})]
+
+    client = make_client(Overlaps(mlp()), sgd())
+    (planned,) = client.plan()
+    assert len(planned.parameters) == 6
+    assert [len(made.param_groups[0]["params"]) for made in client.configure_optimizers()] == [6, 2]
+
+
+def test_optimizers_are_made_anew(mlp, make_client, sgd):
+    client = make_client(Method(mlp()), sgd())
     assert client.configure_optimizers()[0] is not client.configure_optimizers()[0]
 
 
-def test_learning_rate_factor_is_applied_to_every_group(mlp):
-    client = ClientModule(mlp())
-    groups = lambda ps: torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(ps)])  # noqa: E731
-    client.settings = FitSettings(groups)
+def test_learning_rate_factor_is_applied_to_every_group(mlp, make_client):
+    def groups(parameters):
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(parameters)])
+
+    client = make_client(Method(mlp()), groups)
     client.lr_factor = 0.5
     rates = [group["lr"] for group in client.configure_optimizers()[0].param_groups]
     assert rates == pytest.approx([0.05 * (i + 1) for i in range(6)])
+    assert client.method.fit.lr == pytest.approx(0.05)
 
 
-def test_parameters_that_the_model_froze_stay_frozen(mlp, sgd):
+def test_a_fits_facts_are_new_with_its_optimizers(mlp, make_client, sgd):
+    client = make_client(TwoPhases(mlp()), sgd(0.2), local_epochs=3, accumulate=2)
+    client.lr_factor = 0.5
+    first = client.configure_optimizers()
+    fit = client.method.fit
+    assert (fit.epochs, fit.epoch, fit.num_batches, fit.num_steps) == (5, 0, 0, 0)
+    assert (fit.lr, fit.lr_factor, fit.accumulate) == (0.1, 0.5, 2)
+    for optimizer in first:
+        optimizer.step()
+    assert fit.num_steps == 2
+    client.configure_optimizers()
+    assert client.method.fit is not fit
+    assert client.method.fit.num_steps == 0
+
+
+def test_parameters_that_the_model_froze_stay_frozen(mlp, make_client, sgd):
     model = mlp()
     model.head.requires_grad_(False)
-    client = ClientModule(model)
-    client.settings = settings(sgd)
+    client = make_client(Method(model), sgd())
     frozen = {id(p) for p in model.head.parameters()}
     assert frozen.isdisjoint(id(p) for p in client.plan()[0].parameters)
 
 
-def test_whole_training_part_is_collected_in_eval_mode(conv_net, data, assert_identical):
-    client = ClientModule(conv_net()).train()
-    before = {name: tensor.clone() for name, tensor in client.entries.items()}
-    seen = client.collect(data.clients[0])
-    assert client.training
-    assert_identical(dict(client.entries), before)
-    client.eval()
-    x, y = data.store.gather(data.clients[0].train)
-    assert torch.equal(seen.y, y)
-    torch.testing.assert_close(seen.z, client.model.embed(x))
-    torch.testing.assert_close(seen.logits, client.model(x))
-    assert not seen.z.requires_grad
-
-
-def test_the_training_part_is_collected_once_for_all_terms_of_a_send_and_anew_for_the_next(mlp, data):
-    calls = []
-
-    class Looks(Term):
-        def send(self, client, data):
-            calls.append(client.collect(data))
-            return {}
-
-    class LooksToo(Looks):
-        pass
-
-    client = ClientModule(mlp(), terms=[Looks(), LooksToo()])
-    client.send(data.clients[0])
-    client.send(data.clients[0])
-    assert calls[0] is calls[1]
-    assert calls[2] is calls[3]
-    assert calls[0] is not calls[2]
-
-
-def test_global_model_is_there_only_if_the_whole_model_is_shared(mlp):
-    assert ClientModule(mlp()).has_global_model
-    assert not OnlyHead(mlp()).has_global_model
-
-
-def test_received_model_is_the_global_one_only_if_nothing_is_personal(mlp):
-    class Predicts(ClientModule):
-        def predict(self, x):
-            return -self.model(x)
-
-    assert ClientModule(mlp()).received_is_global
-    assert not OnlyHead(mlp()).received_is_global
-    assert not Predicts(mlp()).received_is_global
-
-
-# --- steps of a method's own ----------------------------------------------
-
-
-def test_own_batches_follow_the_global_stream_and_repeat_themselves(conv_net, data):
-    client, own = ClientModule(conv_net()), data.clients[1]
-    torch.manual_seed(0)
-    one, other = client.own_batches(own), client.own_batches(own)
-    torch.manual_seed(0)
-    again = client.own_batches(own)
-    ys = [[bundle.y.tolist() for bundle in batches] for batches in (one, one, again, other)]
-    assert ys[0] == ys[1] == ys[2]
-    assert ys[0] != ys[3]
-    assert [len(y) for y in ys[0]] == [4, 4, 4]  # 13 samples; batch norm cannot train on a batch of one
-
-
-def test_gradients_reach_the_parameters_asked_for_and_are_left_nowhere(mlp):
-    client = ClientModule(mlp())
-    x, parameters = torch.rand(3, 1, 8, 8), [client.model.head.bias, client.model.body.neck[0].weight]
-    found = client.gradients(client.model.head(torch.zeros(3, 5)).sum() + 0 * x.sum(), parameters)
-    assert found[0].tolist() == [3.0] * 4
-    assert not found[1].any()  # not reached
-    assert all(parameter.grad is None for parameter in client.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_under_autocast_are_those_of_the_loss(mlp, dtype):
-    """A loss so small that float16 would lose its gradient."""
-    client = ClientModule(mlp())
-    z = torch.ones(3, 5)
-    with torch.autocast("cpu", dtype=dtype):
-        loss = client.model.head(z).float().sum() * 2**-20
-        found = client.gradients(loss, [client.model.head.bias])
-    torch.testing.assert_close(found[0], torch.full((4,), 3 * 2.0**-20), rtol=2e-2, atol=0)
-
-
-def test_only_builds_a_graph_for_what_it_is_given_and_thaws_the_rest(conv_net):
-    client = ClientModule(conv_net())
-    frozen = client.model.head.bias.requires_grad_(False)
-    with client.only([client.model.head.weight]):
-        assert [name for name, p in client.named_parameters() if p.requires_grad] == ["model.head.weight"]
-    assert [p for p in client.parameters() if not p.requires_grad] == [frozen]
-
-
-def test_keeping_statistics_puts_batch_norm_back(conv_net):
-    client = ClientModule(conv_net())
-    client.model(torch.rand(4, 1, 8, 8))
-    norm = client.model.body.stages[0][1]
-    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
-    with client.keeping_statistics():
-        client.model(torch.rand(4, 1, 8, 8))
-        assert not torch.equal(norm.running_mean, before["running_mean"])
-    assert all(torch.equal(norm.state_dict()[name], tensor) for name, tensor in before.items())
+def test_a_client_that_is_not_fitted_has_no_plan(mlp):
+    with pytest.raises(AssertionError, match="set by the runner"):
+        ClientModule(Method(mlp())).plan()
+    assert ClientModule(Method(mlp()), FitSettings(torch.optim.SGD)).settings.local_epochs == 1

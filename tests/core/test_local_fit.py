@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fl_lightning.core.client import ClientModule, Phase
+from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
 from fl_lightning.seeding import derive_seed
 
 
-class Alone(ClientModule):
+class Alone(Method):
     """Nothing is shared, so a client's state is what training alone made of it."""
 
     shared = ()
@@ -53,12 +53,16 @@ def final_model(loop, client=0):
     return {name.removeprefix("model."): tensor for name, tensor in loop.runner.pool.get(client).items()}
 
 
+def model_of(loop):
+    return loop.runner.modules[0].method.model
+
+
 @pytest.fixture
 def initial_model(set_up_federation):
     """A copy of the model that clients of such a method start from."""
 
     def read(loop):
-        return copy.deepcopy(loop.runner.modules[0].model)
+        return copy.deepcopy(model_of(loop))
 
     return read
 
@@ -92,7 +96,7 @@ def test_everything_is_thawed_after_a_fit(mlp, run_federation):
 
 def test_a_phase_counts_only_the_terms_that_it_names(mlp, run_federation):
     class Push(Term):
-        def forward(self, client, out):
+        def forward(self, host, out):
             return out.logits.square().mean()
 
     class Partly(Alone):
@@ -196,7 +200,7 @@ def test_losses_are_means_over_samples(mlp, sgd, run_federation):
     module = loop.runner.load(1)
     x, y = loop.data.store.gather(loop.data.clients[1].train)
     assert len(y) == 13
-    expected = F.cross_entropy(module.model(x), y).item()
+    expected = F.cross_entropy(module.method.model(x), y).item()
     losses = loop.diary.reports[1, 1].losses
     assert losses["loss"] == pytest.approx(expected, rel=1e-5)
     assert losses["cross_entropy"] == losses["loss"]
@@ -251,24 +255,128 @@ def test_fit_in_bfloat16_keeps_weights_and_losses_in_float32(conv_net, run_feder
 
 
 @pytest.mark.parametrize(("precision", "forward"), [("bf16-mixed", True), ("32-true", False)])
-def test_backward_runs_outside_the_trainers_autocast(precision, forward, mlp, run_federation):
-    """Inside it, the gradient of a product that a loss computes in float32 would be narrowed."""
-    seen = {"forward": set(), "backward": set()}
+def test_only_passes_through_the_model_run_in_the_trainers_autocast(precision, forward, mlp, run_federation):
+    """Inside it, a product that a loss computes in float32 would be narrowed, and so would its gradient."""
+    seen = {"forward": set(), "loss": set(), "backward": set()}
 
     class Watched(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            seen["forward"].add(torch.is_autocast_enabled("cpu"))
+        def forward(ctx, x, where):
+            seen[where].add(torch.is_autocast_enabled("cpu"))
             return x.clone()
 
         @staticmethod
         def backward(ctx, slope):
             seen["backward"].add(torch.is_autocast_enabled("cpu"))
-            return slope
+            return slope, None
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return Watched.apply(x, "forward") if self.training else x
 
     class Watch(Term):
-        def forward(self, client, out):
-            return Watched.apply(out.z).sum() * 0
+        def forward(self, host, out):
+            return Watched.apply(out.z, "loss").sum() * 0
 
-    run_federation(lambda: ClientModule(mlp(), terms=[Watch()]), rounds=1, trainer={"precision": precision})
-    assert seen == {"forward": {forward}, "backward": {False}}
+    def method():
+        model = mlp()
+        model.body.neck.append(Layer())
+        return Method(model, terms=[Watch()])
+
+    run_federation(method, rounds=1, trainer={"precision": precision})
+    assert seen == {"forward": {forward}, "loss": {False}, "backward": {False}}
+
+
+# --- what a method may know of its fit ----------------------------------------------
+
+
+def test_steps_and_fit_tell_where_the_fit_is(mlp, run_federation):
+    """Client 1 has four batches an epoch; two epochs, an optimizer step every third batch and at an epoch's end."""
+    told = []
+
+    class Asks(Alone):
+        def on_fit_start(self):
+            told.append("start")
+
+        def local_step(self, step):
+            fit = self.fit
+            told.append((step.round, step.epoch, step.is_first, step.is_last, fit.num_batches, fit.num_steps))
+            assert fit.in_last_epoch == (step.epoch == 1)
+            super().local_step(step)
+
+        def on_fit_end(self):
+            told.append(("end", self.fit.num_batches, self.fit.num_steps, self.facts.client))
+
+    run_federation(lambda: Asks(mlp()), rounds=1, local_epochs=2, trainer={"accumulate_grad_batches": 3})
+    start = told.index("start", 1)
+    assert told[start : told.index("start", start + 1)] == [
+        "start",
+        (1, 0, True, False, 0, 0),
+        (1, 0, False, False, 1, 0),
+        (1, 0, False, False, 2, 0),
+        (1, 0, False, True, 3, 1),
+        (1, 1, True, False, 4, 2),
+        (1, 1, False, False, 5, 2),
+        (1, 1, False, False, 6, 2),
+        (1, 1, False, True, 7, 3),
+        ("end", 8, 4, 1),
+    ]
+
+
+def test_resting_batch_norm_keeps_its_statistics_in_its_phase_alone(conv_net, run_federation):
+    """Two epochs with the body at rest, then one of all: the counter is the last epoch's three batches."""
+
+    class Rests(Alone):
+        def phases(self):
+            return [Phase("head", trains=("model.head",), epochs=2, resting=("model.body",)), Phase("all")]
+
+    loop = run_federation(lambda: Rests(conv_net()), rounds=1)
+    state = loop.runner.pool.get(1)
+    assert state["model.body.stages.0.1.num_batches_tracked"] == 3
+    assert all(m.training for m in loop.runner.modules[0].modules() if isinstance(m, torch.nn.BatchNorm2d))
+
+
+def test_a_phases_parts_step_on_their_own_losses(mlp, sgd, set_up_federation, initial_model, assert_identical):
+    class Two(Alone):
+        def phases(self):
+            return [Phase("both", parts={"head": ("model.head",), "body": ("model.body",)})]
+
+        def losses(self):
+            return {"pull": 1.0}
+
+        def local_step(self, step):
+            values = step.values(step.forward())
+            step.descend(values, "head")
+            step.descend({"pull": self.model.body.neck[0].weight.square().sum()}, "body")
+
+    loop = set_up_federation(lambda: Two(mlp()), 1, optimizer=sgd(0.1))
+    model = initial_model(loop)
+    loop.run()
+    head, body = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.head, model.body))
+    for bundle in loop.data.clients[0].bundles(derive_seed(0, "shuffle/0", 1, 0), 4):
+        for x, y in bundle.steps():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(inputs=list(model.head.parameters()))
+            head.step()
+            head.zero_grad()
+            model.body.neck[0].weight.square().sum().backward()
+            body.step()
+            body.zero_grad()
+    assert_identical(final_model(loop), dict(model.state_dict()))
+    assert set(loop.diary.reports[1, 0].losses) == {"loss", "cross_entropy", "pull"}
+
+
+def test_a_phases_own_optimizer_and_rate_take_the_configurations_place(mlp, sgd, run_federation):
+    made = []
+
+    def own(parameters):
+        made.append(torch.optim.SGD(parameters, lr=0.7))
+        return made[-1]
+
+    class Own(Alone):
+        def phases(self):
+            return [Phase("one", optimizer=own), Phase("other", optimizer=own, lr=0.5)]
+
+    run_federation(lambda: Own(mlp()), rounds=2, optimizer=sgd(99.0), lr_decay=0.5)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in made[2:]]  # the first two were only tried
+    assert rates == [0.7, 0.5] * 4 + [0.35, 0.25] * 4

@@ -1,10 +1,16 @@
 import copy
+from dataclasses import replace
 
+import pytest
 import torch
 
 from fl_lightning.core.aggregation import ClassMeanRule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.server import Server, TrainingServer
+from fl_lightning.core.server_optimizer import ServerMomentum
+from fl_lightning.errors import ConfigError
 
 
 def weights(*values):
@@ -113,8 +119,8 @@ class Doubling(TrainingServer):
         self.contexts = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         target = sum(message.weights["w"] for message in messages.values()) + torch.randn(1)
         self.network(target).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.network_optimizer.step()
+        self.network_optimizer.zero_grad()
 
     def publish(self, message):
         return Message({**message.weights, "trained": self.network.weight.detach().clone()}, message.artifacts)
@@ -122,7 +128,7 @@ class Doubling(TrainingServer):
 
 def doubling(seed=0):
     server = Doubling(Message(weights(9.0)))
-    server.setup(seed, torch.device("cpu"))
+    server.setup(Facts(num_clients=4, seed=seed))
     return server
 
 
@@ -170,7 +176,7 @@ def test_training_server_resumes_exactly_with_its_optimizer():
         straight.aggregate(UPLOADS)
     state = copy.deepcopy(straight.state_dict())
     resumed.load_state_dict(state)
-    resumed.open_round(straight.round)
+    resumed.facts = replace(resumed.facts, round=straight.round)
     assert torch.equal(resumed.aggregate(UPLOADS).weights["trained"], straight.aggregate(UPLOADS).weights["trained"])
 
 
@@ -193,3 +199,148 @@ def test_server_weighs_clients_alike_where_it_is_told_to():
     out = server.aggregate({0: Message(weights(1.0), {}, 1), 1: Message(weights(4.0), {}, 1000)})
     assert out.weights["w"].tolist() == [2.5]
     assert out.num_samples == 1001
+
+
+def test_unknown_weighting_is_refused():
+    with pytest.raises(ConfigError, match=r"^method\.weighting: must be"):
+        Server(Message(), weighting="equal")
+
+
+# --- what a subclass must say ----------------------------------------------
+
+
+def test_a_subclass_only_averages_if_it_says_so_itself():
+    class Silent(Server):
+        pass
+
+    class Says(Server):
+        only_averages = True
+
+    class Inherits(Says):
+        pass
+
+    assert [kind.only_averages for kind in (Server, Silent, Says, Inherits, TrainingServer)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+class Remembering(ClassMeanRule):
+    remembers = True
+
+
+def test_a_server_that_only_averages_can_be_done_without_unless_a_rule_remembers():
+    class Silent(Server):
+        pass
+
+    rules = {"prototypes": ClassMeanRule}
+    mixer = Server(Message(), rules).mixer()
+    assert isinstance(mixer, MeanMixer)
+    assert mixer.rules == rules
+    assert Silent(Message()).mixer() is None
+    assert Server(Message(), {"prototypes": Remembering}).mixer() is None
+
+
+def test_a_subclass_that_overrides_collect_is_refused():
+    with pytest.raises(TypeError, match="Own: to look at messages, override `see` and say `sees_messages = True`"):
+
+        class Own(Server):
+            def collect(self, client, message):
+                pass
+
+
+def test_a_subclass_that_sees_messages_must_say_so():
+    with pytest.raises(TypeError, match="Own: to look at messages"):
+
+        class Own(Server):
+            def see(self, client, message):
+                return message
+
+
+class Picky(Server):
+    """Leaves odd clients out, and doubles what the others say."""
+
+    sees_messages = True
+
+    def see(self, client, message):
+        self.seen = [*getattr(self, "seen", []), client]
+        return None if client % 2 else Message({name: 2 * w for name, w in message.weights.items()}, {}, 1)
+
+
+def test_what_see_returns_is_folded_in_and_none_leaves_a_client_out():
+    server = Picky(Message(weights(9.0)))
+    out = server.aggregate({0: Message(weights(1.0), {}, 7), 1: Message(weights(50.0), {}, 7)})
+    assert server.seen == [0, 1]
+    assert out.weights["w"].tolist() == [2.0]
+    assert out.num_samples == 1
+
+
+def test_a_server_that_sees_messages_does_not_work_in_parts():
+    assert Server(Message()).works_in_parts
+    assert not Picky(Message()).works_in_parts
+
+    class Heir(Picky):
+        def see(self, client, message):
+            return super().see(client, message)
+
+    assert not Heir(Message()).works_in_parts
+
+
+# --- facts ----------------------------------------------
+
+
+def test_server_learns_its_facts_once_and_the_rounds_anew():
+    server = Server(Message())
+    assert (server.round, server.device) == (0, torch.device("cpu"))
+    facts = Facts(num_clients=4, rounds=9, seed=3)
+    server.setup(facts)
+    server.aggregate({2: Message(weights(1.0), {}, 1), 0: Message(weights(1.0), {}, 1)})
+    assert server.facts == replace(facts, round=1, participants=(2, 0))
+
+
+# --- what follows the mean ----------------------------------------------
+
+
+def test_a_server_optimizer_steps_from_the_old_weights_towards_the_mean(assert_identical):
+    """v = 1, x = 0 + 1; then v = ½ + 2, x = 1 + 2.5."""
+    server = Server(Message(weights(0.0)))
+    server.optimizer = ServerMomentum(momentum=0.5)
+    assert server.aggregate({0: Message(weights(1.0), {}, 1)}).weights["w"].tolist() == [1.0]
+    other = Server(Message(weights(0.0)))
+    other.optimizer = ServerMomentum(momentum=0.5)
+    other.load_state_dict(copy.deepcopy(server.state_dict()))
+    for resumed in (server, other):
+        assert resumed.aggregate({0: Message(weights(3.0), {}, 1)}).weights["w"].tolist() == [3.5]
+    assert_identical(other.state_dict(), server.state_dict())
+
+
+def test_a_training_servers_network_and_a_server_optimizer_are_saved_apart():
+    server = doubling()
+    server.optimizer = ServerMomentum()
+    server.aggregate(UPLOADS)
+    assert {"network", "optimizer", "server_optimizer"} < server.state_dict().keys()
+
+
+# --- in parts ----------------------------------------------
+
+
+def test_parts_of_a_round_give_the_round(assert_identical):
+    generator = torch.Generator().manual_seed(0)
+    uploads = {
+        client: Message(
+            {"w": torch.randn(20, generator=generator), "n": torch.tensor(client)},
+            {"p": ClassMeans(torch.randn(3, 2, generator=generator), torch.tensor([client, 0, 2]))},
+            1 + client,
+        )
+        for client in range(5)
+    }
+    whole, main, other = (Server(Message()) for _ in range(3))
+    whole.aggregate(uploads)
+    for client, message in uploads.items():
+        (main if client < 2 else other).collect(client, message)
+    main.merge(other.partial())
+    main.close_round()
+    assert_identical(main.state_dict(), whole.state_dict())

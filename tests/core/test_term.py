@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from fl_lightning.core.term import CrossEntropy, Forward, Term, term_sum
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.term import CrossEntropy, Term, Terms
 from fl_lightning.errors import ConfigError
 
 
@@ -39,15 +41,50 @@ def test_a_terms_weight_must_not_be_negative(weight):
         CrossEntropy(weight)
 
 
-def test_term_sum_weighs_each_value():
-    values = {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}
-    assert term_sum(values, {"a": 1.0, "b": 0.5}).item() == 3.5
+def test_a_term_that_says_nothing_more_has_no_artifact_and_keeps_its_weight():
+    term = HTMLPage2Term(0.5)
+    assert (term.exchanges, HTMLPage2Term(0.0).exchanges) == (True, False)
+    assert term.weight_at(Facts(round=7)) == 0.5
+    assert (term.rules(), term.interface(None), term.send(None, None), term.drawn(None, None)) == ({}, {}, {}, {})
+    with pytest.raises(NotImplementedError):
+        term(None, None)
 
 
-def test_term_sum_leaves_the_value_of_a_lone_term_of_weight_one_alone():
-    value = torch.tensor(2.0)
-    assert term_sum({"a": value}, {"a": 1.0}) is value
+def test_terms_are_the_cross_entropy_the_methods_and_the_extra_ones():
+    class Own(Term):
+        pass
+
+    terms = Terms([Own(0.0)], [HTMLPage2Term(2.0)])
+    assert [term.name for term in terms] == ["cross_entropy", "own", "htmlpage2_term"]
+    assert terms.cross_entropy is terms[0]
+    assert terms.exchanging == [terms[0], terms[2]]
+    assert terms.extra == [terms[2]]
+    assert Terms().extra == []
 
 
-def test_term_sum_of_no_terms_is_zero():
-    assert term_sum({}, {}).item() == 0.0
+# --- forward ----------------------------------------------
+
+
+def test_wide_pass_is_in_float32_and_remembers_what_layers_take():
+    narrow = forward(torch.zeros(2, 3, dtype=torch.bfloat16), [0, 1])
+    narrow.z = narrow.z.bfloat16()
+    wide = narrow.wide()
+    assert (wide.z.dtype, wide.logits.dtype, wide.dtype) == (torch.float32, torch.float32, torch.bfloat16)
+    assert wide.wide() is wide
+    for dtype in (torch.float32, torch.float64):
+        same = forward(torch.zeros(2, 3, dtype=dtype), [0, 1])
+        assert same.wide() is same
+
+
+def test_further_passes_take_the_type_and_the_precision_of_the_first():
+    """Floating-point inputs are narrowed; classes and what is no tensor are not."""
+    seen = []
+
+    def network(*inputs):
+        seen.extend([*(getattr(x, "dtype", None) for x in inputs), torch.is_autocast_enabled("cpu")])
+
+    out = forward(torch.zeros(2, 3), [0, 1])
+    out.z = out.z.bfloat16()
+    out.precision = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    out.wide().through(network, torch.zeros(2), torch.tensor([1]), 7)
+    assert seen == [torch.bfloat16, torch.int64, None, True]

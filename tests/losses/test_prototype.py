@@ -4,8 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fl_lightning.core.descent import Machine
+from fl_lightning.core.devices import Part
+from fl_lightning.core.facts import Phase
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.term import CrossEntropy, Forward, term_sum
+from fl_lightning.core.step import Bench, Step
+from fl_lightning.core.term import CrossEntropy
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.prototype import (
     PrototypeAlignment,
@@ -120,7 +125,8 @@ def test_total_is_cross_entropy_plus_the_weighted_term(z, weight, total):
         "prototype_alignment": alignment()(None, forward(z)),
     }
     weights = {"cross_entropy": 1.0, "prototype_alignment": weight}
-    assert term_sum(values, weights).item() == pytest.approx(total, abs=5e-5)
+    step = Step(Bench(None, Machine(), (), Phase("all"), (), weights), Part.whole(z, Y))
+    assert step.total(values).item() == pytest.approx(total, abs=5e-5)
 
 
 # --- gradients and edge cases ----------------------------------------------

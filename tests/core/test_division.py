@@ -1,0 +1,128 @@
+"""Which entries of a method's state travel, which stay, and which every receive makes anew."""
+
+import pytest
+import torch
+
+from fl_lightning.core.division import Division, division_of, load_entries, matches, overlap
+from fl_lightning.core.method import Method
+
+
+class OnlyHead(Method):
+    shared = ("model.head",)
+
+
+class OnlyNorm(Method):
+    """Shares by layer type, not by name."""
+
+    def is_shared(self, name, module):
+        return isinstance(module, torch.nn.BatchNorm2d)
+
+
+class Forgets(OnlyHead):
+    """Neither shares nor keeps its body: every receive makes it anew."""
+
+    def is_kept(self, name, module):
+        return False
+
+
+STATISTICS = tuple(f"model.body.stages.0.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked"))
+
+
+@pytest.mark.parametrize("kind", [Method, OnlyHead, OnlyNorm, Forgets])
+@pytest.mark.parametrize("share_buffers", [True, False])
+def test_what_travels_stays_and_is_made_anew_is_the_whole_state_once(conv_net, kind, share_buffers):
+    method = kind(conv_net())
+    division = Division(method, share_buffers)
+    assert sorted((*division.shared, *division.kept, *division.anew)) == sorted(method.state_dict())
+
+
+def test_shared_names_go_by_submodule(mlp):
+    division = Division(OnlyHead(mlp()))
+    assert division.shared == ("model.head.weight", "model.head.bias")
+    assert division.kept == ("model.body.stages.0.1.weight", "model.body.stages.0.1.bias", *NECK)
+
+
+NECK = ("model.body.neck.0.weight", "model.body.neck.0.bias")
+
+
+def test_shared_prefix_matches_whole_names_only(mlp):
+    class Prefix(Method):
+        shared = ("model.he",)
+
+    assert Division(Prefix(mlp())).shared == ()
+
+
+def test_shared_names_go_by_layer_type(conv_net):
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert Division(OnlyNorm(conv_net())).shared == tuple(f"model.body.stages.0.1.{name}" for name in names)
+
+
+def test_running_statistics_stay_where_buffers_are_not_shared(conv_net):
+    method = Method(conv_net())
+    whole, without = Division(method), Division(method, share_buffers=False)
+    assert without.kept == STATISTICS
+    assert set(whole.shared) == {*without.shared, *STATISTICS}
+    assert whole.kept == ()
+
+
+def test_division_is_made_once_and_anew_where_buffers_are_said(conv_net):
+    method = Method(conv_net())
+    first = division_of(method)
+    assert division_of(method) is first
+    assert first.kept == ()
+    assert division_of(method, share_buffers=False).kept == STATISTICS
+    assert division_of(method).kept == STATISTICS
+    assert "_division" not in method.state_dict()
+
+
+def test_weights_are_copies_and_shapes_are_theirs(mlp):
+    method = OnlyHead(mlp())
+    division = Division(method)
+    weights = division.weights()
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == division.shapes()
+    weights["model.head.weight"].zero_()
+    assert method.model.head.weight.abs().sum() > 0
+    assert not any(tensor.requires_grad for tensor in weights.values())
+
+
+def test_parameters_are_counted_where_they_stay_and_where_they_travel(conv_net):
+    """Statistics are no parameters; neither is what the model froze."""
+    method = OnlyHead(conv_net())
+    method.model.body.stages[0][0].requires_grad_(False)
+    body = sum(p.numel() for p in method.model.body.parameters() if p.requires_grad)
+    assert Division(method).parameter_counts() == (body, 6 * 4 + 4)
+    assert Division(Method(conv_net())).parameter_counts()[0] == 0
+
+
+def test_unknown_weights_are_refused(mlp):
+    with pytest.raises(ValueError, match=r"received 'model.tail' of shape \(2,\).*does not have it"):
+        load_entries(Method(mlp()), {"model.tail": torch.zeros(2)})
+
+
+def test_weights_of_another_shape_are_refused(mlp):
+    with pytest.raises(ValueError, match=r"'model.head.bias' of shape \(1,\), but this client has \(4,\)"):
+        load_entries(Method(mlp()), {"model.head.bias": torch.zeros(1)})
+
+
+def test_state_round_trips_through_load_entries(conv_net, assert_identical):
+    torch.manual_seed(1)
+    one, two = Method(conv_net()), Method(conv_net())
+    one.model.body.stages[0][1].num_batches_tracked.fill_(2**40 + 1)
+    load_entries(two, one.state_dict())
+    assert_identical(dict(two.state_dict()), dict(one.state_dict()))
+
+
+def test_dotted_names_are_matched_part_by_part():
+    assert matches("model.head.bias", ("model.body", "model.head"))
+    assert matches("model", ("model",))
+    assert matches("anything", ("",))
+    assert not matches("model.header", ("model.head",))
+    assert not matches("model", ("model.head",))
+    assert not matches("model", ())
+
+
+def test_names_overlap_where_one_lies_inside_the_other():
+    assert overlap("model", "model.head")
+    assert overlap("model.head", "model")
+    assert overlap("", "terms.1")
+    assert not overlap("model.body", "model.head")

@@ -1,0 +1,75 @@
+"""Stretches of code in which parts of a module are frozen, rest, or keep what they have."""
+
+import pytest
+import torch
+
+from fl_lightning.core.freezing import batch_norms, frozen, keeping_statistics, only, single_sample, training
+
+
+@pytest.fixture
+def net(conv_net):
+    return conv_net()
+
+
+def trained(module):
+    return [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+def test_only_builds_a_graph_for_what_it_is_given_and_thaws_the_rest(net):
+    stays = net.head.bias.requires_grad_(False)
+    with only(net, [net.head.weight]):
+        assert trained(net) == ["head.weight"]
+    assert [p for p in net.parameters() if not p.requires_grad] == [stays]
+
+
+def test_frozen_builds_no_graph_for_a_part_and_thaws_it(net):
+    net.head.bias.requires_grad_(False)
+    before = trained(net)
+    with frozen(net.head):
+        assert trained(net) == [name for name in before if not name.startswith("head")]
+    assert trained(net) == before
+
+
+@pytest.mark.parametrize("stretch", [frozen, lambda net: only(net, []), lambda net: training(net, False)])
+def test_an_error_inside_leaves_nothing_changed(net, stretch):
+    before = trained(net)
+    with pytest.raises(KeyError), stretch(net):
+        raise KeyError
+    assert trained(net) == before
+    assert all(module.training for module in net.modules())
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_training_goes_into_a_mode_and_back(net, was):
+    net.train(was)
+    for mode in (True, False):
+        with training(net, mode):
+            assert net.head.training is mode
+        assert net.head.training is was
+
+
+def test_keeping_statistics_puts_batch_norm_back(net):
+    net(torch.rand(4, 1, 8, 8))
+    (norm,) = batch_norms(net)
+    before = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    with keeping_statistics(net):
+        net(torch.rand(4, 1, 8, 8))
+        assert not torch.equal(norm.running_mean, before["running_mean"])
+    assert all(torch.equal(norm.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(("batch_size", "rests"), [(1, True), (2, False)])
+def test_batch_norm_rests_for_a_batch_of_one(net, batch_size, rests):
+    layers = batch_norms(net)
+    with single_sample(layers, batch_size):
+        assert layers[0].training is not rests
+        assert net.head.training
+    assert layers[0].training
+
+
+def test_batch_norm_that_rests_already_is_not_woken(net):
+    layers = batch_norms(net)
+    layers[0].eval()
+    with single_sample(layers, 1):
+        pass
+    assert not layers[0].training
