@@ -1,14 +1,18 @@
-"""The direction of dependencies, read off the source."""
+"""The direction of dependencies, the size of what is written, and what a method may say: read off the source."""
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import fl_lightning
+from fl_lightning.core.method import Method
 
 ROOT = Path(fl_lightning.__file__).parent
+CONTRIBUTING = ROOT.parent / "CONTRIBUTING.md"
 PACKAGE = "fl_lightning"
 FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
@@ -29,12 +33,12 @@ def is_type_checking(test):
     return "TYPE_CHECKING" in ast.dump(test)
 
 
-def runtime_imports(tree):
-    """Every import that can run, those inside functions too; blocks for the type checker are left out."""
+def imports_in(tree, for_types):
+    """Every import that can run, those inside functions too; those for the type checker, too, if so asked."""
     pending = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and is_type_checking(node.test):
+        if isinstance(node, ast.If) and is_type_checking(node.test) and not for_types:
             pending += node.orelse
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,9 +66,11 @@ def resolve(name):
     return None
 
 
-def imports_of(name):
-    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
-    return {found for found in map(resolve, runtime_imports(tree)) if found not in (None, name)}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+def imports_of(name, for_types=False):
+    return {found for found in map(resolve, imports_in(TREES[name], for_types)) if found not in (None, name)}
 
 
 GRAPH = {name: imports_of(name) for name in SOURCES}
@@ -77,11 +83,11 @@ def floor_of(name):
 
 def method_names():
     """Names of the classes in `methods/` that go by the name of a method: those that a module there defines."""
-    for name, path in SOURCES.items():
+    for name, tree in TREES.items():
         if floor_of(name) == "methods":
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for node in tree.body:
                 bases = {ast.unparse(base) for base in getattr(node, "bases", ())}
-                if isinstance(node, ast.ClassDef) and "ClientModule" in bases:
+                if isinstance(node, ast.ClassDef) and "Method" in bases:
                     yield node.name
 
 
@@ -135,7 +141,9 @@ def test_no_method_imports_another():
     assert wrong == []
 
 
-def test_there_are_no_import_cycles():
+@pytest.mark.parametrize("for_types", [False, True], ids=["at run time", "for the type checker, too"])
+def test_there_are_no_import_cycles(for_types):
+    graph = {name: imports_of(name, for_types) for name in SOURCES}
     done, path = set(), []
 
     def visit(name):
@@ -143,25 +151,25 @@ def test_there_are_no_import_cycles():
         if name in done:
             return
         path.append(name)
-        for target in sorted(GRAPH[name]):
+        for target in sorted(graph[name]):
             visit(target)
         path.pop()
         done.add(name)
 
-    for name in sorted(GRAPH):
+    for name in sorted(graph):
         visit(name)
 
 
 def test_nothing_but_methods_and_losses_knows_a_method_by_name():
     """Models and partitions may name the paper that they come from."""
     names = sorted(set(method_names()))
-    assert len(names) >= 4
+    assert len(names) >= 25
     pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b(?!-T)")
     wrong = [
         f"{name}: {word}"
-        for name, path in SOURCES.items()
+        for name, tree in TREES.items()
         if floor_of(name) not in ("methods", "losses", "models", "data")
-        for word in words(ast.parse(path.read_text(encoding="utf-8")))
+        for word in words(tree)
         if pattern.search(word)
     ]
     assert wrong == []
@@ -170,8 +178,134 @@ def test_nothing_but_methods_and_losses_knows_a_method_by_name():
 def test_a_method_is_one_class_that_nobody_subclasses():
     names = set(method_names())
     wrong = []
-    for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 wrong += [f"{module}: {node.name}" for base in node.bases if ast.unparse(base) in names]
     assert wrong == []
+
+
+# --- what a method may say --------------------------------------------------------------------------------------------
+
+MOST_NAMES = 24
+
+
+@pytest.fixture
+def method_says(mlp):
+    """The names that a method may use or override: of the class, and of what its constructor sets."""
+    method = Method(mlp())
+    said = {*vars(Method), *Method.__annotations__, *vars(method), *method._modules}
+    return sorted(name for name in said if not name.startswith("_") and name not in vars(nn.Module()) | vars(nn.Module))
+
+
+def test_a_method_may_say_so_much_and_no_more(method_says):
+    assert {"shared", "facts", "model", "local_step", "make_server"} < set(method_says)
+    assert len(method_says) <= MOST_NAMES, method_says
+
+
+def names_in_tables(text, heading):
+    """Backticked names in the first column of the tables below a heading, up to the next heading."""
+    section = re.search(rf"^{re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"{CONTRIBUTING.name} has no heading {heading!r}"
+    first = section[1].split("\n\nState that", 1)[0]
+    cells = [line.split("|")[1] for line in first.splitlines() if line.startswith("|")]
+    return [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+
+
+def test_contributing_lists_exactly_what_a_method_may_say(method_says):
+    listed = names_in_tables(CONTRIBUTING.read_text(encoding="utf-8"), "## What a method may say")
+    assert [name for name, times in Counter(listed).items() if times > 1] == []
+    assert sorted(listed) == method_says
+
+
+OTHERS = {"self", "cls", "super()", "host", "step", "data", "client", "server", "message", "facts", "fit", "out"}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def defined_in(tree):
+    """Names that a file defines: functions, classes, what is assigned to, and buffers and parameters by their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("self.register_"):
+            yield from (ast.literal_eval(name) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+@pytest.mark.parametrize("floor", ["methods", "losses"])
+def test_methods_and_losses_use_no_private_name_of_somebody_else(floor):
+    wrong = []
+    for name, tree in TREES.items():
+        if floor_of(name) == floor:
+            own = set(defined_in(tree))
+            wrong += [
+                f"{name}:{node.lineno} {ast.unparse(node)}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own
+                if ast.unparse(node.value) in OTHERS
+            ]
+    assert wrong == []
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+LONGEST_CLASS, MOST_METHODS = 250, 25  # lines without docstrings
+LONGEST_FUNCTION, MOST_PARAMETERS = 60, 10
+MOST_NOQA = 2  # a 1,000 lines
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def num_lines(node):
+    """Lines of a class or a function, from its own to its last, without docstrings."""
+    inside = [
+        n for n in ast.walk(node) if isinstance(n, (ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(n, clean=False)
+    ]
+    prose = sum(n.body[0].end_lineno - n.body[0].lineno + 1 for n in inside)
+    return node.end_lineno - node.lineno + 1 - prose
+
+
+def num_parameters(function):
+    arguments = function.args
+    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return (
+        len(named) - (named[:1] in (["self"], ["cls"])) + (arguments.vararg is not None) + (arguments.kwarg is not None)
+    )
+
+
+def all_of(*kinds):
+    return [
+        (f"{name}: {node.name}", node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+
+
+def beyond(measured, limit):
+    return [f"{where}: {number}" for where, number in measured if number > limit]
+
+
+def test_no_class_is_too_long_or_has_too_many_methods():
+    classes = all_of(ast.ClassDef)
+    assert beyond([(where, num_lines(node)) for where, node in classes], LONGEST_CLASS) == []
+    methods = [(where, sum(isinstance(inner, FUNCTIONS) for inner in node.body)) for where, node in classes]
+    assert beyond(methods, MOST_METHODS) == []
+
+
+def test_no_function_is_too_long():
+    assert beyond([(where, num_lines(node)) for where, node in all_of(*FUNCTIONS)], LONGEST_FUNCTION) == []
+
+
+def test_no_function_has_too_many_parameters():
+    functions = [(f"{where}:{node.lineno}", num_parameters(node)) for where, node in all_of(*FUNCTIONS)]
+    assert beyond(functions, MOST_PARAMETERS) == []
+
+
+def test_the_linter_is_seldom_overruled():
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES.values()]
+    overruled = sum(text.count("# noqa") for text in texts)
+    assert overruled <= MOST_NOQA * sum(text.count("\n") for text in texts) / 1000

@@ -70,10 +70,10 @@ class ClientModule(L.LightningModule):
         method.setup()
         for term in method.terms:
             term.setup(method)
-        self.method = method
-        self._share_buffers = share_buffers
         division_of(method, share_buffers)
+        self.method = method
         self.settings = settings
+        self.share_buffers = share_buffers
         self.drop_last = drop_last
         self.lr_factor = 1.0
         self.meter = LossMeter()
@@ -100,11 +100,11 @@ class ClientModule(L.LightningModule):
         load_entries(self.method, weights)
 
     def use(self, plugin: Precision) -> ClientModule:
-        """Take up the trainer's precision, which may add a buffer that stays with the client (its loss scale)."""
+        """Take up the trainer's precision."""
         self._plugin = plugin
-        module = plugin.convert_module(self)
-        division_of(self.method, self._share_buffers)
-        return module  # type: ignore[return-value]
+        converted: ClientModule = plugin.convert_module(self)  # type: ignore[assignment]
+        division_of(converted.method, self.share_buffers)  # a loss scale stays with the client, too
+        return converted
 
     def bench(self) -> Bench:
         """What steps outside the fit stand on: all terms, no optimizer."""

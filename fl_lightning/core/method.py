@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.core.division import division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.precision import Wide
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term, Terms
 
@@ -80,7 +81,7 @@ def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:
     return names[0] if names else None
 
 
-class Method(nn.Module):
+class Method(Wide):
     """What a paper says of its algorithm: what is shared, the local procedure, the composite loss, the server's rule.
 
     A client (`core/client.py`) holds one and does the rest. One resident method serves all clients of an architecture:

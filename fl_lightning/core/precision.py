@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def widened(x: Tensor) -> Tensor:
     """`x` in float32; float64 stays as it is."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+class Wide(nn.Module):
+    """A module whose own tensors are statistics (prototypes, soft labels, Gaussians, running sums), and no layers.
+
+    They stay in float32 under half precision; its submodules' do not.
+    """

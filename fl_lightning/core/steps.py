@@ -14,8 +14,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.core.method import Method
-from fl_lightning.core.term import Term
+from fl_lightning.core.precision import Wide
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -195,10 +194,9 @@ def careful(plugin: Precision, device: str) -> Precision:
 def keeps_float32(module: nn.Module) -> bool:
     """Whether a module's own parameters and buffers (not its submodules') stay in float32 under half precision.
 
-    Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms, whose
-    own tensors are statistics (prototypes, soft labels, Gaussians, running sums), no layers.
+    Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms.
     """
-    return isinstance(module, (_BatchNorm, Method, Term))
+    return isinstance(module, (_BatchNorm, Wide))
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

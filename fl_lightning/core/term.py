@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.precision import widened
+from fl_lightning.core.precision import Wide, widened
 from fl_lightning.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
 
 
-class Term(nn.Module):
+class Term(Wide):
     """One weighted part of a composite loss.
 
     It is made before its method, and gets to know it in two moments: first all terms of a method `alter` its model,

@@ -20,7 +20,8 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
-from fl_lightning.federation.runner import ClientReport, Job, Runner
+from fl_lightning.federation.reports import ClientReport
+from fl_lightning.federation.runner import Job, Runner
 from fl_lightning.federation.scores import ScoreBoard, loss_column, mean_losses
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.transport import Waiting
@@ -274,7 +275,10 @@ class FederatedLoop:
         if not self.settings.evaluate.received:
             return {}
         self.exchange.address(self.holders)
-        inbox = lambda client: self.wire.down(self.exchange.inbox(client))  # noqa: E731
+
+        def inbox(client: int) -> Message:
+            return self.wire.down(self.exchange.inbox(client))
+
         self.final_scores = self.examiner.receive_once_more(self.holders, inbox)
         board = self.examiner.board
         return {n: v for name, values in self.final_scores.items() for n, v in board.spread(name, values).items()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts, OptimizerFactory
-from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
@@ -30,6 +30,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.files import save_tensors
 from fl_lightning.federation.launch import gpu_here, num_devices
+from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.models.describe import has_batch_norm
@@ -85,31 +86,6 @@ class Job:
     def round(self) -> int:
         """1-based."""
         return self.facts.round
-
-
-@dataclass
-class ClientReport:
-    """What one participant did in a round.
-
-    Args:
-        client: 0-based.
-        message: what it sends; empty where another worker fitted it, and only its size is known.
-        scores: its accuracies, by column.
-        losses: mean over its samples, by name.
-        num_steps: local mini-batches.
-        seconds: how long it took.
-        downlink: size of all that was sent to it for what it received; the exchange knows.
-        uplink: size of all that it sends.
-    """
-
-    client: int
-    message: Message
-    scores: Scores
-    losses: dict[str, float]
-    num_steps: int
-    seconds: float
-    downlink: Size = NOTHING
-    uplink: Size = NOTHING
 
 
 class Runner:

@@ -1,0 +1,33 @@
+"""What the loop and its callbacks hear of one participant's round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.federation.evaluation import Scores
+
+
+@dataclass
+class ClientReport:
+    """What one participant did in a round.
+
+    Args:
+        client: 0-based.
+        message: what it sends; empty where another worker fitted it, and only its size is known.
+        scores: its accuracies, by column.
+        losses: mean over its samples, by name.
+        num_steps: local mini-batches.
+        seconds: how long it took.
+        downlink: size of all that was sent to it for what it received; the exchange knows.
+        uplink: size of all that it sends.
+    """
+
+    client: int
+    message: Message
+    scores: Scores
+    losses: dict[str, float]
+    num_steps: int
+    seconds: float
+    downlink: Size = NOTHING
+    uplink: Size = NOTHING
