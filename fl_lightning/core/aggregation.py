@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype
+from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype, packed, unpacked
 from fl_lightning.errors import require
 
 Partial = dict[str, Any]
@@ -167,6 +167,8 @@ class ArtifactRule(ABC):
     """Whether it has `partial` and `merge`."""
     round: int = 0
     """The present round, 1-based; set by the server."""
+    client: int = -1
+    """Who sent the value that is added next; set by the server."""
     takes_own: bool = True
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
@@ -323,23 +325,36 @@ class ClassMeanRule(ArtifactRule):
 
 
 class KindRule(ArtifactRule):
-    """Merge the values of a registered kind as the kind itself says (`Structured.merge`).
+    """Merge the values of a registered kind, in the order of clients, as the kind itself says (`Structured.merge`).
 
     Args:
         kind: its name.
     """
 
+    in_parts = True  # a part is the values themselves: which artifacts come without a rule is not known ahead
+
     def __init__(self, kind: str) -> None:
         self._kind = KINDS[kind]
-        self._values: list[tuple[Any, int]] = []
+        self._values: list[tuple[int, Any, int]] = []
 
     @override
     def add(self, value: Any, num_samples: int) -> None:
-        self._values.append((value, num_samples))
+        self._values.append((self.client, value, num_samples))
 
     @override
     def result(self, previous: Any) -> Artifact | None:
-        return self._kind.merge(self._values, previous) if self._values else previous
+        in_order = sorted(self._values, key=lambda own: own[0])
+        values = [(value, num_samples) for _, value, num_samples in in_order]
+        return self._kind.merge(values, previous) if values else previous
+
+    @override
+    def partial(self) -> Partial:
+        return {"values": [[client, packed(value), num_samples] for client, value, num_samples in self._values]}
+
+    @override
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        name = self._kind.__name__
+        self._values += [(client, unpacked(name, value), samples) for client, value, samples in partial["values"]]
 
 
 def default_rule(kind: str) -> RuleFactory:

@@ -216,7 +216,7 @@ class Message:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers and tensors, for a checkpoint that loads with ``weights_only=True``."""
-        artifacts = {name: _packed(value) for name, value in self.artifacts.items()}
+        artifacts = {name: packed(value) for name, value in self.artifacts.items()}
         sent = {} if self.sent is None else {"sent": tuple(self.sent)}
         return {"weights": dict(self.weights), "artifacts": artifacts, "num_samples": self.num_samples, **sent}
 
@@ -227,12 +227,13 @@ class Message:
         Raises:
             ValueError: for an artifact of a kind that nobody has registered.
         """
-        artifacts = {name: _unpacked(name, value) for name, value in state["artifacts"].items()}
+        artifacts = {name: unpacked(name, value) for name, value in state["artifacts"].items()}
         sent = Size(*state["sent"]) if "sent" in state else None
         return cls(dict(state["weights"]), artifacts, state["num_samples"], sent)
 
 
-def _packed(value: Artifact) -> Any:
+def packed(value: Artifact) -> Any:
+    """An artifact in plain containers; a tensor is one already."""
     if isinstance(value, Tensor):
         return value
     kind = type(value).__name__
@@ -241,7 +242,16 @@ def _packed(value: Artifact) -> Any:
     return {"kind": kind, **vars(value)}
 
 
-def _unpacked(name: str, value: Any) -> Artifact:
+def unpacked(name: str, value: Any) -> Artifact:
+    """The inverse of `packed`.
+
+    Args:
+        name: the artifact's.
+        value: what `packed` made of it.
+
+    Raises:
+        ValueError: if it is of a kind that nobody has registered.
+    """
     if isinstance(value, Tensor):
         return value
     fields = dict(value)

@@ -120,7 +120,9 @@ class Server:
         if folded.weights:
             self._weights.add(folded.weights, 1 if self.mean_weighting == "uniform" else folded.num_samples)
         for name, value in folded.artifacts.items():
-            self._rule(name, kind_of(value)).add(value, folded.num_samples)
+            rule = self._rule(name, kind_of(value))
+            rule.client = client
+            rule.add(value, folded.num_samples)
         self._num_samples += folded.num_samples
 
     def see(self, client: int, message: Message) -> Message | None:
