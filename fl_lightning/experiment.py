@@ -310,13 +310,14 @@ class Experiment:
             return {}
         scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
         for client in range(loop.num_clients):
-            module = loop.runner.load(client)
             file = folder / f"{client:05d}.pt"
             if file.is_file():
+                module = loop.runner.load(client)
                 load_full_state(module, load_tensors(file, "evaluate"))
+                found = loop.runner.evaluator.client(module, client, "trained")
             else:  # a client that never took part
-                module.receive(type(loop.exchange.inbox(client))(), loop.data.clients[client])
-            for name, value in loop.runner.evaluator.client(module, client, "trained").items():
+                found = loop.runner.evaluate_resting(client)
+            for name, value in found.items():
                 scores[name][client] = value
         return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
 

@@ -178,7 +178,7 @@ class ArtifactRule(ABC):
     round: int = 0
     """The present round, 1-based; set by the server."""
     client: int = -1
-    """Whose value comes next; set by the server."""
+    """Who sent the value that is added next; set by the server."""
     takes_own: bool = True
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
@@ -360,15 +360,13 @@ class ClassMeanRule(ArtifactRule):
 
 
 class KindRule(ArtifactRule):
-    """Merge the values of a registered kind as the kind itself says (`Structured.merge`).
-
-    It needs them all, so that a part is the values themselves, put in the order of clients at the end.
+    """Merge the values of a registered kind, in the order of clients, as the kind itself says (`Structured.merge`).
 
     Args:
         kind: its name.
     """
 
-    in_parts = True
+    in_parts = True  # a part is the values themselves: which artifacts come without a rule is not known ahead
 
     def __init__(self, kind: str) -> None:
         self._kind = KINDS[kind]
@@ -380,17 +378,18 @@ class KindRule(ArtifactRule):
 
     @override
     def result(self, previous: Any) -> Artifact | None:
-        in_order = sorted(self._values, key=lambda part: part[0])
-        return self._kind.merge([(value, size) for _, value, size in in_order], previous) if in_order else previous
+        in_order = sorted(self._values, key=lambda own: own[0])
+        values = [(value, num_samples) for _, value, num_samples in in_order]
+        return self._kind.merge(values, previous) if values else previous
 
     @override
     def partial(self) -> Partial:
-        return {"values": [(client, packed(value), size) for client, value, size in self._values]}
+        return {"values": [[client, packed(value), num_samples] for client, value, num_samples in self._values]}
 
     @override
     def merge(self, partial: Mapping[str, Any]) -> None:
-        kind = self._kind.__name__
-        self._values += [(client, unpacked(kind, value), size) for client, value, size in partial["values"]]
+        name = self._kind.__name__
+        self._values += [(client, unpacked(name, value), samples) for client, value, samples in partial["values"]]
 
 
 def default_rule(kind: str) -> RuleFactory:

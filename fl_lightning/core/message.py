@@ -258,8 +258,12 @@ def kind_of(value: Artifact) -> str:
 def unpacked(name: str, value: Any) -> Artifact:
     """The inverse of `packed`.
 
+    Args:
+        name: the artifact's.
+        value: what `packed` made of it.
+
     Raises:
-        ValueError: for a kind that nobody has registered, naming the artifact.
+        ValueError: if it is of a kind that nobody has registered.
     """
     if isinstance(value, Tensor):
         return value

@@ -19,6 +19,7 @@ from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.workers import Workers
+from fl_lightning.seeding import isolated_streams
 
 
 class Examiner:
@@ -89,7 +90,7 @@ class Examiner:
         assert message is not None
 
         def read_off(module: ClientModule) -> Scores | None:
-            if not holds(module, message.weights):
+            if not holds(module, self.runner.global_entries(message)):
                 return None
             return self.runner.evaluator.scores(module, client, "received", self.global_hits())
 
@@ -149,27 +150,50 @@ class Examiner:
 
 
 def rests_on_what_travels(client: ClientModule, way: Predictor, x: torch.Tensor) -> bool:
-    """Whether a way to predict uses nothing that stays with a client.
+    """Whether a way to predict uses nothing that stays with a client, nor what its method makes of a receive.
 
-    Measured: everything private is made NaN for the length of one prediction.
+    Measured: for the length of one prediction, under the same random streams, all of that is hidden.
 
     Args:
         client: any client.
         way: the predictor.
         x: [1, …] an input.
     """
-    entries, division = client.entries, client.division
-    travels = {*division.shared, *division.anew}
-    private = {n: t for n, t in entries.items() if n not in travels and t.is_floating_point()}
-    before = {name: tensor.clone() for name, tensor in private.items()}
+    own = _not_travelling(client)
+    before = [tensor.clone() for tensor in own]
     with torch.no_grad(), training(client.method, False):
-        for tensor in private.values():
-            tensor.fill_(torch.nan)
+        plain = _scored(way, x)
+        for tensor in own:
+            _hide(tensor)
         try:
-            return not way.scores(Seen(x)).isnan().any()
+            return torch.equal(_scored(way, x), plain)
         finally:
-            for name, tensor in private.items():
-                tensor.copy_(before[name])
+            for tensor, value in zip(own, before, strict=True):
+                tensor.copy_(value)
+
+
+def _scored(way: Predictor, x: torch.Tensor) -> torch.Tensor:
+    with isolated_streams(0, "examiner"):
+        return way.scores(Seen(x))
+
+
+def _not_travelling(client: ClientModule) -> list[torch.Tensor]:
+    """Entries that stay with the client, and the buffers that the method and its terms fill in a receive."""
+    method, entries, division = client.method, client.entries, client.division
+    travels = {*division.shared, *division.anew}
+    filled = (name for name, _ in method.named_buffers() if name.startswith("terms.") or "." not in name)
+    return [
+        *(tensor for name, tensor in entries.items() if name not in travels),
+        *(method.get_buffer(name) for name in filled if name not in entries),
+    ]
+
+
+def _hide(tensor: torch.Tensor) -> None:
+    """Make numbers NaN and turn truths around; integers stay, for they may be places in something."""
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    elif tensor.dtype == torch.bool:
+        tensor.logical_not_()
 
 
 def holds(module: ClientModule, weights: Mapping[str, torch.Tensor]) -> bool:

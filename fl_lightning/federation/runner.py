@@ -134,6 +134,7 @@ class Runner:
         _check_interfaces(self.modules, self.architecture)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
+        self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         evaluate = settings.evaluate
         self.evaluator = Evaluator(data, evaluate.batch_size, self._autocast, seed, evaluate.globally)
@@ -226,17 +227,21 @@ class Runner:
         return self._received_scores(module, client, known)
 
     def evaluate_resting(self, client: int) -> Scores:
-        """Scores of a client that never took part: its initial model."""
+        """Scores of a client that never took part: its initial model, which has received nothing before round 1."""
         module = self.load(client)
-        module.receive(Message(), self.data.clients[client])
+        self._receive(module, Message(), self.data.clients[client], self.facts)
         return self.evaluator.client(module, client, "trained")
 
     def load_global(self, message: Message) -> ClientModule:
         """The global model: the first architecture's initial state with the global message's weights."""
         module = self.modules[0]
         module.load({**self._initial[0], **self._initial_shared[0]})
-        module.load(message.weights)
+        module.load(self.global_entries(message))
         return module
+
+    def global_entries(self, message: Message) -> dict[str, Tensor]:
+        """What makes a client's model the global one: the message's weights, and what every receive makes anew."""
+        return {**self._initial_anew, **message.weights}
 
     def _receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
         seed_global_streams(self.seed, "receive", facts.round, data.client)

@@ -146,13 +146,13 @@ class NotesDraws(FedFed):
 
     notes = ()
 
-    def on_train_epoch_start(self):
-        super().on_train_epoch_start()
+    def _draw(self, step):
+        super()._draw(step)
         if self.pool is not None:
             self.notes = [*self.notes, ([draw.tolist() for draw in self.draws], ([], []))]
 
-    def _next_draws(self, size):
-        rows = super()._next_draws(size)
+    def _next_draws(self, step):
+        rows = super()._next_draws(step)
         for taken, own in zip(self.notes[-1][1], rows, strict=True):
             taken.append(own.tolist())
         return rows
@@ -165,7 +165,7 @@ def test_devices_share_the_draws_from_the_pool(set_up_federation, conv_net, tmp_
         method = lambda: NotesDraws(conv_net(), feature_rounds=1, latent_size=4)  # noqa: E731
         loop = set_up_federation(method, rounds=3, local_epochs=2, trainer=TWO)
         loop.run()
-        both = transport.gather(loop.runner.modules[0].notes)
+        both = transport.gather(loop.runner.modules[0].method.notes)
         if loop.workers.is_main:
             torch.save(both, tmp_path / "notes.pt")
         return 0
@@ -190,18 +190,17 @@ def merged(one, other):
 
 def test_parts_make_up_the_mini_batch():
     x, y = torch.arange(5.0), torch.arange(5)
-    parts = [SharedFit(rank, 2) for rank in range(2)]
-    own = [device.part(x, y) for device in parts]
-    assert [y.tolist() for _, y in own] == [[0, 2, 4], [1, 3]]
-    assert [device.batch_size for device in parts] == [5, 5]
-    assert [y[device.own].tolist() for device in parts] == [[0, 2, 4], [1, 3]]
-    mean = sum(device.factor * part.mean() for device, (part, _) in zip(parts, own, strict=True)) / 2
+    own = [SharedFit(rank, 2).part(x, y) for rank in range(2)]
+    assert [part.y.tolist() for part in own] == [[0, 2, 4], [1, 3]]
+    assert [part.batch_size for part in own] == [5, 5]
+    assert [y[part.own].tolist() for part in own] == [[0, 2, 4], [1, 3]]
+    mean = sum(part.factor * part.x.mean() for part in own) / 2
     assert float(mean) == pytest.approx(2.0)
 
 
 def test_device_without_a_sample_sees_one_that_does_not_count():
     x, y = torch.ones(2), torch.tensor([4, 5])
-    devices = [SharedFit(rank, 3) for rank in range(3)]
-    assert [device.part(x, y)[1].tolist() for device in devices] == [[4], [5], [4]]
-    assert [device.factor for device in devices] == [1.5, 1.5, 0.0]
-    assert [device.counts for device in devices] == [True, True, False]
+    parts = [SharedFit(rank, 3).part(x, y) for rank in range(3)]
+    assert [part.y.tolist() for part in parts] == [[4], [5], [4]]
+    assert [part.factor for part in parts] == [1.5, 1.5, 0.0]
+    assert [part.counts for part in parts] == [True, True, False]

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.core.client import ClientModule
-from fl_lightning.errors import ConfigError
+from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.federation.evaluation import score_columns, spread
-from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
@@ -15,10 +14,16 @@ from fl_lightning.methods.fedrep import FedRep
 NAN = float("nan")
 
 
-class Tuned(ClientModule):
+class Tuned(Method):
     """Shifts its head before every evaluation, by the client's own data and by chance."""
 
     shared = ("model.body",)
+
+    def predictors(self):
+        return {"": Predictor(self.scores, adapts=True)}
+
+    def scores(self, seen):
+        return seen.logits(self.model)
 
     def adapt(self, data):
         with torch.no_grad():
@@ -41,11 +46,12 @@ def evaluated(mlp, set_up_federation):
 def accuracy(module, data, indices):
     """By hand: one sample after the other."""
     module.eval()
+    (way,) = module.predictors.values()
     hits = []
     with torch.no_grad():
         for index in indices:
             x, y = data.store.gather(index[None])
-            hits.append(float(module.predict(x).argmax(1) == y))
+            hits.append(float(way.scores(Seen(x)).argmax(1) == y))
     return sum(hits) / len(hits)
 
 
@@ -118,10 +124,15 @@ def test_adaptation_runs_on_a_throw_away_copy(mlp, evaluated, assert_identical):
 
 def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical):
     class Fails(Tuned):
-        def predict(self, x):
-            raise RuntimeError("cannot predict")
+        can_predict = True
+
+        def scores(self, seen):
+            if not self.can_predict:
+                raise RuntimeError("cannot predict")
+            return super().scores(seen)
 
     _, evaluator, module = evaluated(lambda: Fails(mlp()))
+    module.method.can_predict = False
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     stream = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="cannot predict"):
@@ -131,12 +142,31 @@ def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical):
 
 
 def test_adaptation_does_not_change_what_is_trained(mlp, run_federation, outcome, assert_identical):
-    class Plain(ClientModule):
+    class Plain(Method):
         shared = ("model.body",)
 
     adapted, plain = (outcome(run_federation(lambda kind=kind: kind(mlp()))) for kind in (Tuned, Plain))
     assert_identical(adapted["clients"], plain["clients"])
     assert_identical(adapted["exchange"], plain["exchange"])
+
+
+def test_client_that_never_took_part_is_tested_as_itself(mlp, run_federation):
+    """Before round 1, with nothing but its initial state, whoever was fitted before in the resident module."""
+
+    class Listening(FedAvg):
+        def receive(self, message, data):
+            assert self.facts.client == data.client
+            if message.num_params == 0:
+                resting.append((self.facts.client, self.facts.round, torch.rand(()).item()))
+            super().receive(message, data)
+
+    resting = []
+    loop = run_federation(lambda: Listening(mlp()), rounds=1, participation=0.5)
+    expected = sorted(set(range(4)) - set(loop.participants))
+    assert [(client, round) for client, round, _ in resting] == [(client, 0) for client in expected]
+    again, resting = resting, []
+    loop.runner.evaluate_resting(expected[1])
+    assert resting == again[1:]
 
 
 # --- spread -------------------------------------------------------------------------------------------------------
@@ -168,11 +198,6 @@ def test_spread_of_one_client_has_no_deviation():
     assert spread(np.array([0.3]), np.array([5]))["_std"] == 0
 
 
-def test_evaluation_batch_size_is_checked():
-    with pytest.raises(ConfigError, match=r"federation\.evaluate\.batch_size.*-1"):
-        EvaluationPolicy(batch_size=-1)
-
-
 # --- what the loop evaluates --------------------------------------------------------------------------------------
 
 
@@ -202,50 +227,31 @@ def test_server_accuracy_can_be_switched_off(mlp, run_federation):
     assert loop.diary.rows[0]["Server-T"] is None
 
 
-def test_server_accuracy_is_that_of_the_aggregated_model(mlp, run_federation):
+def test_server_accuracy_is_that_of_the_aggregated_model(mlp, make_client, run_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=2)
-    module = FedAvg(mlp())
-    module.load_weights(loop.exchange.global_message().weights)
+    module = make_client(FedAvg(mlp()))
+    module.load(loop.exchange.global_message().weights)
     assert loop.diary.rows[-1]["Server-T"] == pytest.approx(accuracy(module, loop.data, loop.data.server_test))
 
 
-def test_received_shortcut_of_global_models_equals_the_ordinary_path(mlp, run_federation, assert_identical):
-    """A method that overrides `receive` is evaluated client by client."""
-
-    class Ordinary(ClientModule):
-        shared = ("model",)
-
-        def receive(self, message, data):
-            super().receive(message, data)
-
-    short, ordinary = (run_federation(lambda kind=kind: kind(mlp())) for kind in (FedAvg, Ordinary))
-    assert short.runner.modules[0].received_is_global
-    assert not ordinary.runner.modules[0].received_is_global
-    for a, b in zip(short.diary.rows, ordinary.diary.rows, strict=True):
-        assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
-    assert short.final == ordinary.final
-    for name, values in short.scores.items():
-        np.testing.assert_array_equal(values, ordinary.scores[name])
-
-
-def test_trained_accuracy_is_that_of_the_clients_own_models(mlp, run_federation):
+def test_trained_accuracy_is_that_of_the_clients_own_models(mlp, make_client, run_federation):
     """FedRep: own heads under the body that each client has just trained, not the averaged one."""
     loop = run_federation(lambda: FedRep(mlp()), rounds=2)
     for client in range(4):
-        module = FedRep(mlp())
-        module.load_weights(loop.runner.pool.get(client))
-        module.load_weights(loop.diary.sent[2, client].weights)
+        module = make_client(FedRep(mlp()))
+        module.load(loop.runner.pool.get(client))
+        module.load(loop.diary.sent[2, client].weights)
         own = accuracy(module, loop.data, loop.data.clients[client].test)
         assert loop.scores["Local-T"][client] == pytest.approx(own)
 
 
-def test_final_received_is_one_more_receive_without_a_fit(mlp, run_federation):
+def test_final_received_is_one_more_receive_without_a_fit(mlp, make_client, run_federation):
     loop = run_federation(lambda: FedRep(mlp()), rounds=2)
     values = []
     for client in range(4):
-        module = FedRep(mlp())
-        module.load_weights(loop.runner.pool.get(client))
-        module.load_weights(loop.exchange.global_message().weights)
+        module = make_client(FedRep(mlp()))
+        module.load(loop.runner.pool.get(client))
+        module.load(loop.exchange.global_message().weights)
         values.append(accuracy(module, loop.data, loop.data.clients[client].test))
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(values))
     longer = run_federation(lambda: FedRep(mlp()), rounds=3)

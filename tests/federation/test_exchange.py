@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.federation.exchange import Exchange, Star
 from fl_lightning.methods.fedavg import FedAvg
@@ -8,9 +9,9 @@ from fl_lightning.methods.fedproto import FedProto
 
 
 @pytest.fixture
-def star(mlp):
+def star(mlp, make_client):
     exchange = Star()
-    exchange.setup(FedAvg(mlp()), 4, seed=0)
+    exchange.setup(make_client(FedAvg(mlp())), Facts(4))
     return exchange
 
 
@@ -18,18 +19,18 @@ def like(message, value, num_samples):
     return Message({name: torch.full_like(w, value) for name, w in message.weights.items()}, {}, num_samples)
 
 
-def test_everybody_first_hears_the_initial_weights(star, mlp):
-    template = FedAvg(mlp())
-    star.setup(template, 4, seed=0)
+def test_everybody_first_hears_the_initial_weights(star, mlp, make_client):
+    template = make_client(FedAvg(mlp()))
+    star.setup(template, Facts(4))
     for client in range(4):
         assert star.inbox(client) is star.global_message()
     for name, weight in star.inbox(2).weights.items():
-        assert torch.equal(weight, template.state_dict()[name])
+        assert torch.equal(weight, template.entries[name])
 
 
-def test_initial_message_does_not_follow_the_template(star, mlp):
-    template = FedAvg(mlp())
-    star.setup(template, 4, seed=0)
+def test_initial_message_does_not_follow_the_template(star, mlp, make_client):
+    template = make_client(FedAvg(mlp()))
+    star.setup(template, Facts(4))
     before = star.inbox(0).clone()
     with torch.no_grad():
         for parameter in template.parameters():
@@ -67,15 +68,15 @@ def test_star_keeps_its_message_when_nobody_posts(star, assert_identical):
     assert_identical(star.inbox(0).state_dict()["weights"], before["weights"])
 
 
-def test_star_state_round_trips_through_a_file(mlp, tmp_path, assert_identical):
+def test_star_state_round_trips_through_a_file(mlp, make_client, tmp_path, assert_identical):
     star = Star()
-    star.setup(FedProto(mlp()), 2, seed=0)
+    star.setup(make_client(FedProto(mlp())), Facts(2))
     star.open(1, [0, 1])
     star.post(0, Message({}, {"prototypes": ClassMeans(torch.ones(4, 5), torch.tensor([1, 0, 2, 0]))}, 3))
     star.close()
     torch.save(star.state_dict(), tmp_path / "state")
     other = Star()
-    other.setup(FedProto(mlp()), 2, seed=0)
+    other.setup(make_client(FedProto(mlp())), Facts(2))
     other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     assert_identical(other.state_dict(), star.state_dict())
     assert other.inbox(1).artifacts["prototypes"].valid.tolist() == [True, False, True, False]
@@ -85,8 +86,8 @@ def test_exchange_of_your_own_has_no_global_message_unless_it_says_so(mlp, run_f
     """Everybody hears what the client before it sent: the loop needs no more than the five calls."""
 
     class Neighbour(Exchange):
-        def setup(self, template, num_clients, seed):
-            self.num_clients, self.sent = num_clients, {}
+        def setup(self, template, facts):
+            self.num_clients, self.sent = facts.num_clients, {}
 
         def inbox(self, client):
             return self.sent.get((client - 1) % self.num_clients, Message())

@@ -192,6 +192,6 @@ def test_files_say_who_was_missing_and_who_sent_to_whom(mlp, set_up_federation, 
         ("2", "0", "1", "0.5"),
         ("2", "1", "3", "0.5"),
     ]
-    size = sum(tensor.numel() for tensor in loop.runner.modules[0].shared_weights().values())
+    size = sum(tensor.numel() for tensor in loop.runner.modules[0].division.weights().values())
     assert {row["num_params"] for row in read("topology.csv")} == {str(size)}
     assert torch.tensor([int(row["uplink_params"]) for row in read("metrics.csv")]).tolist() == [4 * size, 3 * size]

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method, Predictor
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
 from fl_lightning.federation.runner import ClientError
+from fl_lightning.federation.settings import EvaluationPolicy, Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
@@ -21,18 +22,6 @@ def numbers(row):
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("rounds", 0), ("participation", 0.0), ("participation", 1.01), ("participation", float("nan")),
-        ("local_epochs", 0), ("lr_decay", 0.0), ("lr_decay", 1.5), ("evaluate_every", 0), ("steps_per_bundle", 0),
-    ],
-)  # fmt: skip
-def test_loop_rejects(option, value):
-    with pytest.raises(ConfigError, match=rf"federation\.{option}.*{value}"):
-        FederatedLoop(**{option: value})
-
-
 def test_pool_on_disk_needs_a_folder(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"federation\.pool"):
         set_up_federation(lambda: FedRep(mlp()), pool="disk")
@@ -41,45 +30,11 @@ def test_pool_on_disk_needs_a_folder(mlp, set_up_federation):
 # --- participants -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fraction", "clients", "count"),
-    [(0.3, 10, 3), (0.1, 10, 1), (0.05, 10, 1), (0.29, 10, 2), (0.7, 10, 7), (0.99, 10, 9), (1.0, 10, 10), (0.5, 3, 1)],
-)
-def test_as_many_take_part_as_the_fraction_says(mlp, make_data, set_up_federation, fraction, clients, count):
-    """max(1, int(p·N)); 0.29 · 10 and 0.7 · 10 are a little off in floating point."""
-    loop = set_up_federation(lambda: Local(mlp()), data=make_data(counts=MANY[:clients]), participation=fraction)
-    for round in range(1, 20):
-        drawn = loop.draw_participants(round)
-        assert len(drawn) == len(set(drawn)) == count
-        assert drawn == sorted(drawn)
-        assert set(drawn) <= set(range(clients))
-
-
-def test_participants_depend_on_seed_and_round_alone(mlp, make_data, set_up_federation):
-    def draws(method, seed, **options):
-        data = make_data(counts=MANY)
-        loop = set_up_federation(method, data=data, seed=seed, participation=0.3, **options)
-        return [loop.draw_participants(round) for round in range(1, 11)]
-
-    base = draws(lambda: Local(mlp()), 0)
-    assert base == draws(lambda: FedProto(mlp()), 0, rounds=99, local_epochs=2)
-    assert base != draws(lambda: Local(mlp()), 1)
-    assert len(set(map(tuple, base))) > 5
-
-
-def test_every_client_is_drawn_equally_often(mlp, make_data, set_up_federation):
-    """300 rounds of 3 of 10: 90 each, with a standard deviation of 8."""
-    loop = set_up_federation(lambda: Local(mlp()), data=make_data(counts=MANY), participation=0.3)
-    drawn = np.bincount([client for round in range(300) for client in loop.draw_participants(round)], minlength=10)
-    assert drawn.min() > 60
-    assert drawn.max() < 120
-
-
 def test_only_participants_are_trained_and_only_they_communicate(mlp, run_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=4, participation=0.5)
     size = sum(p.numel() for p in mlp().parameters())
     for row in loop.diary.rows:
-        drawn = loop.draw_participants(row["round"])
+        drawn = loop.calendar.participants(row["round"])
         assert [client for round, client in loop.diary.sent if round == row["round"]] == drawn
         assert (row["participants"], row["uplink_params"], row["downlink_params"]) == (2, 2 * size, 2 * size)
         assert row["uplink_bytes"] == 4 * row["uplink_params"]
@@ -120,7 +75,7 @@ def test_client_that_sat_out_counts_with_its_last_own_state(mlp, run_federation)
     loop = run_federation(lambda: FedRep(mlp()), rounds=8, participation=0.5)
     last = {}
     for row in loop.diary.rows:
-        for client in loop.draw_participants(row["round"]):
+        for client in loop.calendar.participants(row["round"]):
             last[client] = loop.diary.reports[row["round"], client].scores["Local-T"]
         if len(last) == 4:
             assert row["Local-T"] == pytest.approx(np.mean(list(last.values())))
@@ -129,7 +84,7 @@ def test_client_that_sat_out_counts_with_its_last_own_state(mlp, run_federation)
 
 def test_newcomers_count_with_the_initial_model(mlp, run_federation, set_up_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=1, participation=0.25)
-    (fitted,) = loop.draw_participants(1)
+    (fitted,) = loop.calendar.participants(1)
     untouched = set_up_federation(lambda: FedAvg(mlp()))
     for client in set(range(4)) - {fitted}:
         initial = untouched.runner.evaluator.client(untouched.runner.load(client), client, "trained")
@@ -174,9 +129,9 @@ def test_common_start_gives_all_clients_the_same_private_weights(mlp, set_up_fed
 
 def test_own_start_gives_every_client_its_own_private_weights(mlp, set_up_federation, assert_identical):
     first, second = (set_up_federation(lambda: FedRep(mlp()), init="own") for _ in range(2))
-    heads = [first.runner.load(client).model.head.weight.detach().clone() for client in range(4)]
+    heads = [first.runner.load(client).method.model.head.weight.detach().clone() for client in range(4)]
     for i in range(4):
-        assert torch.equal(second.runner.load(i).model.head.weight, heads[i])
+        assert torch.equal(second.runner.load(i).method.model.head.weight, heads[i])
         assert all(not torch.equal(heads[i], heads[j]) for j in range(i))
 
 
@@ -255,10 +210,9 @@ def test_callbacks_are_called_in_order(mlp, run_federation):
     own = [call[1:] for call in calls if call[0] == "a"]
     assert own == [call[1:] for call in calls if call[0] == "b"]
     expected = [("run start", 0)]
-    loop = FederatedLoop(participation=0.5)
-    loop.seed, loop.num_clients = 0, 4
+    calendar = Calendar(Federation(participation=0.5), num_clients=4, seed=0)
     for round in (1, 2):
-        drawn = loop.draw_participants(round)
+        drawn = calendar.participants(round)
         expected += [("round start", round, tuple(drawn)), *(("fit end", round, client) for client in drawn)]
         expected.append(("round end", round, round))
     assert own == [*expected, ("run end", 2, True)]
@@ -295,22 +249,24 @@ def test_request_that_comes_after_the_others_were_asked_waits_for_the_next_round
 
 
 def failing(step):
-    class Fails(ClientModule):
+    class Fails(Method):
         def receive(self, message, data):
-            self.client = data.client
             if step == "receive" and data.client == 2:
                 raise ValueError("went wrong")
             super().receive(message, data)
 
-        def forward_pass(self, x, y):
-            if step == "fit" and self.client == 2:
+        def local_step(self, mini_batch):
+            if step == "fit" and self.facts.client == 2:
                 raise ValueError("went wrong")
-            return super().forward_pass(x, y)
+            super().local_step(mini_batch)
 
-        def predict(self, x):
-            if step == "evaluation" and self.client == 2:
+        def predictors(self):
+            return {"": Predictor(self.scores)}
+
+        def scores(self, seen):
+            if step == "evaluation" and self.facts.client == 2:
                 raise ValueError("went wrong")
-            return super().predict(x)
+            return seen.logits(self.model)
 
         def send(self, data):
             if step == "send" and data.client == 2:
@@ -329,7 +285,7 @@ def test_failure_of_a_client_names_round_client_and_step(mlp, set_up_federation,
 
 
 def test_ctrl_c_in_a_fit_is_no_failure_of_a_client(mlp, set_up_federation):
-    class Interrupted(ClientModule):
+    class Interrupted(Method):
         def send(self, data):
             raise KeyboardInterrupt
 

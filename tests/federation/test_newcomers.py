@@ -3,6 +3,7 @@
 import csv
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
-from fl_lightning.federation.loop import FederatedLoop, Newcomers
 from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -27,16 +28,6 @@ def test_newcomers_stay_out_until_their_round(mlp, run_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=4, **LAST_JOINS)
     assert [row["participants"] for row in loop.diary.rows] == [3, 3, 4, 4]
     assert {client for round, client in loop.diary.sent if round <= 2} == {0, 1, 2}
-
-
-def test_newcomers_are_drawn_like_the_others_once_they_have_joined(mlp, set_up_federation):
-    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=99, participation=0.5, newcomers=Newcomers(2, 50))
-    early = [loop.draw_participants(round) for round in range(1, 51)]
-    late = [loop.draw_participants(round) for round in range(51, 100)]
-    assert {len(drawn) for drawn in early} == {1}
-    assert {client for drawn in early for client in drawn} == {0, 1}
-    assert {len(drawn) for drawn in late} == {2}
-    assert {client for drawn in late for client in drawn} == {0, 1, 2, 3}
 
 
 def test_columns_are_the_founders_and_the_newcomers_have_their_own(mlp, run_federation):
@@ -93,7 +84,7 @@ def test_receive_drop_is_the_founders(mlp, run_federation):
 
 def test_newcomer_that_was_not_drawn_yet_counts_with_its_initial_model(mlp, run_federation, set_up_federation):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=3, participation=0.3, **LAST_JOINS)
-    assert 3 not in loop.draw_participants(3)
+    assert 3 not in loop.calendar.participants(3)
     fresh = set_up_federation(lambda: FedAvg(mlp()))
     initial = fresh.runner.evaluator.client(fresh.runner.load(3), 3, "trained")
     assert loop.diary.rows[-1]["Local-T_newcomers"] == initial["Local-T"]
@@ -115,9 +106,10 @@ def test_drdfl_newcomer_starts_from_its_predecessor_s_learngene_and_gaussians(ml
     for client, copies in ((3, True), (1, False)):
         sent = loop.diary.sent[2, client - 1]
         module = loop.runner.load(client)
+        module.method.facts = replace(loop.runner.facts, round=3, client=client)
         module.receive(loop.exchange.inbox(client), loop.data.clients[client])
         assert all(torch.equal(module.entries[n], w) == copies for n, w in sent.weights.items() if "weight" in n)
-        assert torch.equal(module.mixture[0].class_mean, sent.artifacts["class_mean"]) == copies
+        assert torch.equal(module.method.mixture[0].class_mean, sent.artifacts["class_mean"]) == copies
     loop.advance()
     loop.advance()
     for name, weight in loop.diary.sent[3, 3].weights.items():  # and its successor hears the newcomer
@@ -132,28 +124,18 @@ def test_fedproto_newcomer_hears_prototypes(mlp, run_federation):
     assert math.isfinite(loop.diary.rows[-1]["Local-T_newcomers"])
 
 
-@pytest.mark.parametrize(
-    ("clients", "after", "message"),
-    [
-        (-1, 1, r"federation\.newcomers\.clients: must be >= 0, got -1"),
-        (1, 0, r"federation\.newcomers\.after: must be >= 1, got 0"),
-        (0, -1, r"federation\.newcomers\.after: must be >= 0, got -1"),
-        (1, 3, r"federation\.newcomers\.after: must be < federation\.rounds \(3\), got 3"),
-    ],
-)
-def test_bad_values_are_refused(clients, after, message):
-    with pytest.raises(ConfigError, match=message):
-        FederatedLoop(rounds=3, newcomers=Newcomers(clients, after))
+def test_clients_are_told_who_joins_later(mlp, run_federation):
+    """A method with a rule of its own for newcomers asks its facts."""
 
+    class Listening(FedAvg):
+        def receive(self, message, data):
+            super().receive(message, data)
+            told[self.facts.client, self.facts.round] = self.facts
 
-def test_method_without_a_rule_for_newcomers_says_so(mlp, set_up_federation):
-    class Closed(FedAvg):
-        takes_newcomers = False
-
-    rule = r"federation\.newcomers\.clients: Closed has no rule for clients that join later: must be 0, got 1"
-    with pytest.raises(ConfigError, match=rule):
-        set_up_federation(lambda: Closed(mlp()), rounds=4, **LAST_JOINS)
-    assert set_up_federation(lambda: Closed(mlp()), rounds=4).num_founders == 4
+    told = {}
+    run_federation(lambda: Listening(mlp()), rounds=4, **LAST_JOINS)
+    assert {client: facts.is_newcomer for (client, _), facts in told.items()} == {0: False, 1: False, 2: False, 3: True}
+    assert {(facts.num_clients, facts.newcomers) for facts in told.values()} == {(4, 1)}
 
 
 def test_federation_of_newcomers_alone_is_refused(mlp, set_up_federation):

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.mixing import MeanMixer
+from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
@@ -27,8 +29,9 @@ def values(value):
 
 def connected(exchange, num_clients=4, mixer=None, seed=0):
     """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
-    template = SimpleNamespace(make_mixer=lambda: mixer or MeanMixer(own=False), initial_message=Message)
-    exchange.setup(template, num_clients, seed)
+    method = SimpleNamespace(make_mixer=lambda server: mixer or MeanMixer(own=False))
+    template = SimpleNamespace(method=method, make_server=lambda facts: Server(Message()), initial_message=Message)
+    exchange.setup(template, Facts(num_clients, seed=seed))
     return exchange
 
 
@@ -132,9 +135,9 @@ class Placed(DRDFL):
         for parameter in self.learngene.parameters():
             torch.nn.init.constant_(parameter, self.value)
 
-    def on_train_end(self):
-        super().on_train_end()
-        if self.again and self.round == 1:
+    def on_fit_end(self):
+        super().on_fit_end()
+        if self.again and self.facts.round == 1:
             self.place()
 
 
@@ -162,11 +165,11 @@ def test_ring_of_four_learngenes_merges_as_computed_by_hand(
         optimizer=sgd(0.0),
         exchange=Ring(schedule),
     )
-    loop.draw_participants = lambda round: list(active)
+    loop.calendar.participants = lambda round: list(active)
     loop.run()
     found = {}
     for client in range(4):
-        learngene = loop.runner.load(client).learngene
+        learngene = loop.runner.load(client).method.learngene
         (found[client],) = {value for tensor in learngene.parameters() for value in tensor.unique().tolist()}
     assert found == expected
 
@@ -215,12 +218,12 @@ def test_founders_of_a_sequential_ring_average_with_their_initial_weights(mlp, s
     class Listening(FedAvg):
         def receive(self, message, data):
             super().receive(message, data)
-            heard[self.round, data.client] = message.weights
+            heard[self.facts.round, data.client] = message.weights
 
     heard = {}
     joining = Newcomers(clients=1, after=1)
     loop = set_up_federation(lambda: Listening(mlp()), rounds=2, exchange=Ring("sequential"), newcomers=joining)
-    initial = loop.runner.modules[0].shared_weights()
+    initial = loop.runner.modules[0].division.weights()
     loop.advance()
     loop.advance()
     sent = {at: message.weights for at, message in loop.diary.sent.items()}

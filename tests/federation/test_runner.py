@@ -5,11 +5,11 @@ import psutil
 import pytest
 import torch
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import runner as runner_module
-from fl_lightning.federation.loop import EvaluationPolicy
 from fl_lightning.federation.runner import make_trainer
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
@@ -126,11 +126,10 @@ def test_limit_train_batches_counts_local_mini_batches(run_federation, mlp, limi
 def test_mixed_precision_trains_in_bfloat16_and_keeps_float32_weights(conv_net, run_federation):
     seen = set()
 
-    class Watches(ClientModule):
-        def forward_pass(self, x, y):
-            out = super().forward_pass(x, y)
-            seen.add(out.logits.dtype)
-            return out
+    class Watches(Method):
+        def local_step(self, step):
+            seen.add(step.forward().logits.dtype)
+            super().local_step(step)
 
     loop = run_federation(lambda: Watches(conv_net()), rounds=1, trainer={"precision": "bf16-mixed"})
     assert seen == {torch.bfloat16}

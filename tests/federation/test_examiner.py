@@ -1,0 +1,299 @@
+"""What is tested when: the global model of methods that have one, and what need not be tested twice."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method, Predictor, Seen
+from fl_lightning.federation.examiner import holds, rests_on_what_travels
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedbabu import FedBABU
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
+from fl_lightning.methods.perfedavg import PerFedAvg
+
+BOTH = ("Local-T", "Global-T")
+
+
+class TwoModels(Method):
+    """A personal copy stays beside the global model, as Ditto's: clients predict with theirs, the server with its."""
+
+    server_figures = ("Server-T",)
+    personal_figures = BOTH
+
+    def setup(self):
+        self.personal = copy.deepcopy(self.model)
+
+    def local_step(self, step):
+        super().local_step(step)
+        with torch.no_grad():
+            for own, shared in zip(self.personal.parameters(), self.model.parameters(), strict=True):
+                own.lerp_(shared, 0.5)
+
+    def predictors(self):
+        return {
+            "personal": Predictor(lambda seen: seen.logits(self.personal), self.personal_figures),
+            "global": Predictor(lambda seen: seen.logits(self.model), self.server_figures),
+        }
+
+
+class Claims(TwoModels):
+    """Says that its personal model is the server's, too."""
+
+    server_figures = ()
+    personal_figures = (*BOTH, "Server-T")
+
+
+class KnowsItsClasses(FedAvg):
+    """Prefers the classes that its client holds: a predictor that rests on what a receive makes of own data."""
+
+    def __init__(self, model, kind):
+        super().__init__(model)
+        filled = torch.ones(4, dtype=torch.bool) if kind == "mask" else torch.zeros(4)
+        self.register_buffer("held", filled, persistent=False)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.held.copy_(data.held_classes)
+
+    def predictors(self):
+        return {"": Predictor(self.scores)}
+
+    def scores(self, seen):
+        logits = seen.logits(self.model)
+        mask = self.held.dtype == torch.bool
+        return logits.masked_fill(~self.held, -torch.inf) if mask else logits + 10 * self.held
+
+
+class Starts(FedBABU):
+    """Trains the head, too, and every receive puts the first one back."""
+
+    def phases(self):
+        return Method.phases(self)
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model))}
+
+
+class Draws(FedAvg):
+    """Predicts with noise from the global stream."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model) + torch.rand(()))}
+
+
+@pytest.fixture
+def x():
+    return torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def untested(loop):
+    """Let a loop test every client after its receive, as if nothing were known ahead."""
+    loop.examiner.may_predict_as_global = lambda client: False
+    return loop
+
+
+def numbers(row):
+    return {name: value for name, value in row.items() if name != "seconds"}
+
+
+def assert_same_numbers(one, other):
+    assert [numbers(row) for row in one.diary.rows] == [numbers(row) for row in other.diary.rows]
+    assert one.final == other.final
+    for name, values in one.scores.items():
+        np.testing.assert_array_equal(values, other.scores[name])
+
+
+# --- what a prediction rests on ---------------------------------------------------------------------------------------
+
+MAKERS = {
+    "all is shared": (FedAvg, {"": True}),
+    "nothing is shared": (Local, {"": False}),
+    "the head is private": (FedRep, {"": False}),
+    "the head is the first one": (FedBABU, {"": True}),
+    "personalised": (PerFedAvg, {"": True}),
+    "prototypes are shared": (FedProto, {"prototype": False, "classifier": False}),
+    "two models": (TwoModels, {"personal": False, "global": True}),
+    "random": (Draws, {"": True}),
+    "a mask of own classes": (lambda model: KnowsItsClasses(model, "mask"), {"": False}),
+    "a prior of own classes": (lambda model: KnowsItsClasses(model, "prior"), {"": False}),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_a_prediction_rests_on(name, mlp, make_client, x):
+    make, expected = MAKERS[name]
+    client = make_client(make(mlp()))
+    found = {way: rests_on_what_travels(client, predictor, x) for way, predictor in client.predictors.items()}
+    assert found == expected
+
+
+def test_statistics_that_do_not_travel_are_private(conv_net, x):
+    clients = [ClientModule(FedAvg(conv_net()), share_buffers=share) for share in (True, False)]
+    assert [rests_on_what_travels(client, client.predictors[""], x) for client in clients] == [True, False]
+
+
+@pytest.mark.parametrize("make", [FedRep, TwoModels, Draws, lambda model: KnowsItsClasses(model, "mask")])
+def test_measuring_leaves_the_client_and_the_streams_alone(make, mlp, make_client, x, assert_identical):
+    client = make_client(make(mlp()))
+    client.train()
+    before = {name: tensor.clone() for name, tensor in (*client.entries.items(), *client.method.named_buffers())}
+    stream = torch.get_rng_state()
+    for way in client.predictors.values():
+        rests_on_what_travels(client, way, x)
+    assert_identical(dict((*client.entries.items(), *client.method.named_buffers())), before)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert client.training
+
+
+def test_measuring_that_fails_puts_back_what_it_hid(mlp, make_client, x, assert_identical):
+    client = make_client(FedRep(mlp()))
+    before = {name: tensor.clone() for name, tensor in client.entries.items()}
+
+    def scores(seen):
+        if client.method.model.head.bias.isnan().any():
+            raise RuntimeError("cannot predict")
+        return seen.logits(client.method.model)
+
+    with pytest.raises(RuntimeError, match="cannot predict"):
+        rests_on_what_travels(client, Predictor(scores), x)
+    assert_identical(client.entries, before)
+
+
+# --- Server-T ---------------------------------------------------------------------------------------------------------
+
+
+def test_server_accuracy_of_two_models_is_the_global_ones(mlp, run_federation):
+    loop = run_federation(lambda: TwoModels(mlp()), rounds=2)
+    module = loop.runner.load_global(loop.exchange.global_message())
+    x, y = loop.data.store.gather(loop.data.server_test)
+    module.eval()
+    with torch.no_grad():
+        hits = module.method.model(x).argmax(1) == y
+    assert loop.diary.rows[-1]["Server-T"] == pytest.approx(float(hits.double().mean()))
+    assert loop.diary.rows[-1]["Local-T"] == loop.diary.rows[-1]["Local-T/personal"]
+    personal = loop.scores["Global-T/personal"]
+    assert len(set(personal)) > 1  # clients' own models are not the global one
+
+
+@pytest.mark.parametrize(
+    ("make", "has_one"),
+    [
+        (FedAvg, True), (TwoModels, True), (FedBABU, True), (Starts, True), (Claims, False), (FedRep, False),
+        (Local, False), (FedProto, False), (lambda model: KnowsItsClasses(model, "prior"), False),
+    ],
+)  # fmt: skip
+def test_methods_whose_predictions_travel_have_a_global_model(make, has_one, mlp, run_federation):
+    loop = run_federation(lambda: make(mlp()), rounds=1)
+    assert loop.examiner.has_global_model == has_one
+    assert (loop.diary.rows[-1]["Server-T"] is not None) == has_one
+    assert (loop.examiner.server_accuracy() is not None) == has_one
+
+
+@pytest.mark.parametrize("make", [FedBABU, Starts])
+def test_global_model_has_the_head_that_every_receive_puts_there(make, mlp, run_federation):
+    """Whoever was fitted last in the resident module: the averaged body under the first head."""
+    loop = run_federation(lambda: make(mlp()), rounds=2)
+    module = loop.runner.modules[0]
+    module.receive(loop.exchange.global_message(), loop.data.clients[0])
+    x, y = loop.data.store.gather(loop.data.server_test)
+    module.eval()
+    with torch.no_grad():
+        hits = module.method.model(x).argmax(1) == y
+    assert loop.diary.rows[-1]["Server-T"] == float(hits.double().mean())
+
+
+# --- what is read off the global model --------------------------------------------------------------------------------
+
+
+class Nudged(FedAvg):
+    """Moves what it received: it does not predict as the global model does."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        with torch.no_grad():
+            self.model.head.bias.add_(10 * data.held_classes.float())
+
+
+class NudgedInPart(Nudged):
+    """Only some clients do."""
+
+    def receive(self, message, data):
+        (super() if data.client % 2 else FedAvg).receive(*(() if data.client % 2 else (self,)), message, data)
+
+
+CASES = {
+    "all is shared": FedAvg,
+    "moved in the receive": Nudged,
+    "moved by some": NudgedInPart,
+    "a head made anew": Starts,
+    "a head made anew, then tuned": FedBABU,
+    "a mask of own classes": lambda model: KnowsItsClasses(model, "mask"),
+    "two models": TwoModels,
+}
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("name", CASES)
+def test_scores_read_off_the_global_model_are_those_of_a_test(name, participation, mlp, set_up_federation):
+    make = lambda: CASES[name](mlp())  # noqa: E731
+    short, tested = (set_up_federation(make, rounds=3, participation=participation) for _ in range(2))
+    untested(tested)
+    for loop in (short, tested):
+        loop.final = loop.run()
+    assert_same_numbers(short, tested)
+
+
+def count_tests(loop):
+    """Which clients are tested right after their receive, by round."""
+    tested, client = [], loop.runner.evaluator.client
+
+    def counted(module, number, moment):
+        if moment == "received":
+            tested.append((loop.round + 1, number))
+        return client(module, number, moment)
+
+    loop.runner.evaluator.client = counted
+    loop.run()
+    return tested
+
+
+@pytest.mark.parametrize(
+    ("name", "clients"),
+    [
+        ("all is shared", []),
+        ("moved by some", [1, 3]),
+        ("a mask of own classes", [0, 1, 2, 3]),
+        ("two models", [0, 1, 2, 3]),
+    ],
+)
+def test_who_holds_the_global_model_is_not_tested_again(name, clients, mlp, set_up_federation):
+    """Twice: in the only round, and after one more receive at the end."""
+    loop = set_up_federation(lambda: CASES[name](mlp()), rounds=1)
+    assert count_tests(loop) == [(round, client) for round in (1, 2) for client in clients]
+
+
+def test_client_holds_what_is_equal_bit_for_bit(mlp, make_client):
+    client = make_client(FedAvg(mlp()))
+    weights = client.division.weights()
+    assert holds(client, weights)
+    assert holds(client, {})
+    assert not holds(client, {**weights, "model.other": torch.zeros(1)})
+    name = next(iter(weights))
+    first = weights[name].flatten()[0]
+    weights[name].view(-1)[0] = torch.nextafter(first, first + 1)
+    assert not holds(client, weights)
+
+
+def test_what_several_predictors_need_is_computed_once(mlp, make_client):
+    passes = []
+    client = make_client(TwoModels(mlp()))
+    client.method.model.body.register_forward_hook(lambda *_: passes.append(1))
+    seen = Seen(torch.zeros(2, 1, 8, 8))
+    for _ in range(2):
+        client.predictors["global"].scores(seen)
+    assert len(passes) == 1

@@ -1,0 +1,271 @@
+"""Artifacts of a kind of one's own, and what servers are told: nothing but the class itself has to be written."""
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_lightning.core.message import KINDS, Message, Structured, artifact
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
+from fl_lightning.federation.graphs import RandomPeers
+from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.settings import Newcomers
+from fl_lightning.methods.fedavg import FedAvg
+
+
+@artifact
+@dataclass(frozen=True)
+class Extremes(Structured):
+    """The least and the largest value of each of a client's logits, how often it was merged, and by whom."""
+
+    low: Tensor
+    high: Tensor
+    merges: int = 0
+    by: str = "client"
+
+    @classmethod
+    def merge(cls, values, previous):
+        low = torch.stack([value.low for value, _ in values]).amin(0)
+        high = torch.stack([value.high for value, _ in values]).amax(0)
+        before = 0 if previous is None else previous.merges
+        return cls(low, high, before + sum(samples for _, samples in values), "server")
+
+
+@artifact
+@dataclass(frozen=True)
+class Roll(Structured):
+    """Who sent something, in the order in which it was merged."""
+
+    clients: Tensor
+
+    @classmethod
+    def merge(cls, values, previous):
+        return cls(torch.cat([value.clients for value, _ in values]))
+
+
+class KeepsBetween(Term):
+    """Sends the range of the client's logits and pulls logits into the range that it hears."""
+
+    def setup(self, host):
+        classes = host.model.num_classes
+        self.register_buffer("low", torch.full((classes,), -torch.inf), persistent=False)
+        self.register_buffer("high", torch.full((classes,), torch.inf), persistent=False)
+
+    def receive(self, host, message):
+        heard = message.artifacts.get("extremes")
+        if heard is not None:
+            assert isinstance(heard, Extremes)
+            self.low.copy_(heard.low / 2)
+            self.high.copy_(heard.high / 2)
+
+    def forward(self, host, out):
+        return ((out.logits - self.high).relu() + (self.low - out.logits).relu()).mean()
+
+    def send(self, host, data):
+        logits = data.collected().logits
+        return {"extremes": Extremes(logits.amin(0), logits.amax(0))}
+
+    def interface(self, host):
+        return {"extremes": (host.model.num_classes,)}
+
+
+class SendsByItself(FedAvg):
+    """The same by the method, without a term."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.heard = message.artifacts.get("extremes")
+
+    def local_step(self, step):
+        out = step.forward()
+        values = step.values(out)
+        if self.heard is not None:
+            values["between"] = (out.logits - self.heard.high / 2).relu().mean()
+        step.descend(values)
+
+    def losses(self):
+        return {"between": 1.0}
+
+    def send(self, data):
+        message = super().send(data)
+        logits = data.collected().logits
+        return Message(message.weights, {"extremes": Extremes(logits.amin(0), logits.amax(0))}, message.num_samples)
+
+
+MAKERS = {
+    "term": lambda model: FedAvg(model, extra_terms=[KeepsBetween()]),
+    "method": SendsByItself,
+}
+
+
+@pytest.mark.parametrize("sender", MAKERS)
+def test_server_merges_it_as_the_kind_says(sender, mlp, run_federation):
+    loop = run_federation(lambda: MAKERS[sender](mlp()), rounds=2)
+    for round in (1, 2):
+        sent = [loop.diary.sent[round, client].artifacts["extremes"] for client in range(4)]
+        heard = loop.exchange if round == 2 else loop.diary
+        message = heard.global_message() if round == 2 else heard.received[2, 0]
+        merged = message.artifacts["extremes"]
+        assert torch.equal(merged.low, torch.stack([own.low for own in sent]).amin(0))
+        assert torch.equal(merged.high, torch.stack([own.high for own in sent]).amax(0))
+        assert (merged.merges, merged.by) == (round * int(loop.num_train.sum()), "server")
+        assert {(own.merges, own.by) for own in sent} == {(0, "client")}
+    assert any("between" in name for name in loop.diary.rows[-1])
+
+
+@pytest.mark.parametrize("sender", MAKERS)
+def test_its_values_are_counted(sender, mlp, run_federation):
+    plain, loop = (run_federation(lambda make=make: make(mlp()), rounds=1) for make in (FedAvg, MAKERS[sender]))
+    for name, size in (("uplink_params", 8), ("uplink_bytes", 32)):
+        assert loop.diary.rows[0][name] == plain.diary.rows[0][name] + 4 * size
+
+
+@pytest.mark.parametrize("sender", MAKERS)
+@pytest.mark.parametrize("options", [{}, {"participation": 0.5, "exchange": RandomPeers(2)}])
+def test_run_resumes_exactly(sender, options, mlp, assert_resumes):
+    loop = assert_resumes(lambda: MAKERS[sender](mlp()), rounds=3, **options)
+    heard = loop.exchange.inbox(0).artifacts["extremes"]
+    assert isinstance(heard, Extremes)
+    assert heard.by == "server"
+
+
+def test_resuming_without_the_class_says_what_is_missing(mlp, set_up_federation, tmp_path, monkeypatch):
+    loop = set_up_federation(lambda: MAKERS["term"](mlp()), rounds=2, folder=tmp_path)
+    loop.advance()
+    state = loop.checkpoints.load(loop.checkpoints.find("auto"))
+    monkeypatch.delitem(KINDS, "Extremes")
+    with pytest.raises(ValueError, match=r"'extremes' is of a kind that is not registered.*'Extremes'"):
+        loop.load_state_dict(state)
+
+
+def test_values_are_merged_in_the_order_of_clients(mlp, set_up_federation):
+    """Whoever is ready first."""
+
+    class SendsItsNumber(FedAvg):
+        def send(self, data):
+            message = super().send(data)
+            return Message(message.weights, {"roll": Roll(torch.tensor([data.client]))}, message.num_samples)
+
+    loop = set_up_federation(lambda: SendsItsNumber(mlp()), rounds=1)
+    loop.fit_order = lambda clients: clients[::-1]
+    loop.run()
+    assert loop.exchange.global_message().artifacts["roll"].clients.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+@pytest.mark.parametrize("sender", MAKERS)
+def test_two_workers_make_the_run_of_one(sender, mlp, set_up_federation, outcome, tmp_path, assert_identical):
+    options = {"rounds": 3, "participation": 0.75}
+
+    def run(folder):
+        loop = set_up_federation(lambda: MAKERS[sender](mlp()), folder=folder, **options)
+        final = loop.run()
+        if loop.workers.is_main:
+            left = {"rows": outcome(loop)["rows"], "exchange": loop.exchange.state_dict(), "final": final}
+            torch.save(left, folder / "left.pt")
+        return 0
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    assert run(tmp_path / "one") == launch(run, Team(2, threads=1), tmp_path / "two") == 0
+    one, two = (torch.load(tmp_path / name / "left.pt", weights_only=False) for name in ("one", "two"))
+    assert "extremes" in one["exchange"]["message"]["artifacts"]
+    assert_identical(two, one)
+
+
+# --- what a server is told --------------------------------------------------------------------------------------------
+
+
+class Told(Server):
+    """Writes down the facts at every call."""
+
+    only_averages = True
+    sees_messages = True
+
+    def __init__(self, initial, made_with, notes):
+        self.notes = notes
+        super().__init__(initial)
+        self.note("made", made_with)
+
+    def note(self, call, facts):
+        self.notes.append((call, facts.round, facts.participants, facts.num_clients, facts.rounds, facts.newcomers))
+        assert (facts.seed, facts.client) == (7, -1)
+
+    def setup(self, facts):
+        super().setup(facts)
+        self.note("setup", self.facts)
+
+    def open_round(self):
+        super().open_round()
+        if self.facts.round:
+            self.note("open", self.facts)
+
+    def see(self, client, message):
+        assert client in self.facts.participants
+        self.note("see", self.facts)
+        return message
+
+    def close_round(self):
+        self.note("close", self.facts)
+        super().close_round()
+
+
+@pytest.mark.parametrize("options", [{}, {"participation": 0.5}, {"newcomers": 1}])
+def test_servers_are_told_of_the_federation_and_the_round(options, mlp, run_federation):
+    class Method(FedAvg):
+        def make_server(self, initial, facts):
+            return Told(initial, facts, notes)
+
+    notes, late = [], options.pop("newcomers", 0)
+    newcomers = Newcomers(late, after=1) if late else Newcomers()
+    loop = run_federation(lambda: Method(mlp()), rounds=2, seed=7, newcomers=newcomers, **options)
+    known = (4, 2, late)
+    expected = [("made", 0, (), *known), ("setup", 0, (), *known)]
+    for round in (1, 2):
+        there = tuple(loop.calendar.participants(round))
+        calls = ["open", *(["see"] * len(there)), "close", "open"]  # a round that is closed is opened anew
+        expected += [(call, round, there, *known) for call in calls]
+    assert notes == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+def test_servers_on_two_workers_are_told_the_same(mlp, set_up_federation, tmp_path):
+    def run(folder):
+        class Method(FedAvg):
+            def make_server(self, initial, facts):
+                return Told(initial, facts, notes)
+
+        notes = []
+        loop = set_up_federation(lambda: Method(mlp()), rounds=2, seed=7, participation=0.5)
+        loop.run()
+        if loop.workers.is_main:
+            torch.save(notes, folder / "notes.pt")
+        return 0
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    assert run(tmp_path / "one") == launch(run, Team(2, threads=1), tmp_path / "two") == 0
+    one, two = (torch.load(tmp_path / name / "notes.pt") for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 2 + 2 * 5
+
+
+def test_clients_are_told_of_the_round_and_of_themselves(mlp, run_federation):
+    class Listening(FedAvg):
+        def receive(self, message, data):
+            assert self.facts.client == data.client
+            super().receive(message, data)
+
+        def send(self, data):
+            told.append(self.facts)
+            return super().send(data)
+
+    told = []
+    loop = run_federation(lambda: Listening(mlp()), rounds=3, participation=0.5, seed=7)
+    assert [(facts.round, facts.client) for facts in told] == list(loop.diary.sent)
+    for facts in told:
+        assert facts.participants == tuple(loop.calendar.participants(facts.round))
+        assert (facts.num_clients, facts.rounds, facts.seed, facts.newcomers) == (4, 3, 7, 0)
