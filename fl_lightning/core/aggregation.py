@@ -346,16 +346,26 @@ class ClassMeanRule(ArtifactRule):
         self._holders += partial["holders"]
         self._relates_classes = partial["relates_classes"]
 
+    def totals(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Σ weight · mean [C, …] in the accumulation's dtype, Σ weight [C], and how many hold a class [C].
+
+        None where nothing came in.
+        """
+        if self._shape is None or self._weight is None or self._holders is None:
+            return None
+        return self._sum.value(1.0).reshape(self._shape), self._weight, self._holders
+
     @override
     def result(self, previous: ClassMeans | None) -> ClassMeans | None:
-        if self._shape is None or self._weight is None or self._holders is None:
+        totals = self.totals()
+        if totals is None:
             return previous if self.missing == "keep" else None
-        divisor = self._weight.clamp(min=1)
+        total, weight, holders = totals
+        divisor = weight.clamp(min=1)
         if self.weighting == "count_over_holders":
-            divisor = divisor * self._holders.clamp(min=1)
-        mean = self._sum.value(1.0).reshape(self._shape)
-        rows = (mean / divisor.view(-1, *(1,) * (mean.ndim - 1))).float()
-        merged = ClassMeans(rows, self._weight, relates_classes=self._relates_classes).without_counts()
+            divisor = divisor * holders.clamp(min=1)
+        rows = (total / divisor.view(-1, *(1,) * (total.ndim - 1))).float()
+        merged = ClassMeans(rows, weight, relates_classes=self._relates_classes).without_counts()
         return merged.filled_from(previous) if self.missing == "keep" else merged
 
 

@@ -88,7 +88,8 @@ class Server:
         self._weights = WeightedMean()
         self._artifacts: dict[str, ArtifactRule] = {}
         self._kinds: dict[str, str] = {}
-        self._num_samples = 0
+        self.num_samples = 0
+        """Training samples behind what was folded in so far."""
 
     @property
     def works_in_parts(self) -> bool:
@@ -103,14 +104,14 @@ class Server:
     def partial(self) -> Partial:
         """What was folded in so far, in plain containers, to be merged by another worker's server."""
         artifacts = {name: [self._kinds[name], rule.partial()] for name, rule in self._artifacts.items()}
-        return {"weights": self._weights.partial(), "artifacts": artifacts, "num_samples": self._num_samples}
+        return {"weights": self._weights.partial(), "artifacts": artifacts, "num_samples": self.num_samples}
 
     def merge(self, partial: Mapping[str, Any]) -> None:
         """Fold in what another worker's server has folded in."""
         self._weights.merge(partial["weights"])
         for name, (kind, part) in partial["artifacts"].items():
             self._rule(name, kind).merge(part)
-        self._num_samples += partial["num_samples"]
+        self.num_samples += partial["num_samples"]
 
     def collect(self, client: int, message: Message) -> None:
         """Fold in one client's message; subclasses `see` it first."""
@@ -123,7 +124,7 @@ class Server:
             rule = self._rule(name, kind_of(value))
             rule.client = client
             rule.add(value, folded.num_samples)
-        self._num_samples += folded.num_samples
+        self.num_samples += folded.num_samples
 
     def see(self, client: int, message: Message) -> Message | None:
         """Look at one client's message; what is returned is folded in, None leaves the client out."""
@@ -140,7 +141,7 @@ class Server:
             memory = rule.memory()
             if memory is not None:
                 self.memories[name] = memory
-        self.message = Message(weights, artifacts, self._num_samples)
+        self.message = Message(weights, artifacts, self.num_samples)
         self.open_round()
 
     def _step(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:

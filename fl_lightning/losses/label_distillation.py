@@ -111,10 +111,10 @@ class LabelSums(ClassMeanRule):
 
     @override
     def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        if self._shape is None or self._holders is None:
+        totals = self.totals()
+        if totals is None:
             return previous if self.missing == "keep" else None
-        held = self._holders > 0
-        sums = self._sum.value(1.0).reshape(self._shape).float()
+        sums, held = totals[0].float(), totals[2] > 0
         rounds = torch.where(held, self.round, 0)
         merged = torch.cat([sums, rounds[:, None].to(sums)], 1)
         if self.missing == "drop" or previous is None:

@@ -170,7 +170,7 @@ class NormalisedServer(Server):
         """Turn what came in into the next message. If nothing came in, the old one stays."""
         before, moved = self.message.weights, {}
         if not self._mean.empty:
-            factor = (self._effective / self._num_samples) * (self._inverse / self._num_samples)
+            factor = (self._effective / self.num_samples) * (self._inverse / self.num_samples)
             moved = {name: self._moved(name, before[name], m, factor) for name, m in self._mean.result().items()}
         super().close_round()
         weights = {name: moved.get(name, self.message.weights.get(name, before[name])) for name in before}
