@@ -1,8 +1,11 @@
 """One tiny federation on a CPU, shared by all tests: in-memory images, two small models, and a loop around them."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+
+os.environ["FL_LIGHTNING_CHECK_SHAPES"] = "1"  # before anything of the package is imported
 
 import numpy as np
 import pytest
