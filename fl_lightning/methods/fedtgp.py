@@ -74,13 +74,17 @@ class FedTGP(Method):
         alignment = PrototypeAlignment(weight, average="valid")
         alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
-        self.alignment = [alignment]  # in a list, so that it is not registered a second time
         self.server_lr = server_lr
         self.server_epochs = server_epochs
         self.server_batch_size = server_batch_size
         self.max_margin = max_margin
         self.gap: Gap = gap
         self.inference = inference
+
+    @property
+    def alignment(self) -> PrototypeAlignment:
+        """The pull towards the prototypes, which holds those that were received."""
+        return next(term for term in self.terms if isinstance(term, PrototypeAlignment))
 
     def predictors(self) -> dict[str, Predictor]:
         """By the nearest prototype, and by the classifier."""
@@ -92,10 +96,10 @@ class FedTGP(Method):
         return {self.inference: Predictor(ways[self.inference]), other: Predictor(ways[other], ())}
 
     def _nearest(self, seen: Seen) -> Tensor:
-        prototypes, valid = self.alignment[0].prototypes, self.alignment[0].valid
-        if not valid.any():
+        alignment = self.alignment
+        if not alignment.valid.any():
             return seen.logits(self.model)
-        return -prototype_distances(seen.z(self.model), prototypes, valid)
+        return -prototype_distances(seen.z(self.model), alignment.prototypes, alignment.valid)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
