@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -234,7 +234,7 @@ class DisPFL(Method):
         masked = zip(self.masked.items(), self.masks.values(), strict=True)
         own = {name: MaskedWeights.from_dense(parameter, mask) for (name, parameter), mask in masked}
         self._search_masks(data)
-        return Message(message.weights, {**message.artifacts, **own}, message.num_samples)
+        return replace(message, artifacts={**message.artifacts, **own})
 
     def _search_masks(self, data: OwnData) -> None:
         """m_i ← s_i less its smallest weights, plus as many of the most promising places; w_i stays as it is."""

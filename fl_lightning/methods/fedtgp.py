@@ -8,7 +8,8 @@ the prototypes need more than 1,000 rounds to converge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -87,13 +88,9 @@ class FedTGP(Method):
         return next(term for term in self.terms if isinstance(term, PrototypeAlignment))
 
     def predictors(self) -> dict[str, Predictor]:
-        """By the nearest prototype, and by the classifier."""
-        ways: dict[str, Callable[[Seen], Tensor]] = {
-            "prototype": self._nearest,
-            "classifier": lambda seen: seen.logits(self.model),
-        }
-        other = "classifier" if self.inference == "prototype" else "prototype"
-        return {self.inference: Predictor(ways[self.inference]), other: Predictor(ways[other], ())}
+        """By the nearest prototype, and by the classifier; one of them gives the headline figures."""
+        ways = {"prototype": Predictor(self._nearest), "classifier": Predictor(lambda seen: seen.logits(self.model))}
+        return {name: way if name == self.inference else replace(way, figures=()) for name, way in ways.items()}
 
     def _nearest(self, seen: Seen) -> Tensor:
         alignment = self.alignment
@@ -202,7 +199,7 @@ class PrototypeServer(TrainingServer):
         if not self.uploaded.any():
             return message
         prototypes = ClassMeans(self.network(), self.uploaded.clone(), sends_count=False)
-        return Message(message.weights, {**message.artifacts, "prototypes": prototypes}, message.num_samples)
+        return replace(message, artifacts={**message.artifacts, "prototypes": prototypes})
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, and which classes have been uploaded."""

@@ -73,9 +73,7 @@ class FeSEM(Method):
     ) -> None:
         require(num_centres >= 1, "method.num_centres", "must be >= 1", num_centres)
         require(mu >= 0, "method.mu", "must be >= 0", mu)
-        require_choices(
-            "method", start=(start, Start), compare=(compare, Compared), weighting=(weighting, Weighting)
-        )
+        require_choices("method", start=(start, Start), compare=(compare, Compared), weighting=(weighting, Weighting))
         super().__init__(model, terms=[Proximal(mu)], extra_terms=extra_terms)
         self.num_centres = num_centres
         self.start: Start = start

@@ -116,9 +116,7 @@ def count_passes(client):
 
 
 @pytest.mark.parametrize(("classes", "num_classes", "up"), [(range(10), 10, 110), ([1, 4, 9], 10, 33), ([7], 100, 101)])
-def test_feddistill_sends_a_soft_label_and_a_count_for_each_class_held(
-    mlp, make_client, classes, num_classes, up
-):
+def test_feddistill_sends_a_soft_label_and_a_count_for_each_class_held(mlp, make_client, classes, num_classes, up):
     client = make_client(FedDistill(mlp(num_classes=num_classes)))
     message = client.send(client_data((1, 8, 8), num_classes, classes))
     assert message.num_params == up
