@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -99,15 +99,18 @@ class DisPFL(Method):
         r_t = (a/2) (1 + cos(π t/T)), t = 0, 1, …, and 0 from T on.
 
     What was regrown gets its values from the next exchange, so until then w_i stays as it was trained. Batch norm's
-    statistics, and parameters that do not train, are sent whole and averaged plainly. Around a server all participants
-    are each other's neighbours.
+    statistics, and parameters that do not train, are sent whole and averaged plainly.
+
+    By default neighbours are drawn as `RandomPeers` does, and around a server all participants are each other's. The
+    authors let every client draw k others a round, from which it hears: that is
+    ``exchange: {class_path: DirectedGraph, init_args: {degree: k, mixing: uniform}}``.
 
     Args:
         density: active share of the model's trainable parameters, in (0, 1]; shared out over the tensors by
             Erdős-Rényi-Kernel, which leaves small ones dense.
         anneal: a, share of a tensor's active weights that is replaced after the first round, in [0, 1]; 0 keeps the
             first masks.
-        anneal_rounds: T, >= 1; set it to `federation.rounds`.
+        anneal_rounds: T, >= 1; null takes all rounds of the run.
         regrow: where to regrow: the largest ``gradient`` of the dense model's cross-entropy on one training batch (the
             paper), or at ``random`` (the authors' shipped scripts).
         different_initial: give every client a first mask of its own; false gives all the same.
@@ -168,6 +171,10 @@ class DisPFL(Method):
         """What travels whole; masked parameters travel as artifacts of their names."""
         return super().is_shared(name, module) and name not in self.masked_names
 
+    def travels(self, name: str, module: nn.Module) -> bool:
+        """Masked parameters do, too."""
+        return super().is_shared(name, module)
+
     @override
     def interface(self) -> dict[str, tuple[int, ...]]:
         return {**super().interface(), **{name: tuple(p.shape) for name, p in self.masked.items()}}
@@ -227,7 +234,7 @@ class DisPFL(Method):
         masked = zip(self.masked.items(), self.masks.values(), strict=True)
         own = {name: MaskedWeights.from_dense(parameter, mask) for (name, parameter), mask in masked}
         self._search_masks(data)
-        return Message(message.weights, {**message.artifacts, **own}, message.num_samples)
+        return replace(message, artifacts={**message.artifacts, **own})
 
     def _search_masks(self, data: OwnData) -> None:
         """m_i ← s_i less its smallest weights, plus as many of the most promising places; w_i stays as it is."""
