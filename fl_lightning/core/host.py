@@ -24,9 +24,6 @@ class Host(Protocol):
     def is_shared(self, name: str, module: nn.Module) -> bool:
         """Whether an entry of the state dict is exchanged."""
 
-    def travels(self, name: str, module: nn.Module) -> bool:
-        """Whether an entry's values are exchanged: as they are or in an artifact."""
-
     def phases(self) -> list[Phase]:
         """The phases of a local fit."""
 

@@ -137,13 +137,6 @@ class Method(nn.Module):
         )
         return matches(name, (*self.shared, *of_terms))
 
-    def travels(self, name: str, module: nn.Module) -> bool:
-        """Whether an entry's values are exchanged: as they are or in an artifact. Default: what is shared.
-
-        A method whose parameters travel as artifacts overrides this.
-        """
-        return self.is_shared(name, module)
-
     def is_kept(self, name: str, module: nn.Module) -> bool:
         """Whether an entry stays with the client between rounds. Default: what the next receive does not overwrite."""
         return not self.is_shared(name, module)

@@ -101,7 +101,7 @@ class ModelContrast(Term):
         body = host.model.body
         owners = dict(host.named_modules())
         travels = any(
-            host.travels(f"model.body.{name}", owners[f"model.body.{name}".rpartition(".")[0]])
+            host.is_shared(f"model.body.{name}", owners[f"model.body.{name}".rpartition(".")[0]])
             for name, _ in body.named_parameters()
         )
         rule = f"ModelContrast compares with the body that came in, and {type(host).__name__} shares none: leave it out"

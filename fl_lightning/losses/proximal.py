@@ -71,7 +71,7 @@ class Proximal(Term):
             name
             for name, parameter in host.named_parameters()
             if name.startswith("model.") and parameter.requires_grad
-            if host.travels(name, owners[name.rpartition(".")[0]])
+            if host.is_shared(name, owners[name.rpartition(".")[0]])
         ]
         rule = f"Proximal holds what is shared of the model; {type(host).__name__} shares nothing of it: leave it out"
         require(bool(self.names), "method.extra_terms", rule)

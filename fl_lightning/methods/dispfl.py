@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum
-from fl_lightning.core.division import load_entries
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Artifact, Message, Structured, artifact
-from fl_lightning.core.method import Method
+from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.mixing import Heard, MeanMixer, Mixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
@@ -167,23 +166,16 @@ class DisPFL(Method):
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
 
-    def is_shared(self, name: str, module: nn.Module) -> bool:
-        """What travels whole; masked parameters travel as artifacts of their names."""
-        return super().is_shared(name, module) and name not in self.masked_names
-
-    def travels(self, name: str, module: nn.Module) -> bool:
-        """Masked parameters do, too."""
-        return super().is_shared(name, module)
-
     @override
-    def interface(self) -> dict[str, tuple[int, ...]]:
-        return {**super().interface(), **{name: tuple(p.shape) for name, p in self.masked.items()}}
+    def predictors(self) -> dict[str, Predictor]:
+        """By the own sparse model; there is no other."""
+        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T"))}
 
     def parameter_counts(self) -> tuple[int, int]:
         """The active parameters are counted twice: every client has a model of its own, and all of it travels."""
         personal, shared = super().parameter_counts()
         active = sum(self.num_active)
-        return personal - sum(p.numel() for p in self.masked.values()) + active, shared + active
+        return personal + active, shared - sum(p.numel() for p in self.masked.values()) + active
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
@@ -199,10 +191,11 @@ class DisPFL(Method):
         """Take the neighbourhood's mean, or keep the own weights where nothing came; either under the own mask."""
         if not self.has_masks:
             self._draw_masks(data.client)
-        came = {name: message.artifacts[name] for name in self.masked_names if name in message.artifacts}
-        load_entries(self, {name: _dense(value) for name, value in came.items()})
         _prune(self._sparse())
-        super().receive(message, data)
+        came = {name: _dense(message.artifacts[name]) for name in self.masked_names if name in message.artifacts}
+        weights, masks = {**message.weights, **came}, self.masks
+        sparse = {name: tensor * masks[name] if name in masks else tensor for name, tensor in weights.items()}
+        super().receive(replace(message, weights=sparse), data)
 
     def _draw_masks(self, client: int) -> None:
         generator = torch_generator(self.mask_seed, "masks", client=client if self.different_initial else -1)
@@ -234,7 +227,8 @@ class DisPFL(Method):
         masked = zip(self.masked.items(), self.masks.values(), strict=True)
         own = {name: MaskedWeights.from_dense(parameter, mask) for (name, parameter), mask in masked}
         self._search_masks(data)
-        return replace(message, artifacts={**message.artifacts, **own})
+        whole = {name: tensor for name, tensor in message.weights.items() if name not in own}
+        return replace(message, weights=whole, artifacts={**message.artifacts, **own})
 
     def _search_masks(self, data: OwnData) -> None:
         """m_i ← s_i less its smallest weights, plus as many of the most promising places; w_i stays as it is."""
