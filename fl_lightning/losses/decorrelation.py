@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,6 +17,7 @@ from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require_choices
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
@@ -24,7 +26,8 @@ Form = Literal["code", "paper"]
 SMALLEST_VARIANCE = 1e-8
 
 
-def decorrelation_loss(z: Tensor, form: Form = "code") -> Tensor:
+@checked
+def decorrelation_loss(z: Float[Tensor, "B D"], form: Form = "code") -> Float[Tensor, ""]:
     """How strongly the coordinates of embeddings are correlated over the batch.
 
     With r [D, D] the correlation matrix: ``paper`` is 1/D² ‖r‖²_F, at least 1/D; ``code`` the mean of ((B − 1) r_jk)²
