@@ -1,5 +1,6 @@
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fl_lightning.core.aggregation import (
     ClassMeanRule,
     ExactSum,
     KindRule,
+    RunningSum,
     TensorMean,
     WeightedMean,
     default_rule,
@@ -290,6 +292,18 @@ def test_tensor_mean_of_nothing_is_the_previous_value():
     previous = torch.tensor([2.0])
     assert TensorMean().result(previous) is previous
     assert TensorMean().result(None) is None
+
+
+def test_running_sum_adds_to_what_there_was_all_clients_alike():
+    """(1 + 5)/4, then 1.5 + 2/4; who sent before and is out now still counts."""
+    server = Server(Message(), {"control": partial(RunningSum, 4)})
+    first = {0: Message({}, {"control": torch.tensor([1.0])}, 1), 3: Message({}, {"control": torch.tensor([5.0])}, 99)}
+    assert server.aggregate(first).artifacts["control"].tolist() == [1.5]
+    second = server.aggregate({1: Message({}, {"control": torch.tensor([2.0])}, 7)}).artifacts["control"]
+    assert (second.tolist(), second.dtype) == ([2.0], torch.float32)
+    assert server.aggregate({}).artifacts["control"] is second
+    assert RunningSum(4).remembers
+    assert server.mixer() is None
 
 
 # --- kinds of one's own ----------------------------------------------

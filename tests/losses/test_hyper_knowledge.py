@@ -25,9 +25,9 @@ def test_soft_prediction_distance_matches_hand_computed_value():
 
 
 def test_temperature_divides_the_logits():
-    """softmax((log 3, 0) / 0.5) = (9/10, 1/10)."""
-    logits = torch.tensor([[math.log(3), 0.0]])
-    value = soft_prediction_distance(logits, torch.tensor([[0.9, 0.1]]), 0.5, ALL[:1])
+    """softmax((log 3, 0) / 0.5) = (9/10, 1/10), and (0, 0) is even at any temperature."""
+    logits = torch.tensor([[math.log(3), 0.0], [0.0, 0.0]])
+    value = soft_prediction_distance(logits, torch.tensor([[0.9, 0.1], [0.5, 0.5]]), 0.5, ALL)
     assert float(value) == pytest.approx(0.0, abs=1e-6)
 
 
