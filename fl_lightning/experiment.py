@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 import yaml
 from lightning.pytorch.loggers import Logger
@@ -37,14 +36,13 @@ from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.files import load_tensors, write_text
+from fl_lightning.federation.files import write_text
 from fl_lightning.federation.launch import Team, is_main, plan, signals_handled, started_outside, stop_signals
 from fl_lightning.federation.loop import FederatedLoop, check_identity
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.federation.runner import load_full_state
+from fl_lightning.federation.reexamination import Figure, reexamine
 from fl_lightning.federation.settings import Federation
 from fl_lightning.models.split import SplitModel
-from fl_lightning.report.record import read_rows
 
 _OWN_FILES = (
     "config.yaml",
@@ -266,60 +264,14 @@ class Experiment:
             "git_commit": git_commit(),
         }
 
-    def evaluate(self, checkpoint: str = "auto") -> list[tuple[str, float | None, float]]:
-        """Compute a run's accuracies again.
+    def evaluate(self, checkpoint: str = "auto") -> list[Figure]:
+        """Compute the run's accuracies again from its folder; `federation.reexamination` says which.
 
         Args:
             checkpoint: which checkpoint; ``auto`` takes the newest.
-
-        Returns:
-            (column, what the run wrote down, what came out now) for each figure that can be computed again. The run's
-            value is None where it wrote none down. Where clients train in turn, what they received in the next round
-            was sent in that round, so that a checkpoint before the last has none of these figures.
         """
         self.setup()
-        checkpoints = Checkpoints(self.folder / "checkpoints")
-        path = checkpoints.find(checkpoint)
-        if path is None:
-            raise ConfigError("evaluate", f"{self.folder} holds no checkpoint")
-        loop = self.loop
-        loop.load_state_dict(checkpoints.load(path))
-        summary_file = self.folder / "summary.json"
-        summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
-        rows = {row["round"]: row for row in read_rows(self.folder / "metrics.csv")}
-        finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
-        now: dict[str, float] = {}
-        if finished:
-            now |= self._trained_again()
-        server = loop.examiner.server_accuracy()
-        if server is not None:
-            now["Server-T"] = server
-        written: dict[str, Any] = dict(rows.get(loop.round, {}))
-        result = [(name, written.get(name), value) for name, value in now.items()]
-        if loop.exchange.in_turn and not finished:
-            return result
-        all_receive = len(loop.calendar.participants(loop.round + 1)) == loop.num_clients
-        then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
-        again = loop.receive_once_more()
-        return result + [(name, then.get(name), value) for name, value in again.items()]
-
-    def _trained_again(self) -> dict[str, float]:
-        """Local-T and Global-T of the clients' own models, as the run kept them."""
-        loop, folder = self.loop, self.folder / "models"
-        if not folder.is_dir() or not loop.settings.evaluate.trained:
-            return {}
-        scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
-        for client in range(loop.num_clients):
-            file = folder / f"{client:05d}.pt"
-            if file.is_file():
-                module = loop.runner.load(client)
-                load_full_state(module, load_tensors(file, "evaluate"))
-                found = loop.runner.evaluator.client(module, client, "trained")
-            else:  # a client that never took part
-                found = loop.runner.evaluate_resting(client)
-            for name, value in found.items():
-                scores[name][client] = value
-        return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
+        return reexamine(self.loop, self.folder, checkpoint)
 
 
 def git_commit() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError, require
 
 
+@dataclass(eq=False)
 class FederatedData:
     """The data of a federation: one data set, shared out among clients.
 
@@ -45,52 +47,42 @@ class FederatedData:
         cache: folder for decoded data sets; by default ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``.
     """
 
-    arrays: Arrays
+    dataset: Dataset
+    partition: Partition
+    num_clients: int = 20
+    split: Literal["holdout", "matched", "global"] = "holdout"
+    test_fraction: float = 0.25
+    validation_fraction: float = 0.0
+    batch_size: int = 10
+    drop_last: bool = False
+    evaluate_on: Literal["test", "validation"] = "test"
+    augmentation: list[Any] | None = None
+    cache: str | None = None
+
+    arrays: Arrays = field(init=False, repr=False)
     """The decoded data set."""
-    store: TensorStore
+    store: TensorStore = field(init=False, repr=False)
     """The same on the training device."""
-    clients: list[ClientData]
+    clients: list[ClientData] = field(init=False, repr=False)
     """Each client's samples."""
-    server_test: Tensor
+    server_test: Tensor = field(init=False, repr=False)
     """Indices of the union of all clients' test parts, or of the official test part under ``global``."""
-    partition_hash: str
+    partition_hash: str = field(init=False, repr=False)
     """SHA-256 over who holds what."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        partition: Partition,
-        num_clients: int = 20,
-        split: Literal["holdout", "matched", "global"] = "holdout",
-        test_fraction: float = 0.25,
-        validation_fraction: float = 0.0,
-        batch_size: int = 10,
-        drop_last: bool = False,
-        evaluate_on: Literal["test", "validation"] = "test",
-        augmentation: list[Any] | None = None,
-        cache: str | None = None,
-    ) -> None:
-        require(num_clients >= 1, "data.num_clients", "must be at least 1", num_clients)
-        require(batch_size >= 1, "data.batch_size", "must be at least 1", batch_size)
-        require(0 <= test_fraction < 1, "data.test_fraction", "must be from 0 to below 1", test_fraction)
-        require(
-            0 <= validation_fraction < 1, "data.validation_fraction", "must be from 0 to below 1", validation_fraction
-        )
-        require(split in ("holdout", "matched", "global"), "data.split", "must be holdout, matched or global", split)
-        require(evaluate_on in ("test", "validation"), "data.evaluate_on", "must be test or validation", evaluate_on)
-        cut = evaluate_on == "test" or validation_fraction > 0
-        require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", evaluate_on)
-        self.evaluate_on = evaluate_on
-        self.dataset = dataset
-        self.partition = partition
-        self.num_clients = num_clients
-        self.split = split
-        self.test_fraction = test_fraction
-        self.validation_fraction = validation_fraction
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.augmentation = build_augmentation(augmentation)
-        self.cache = cache
+    def __post_init__(self) -> None:
+        fractions = {"test_fraction": self.test_fraction, "validation_fraction": self.validation_fraction}
+        for name, value in fractions.items():
+            require(0 <= value < 1, f"data.{name}", "must be from 0 to below 1", value)
+        require(self.num_clients >= 1, "data.num_clients", "must be at least 1", self.num_clients)
+        require(self.batch_size >= 1, "data.batch_size", "must be at least 1", self.batch_size)
+        known = self.split in ("holdout", "matched", "global")
+        require(known, "data.split", "must be holdout, matched or global", self.split)
+        known = self.evaluate_on in ("test", "validation")
+        require(known, "data.evaluate_on", "must be test or validation", self.evaluate_on)
+        cut = self.evaluate_on == "test" or self.validation_fraction > 0
+        require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", self.evaluate_on)
+        self._augment = build_augmentation(self.augmentation)
         self._seed: int | None = None
 
     @property
@@ -113,8 +105,8 @@ class FederatedData:
             return
         if self._seed is None:
             self.arrays = load(self.dataset, None if self.cache is None else Path(self.cache))
-            if self.augmentation is not None:
-                self.augmentation.check(self.arrays.x[:4])
+            if self._augment is not None:
+                self._augment.check(self.arrays.x[:4])
             self.store = TensorStore(self.arrays)
         parts = self._split(seed)
         for client, part in enumerate(parts):
@@ -136,7 +128,7 @@ class FederatedData:
                 part.validation,
                 part.test,
                 batch_size=self.batch_size,
-                augment=self.augmentation,
+                augment=self._augment,
             )
             for client, part in enumerate(parts)
         ]

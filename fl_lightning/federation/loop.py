@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fl_lightning.core.facts import OptimizerFactory
-from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.calendar import Calendar
@@ -20,9 +20,10 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
+from fl_lightning.federation.ledger import Ledger
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Job, Runner
-from fl_lightning.federation.scores import ScoreBoard, loss_column, mean_losses
+from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import watched
@@ -100,8 +101,7 @@ class FederatedLoop:
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar)
-        self.traffic = _traffic([])
-        self.seconds = 0.0
+        self.ledger = Ledger(self.calendar.num_founders, bool(settings.newcomers.clients))
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
@@ -227,21 +227,11 @@ class FederatedLoop:
 
     def _end_round(self, reports: Sequence[ClientReport], start: float) -> None:
         for report in reports:
-            self.examiner.board.record(report.client, report.scores, report.losses)
-        traffic = _traffic(reports, self.exchange.pulled())
-        present = {"participants": len(reports), "missing": len(self.calendar.missing(self.round))}
-        row: dict[str, Any] = {"round": self.round, **traffic, **present}
-        if self.calendar.is_evaluated(self.round):
-            row |= self.examiner.figures(self.round, self.participants)
-        founders = self.calendar.num_founders
-        row |= mean_losses([report.losses for report in reports if report.client < founders])
-        later = mean_losses([report.losses for report in reports if report.client >= founders])
-        row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
-        elapsed = time.perf_counter() - start
-        row["seconds"] = elapsed
-        self.seconds += elapsed
-        for name, value in traffic.items():
-            self.traffic[name] += value
+            self.board.record(report.client, report.scores, report.losses)
+        evaluated = self.calendar.is_evaluated(self.round)
+        figures = self.examiner.figures(self.round, self.participants) if evaluated else {}
+        missing = len(self.calendar.missing(self.round))
+        row = self.ledger.write(self.round, reports, self.exchange.pulled(), missing, figures, start)
         self._call("on_round_end", row)
         self._agree()
         if self.settings.checkpoint.due(self.round, self.done):
@@ -286,13 +276,7 @@ class FederatedLoop:
     @property
     def row_columns(self) -> list[str]:
         """The columns of a round's row, in their order in `metrics.csv`."""
-        later = bool(self.settings.newcomers.clients)
-        suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if later else ()))
-        accuracies = [name + suffix for name in self.examiner.columns for suffix in suffixes]
-        losses = [loss_column(name) for name in self.runner.modules[0].loss_names]
-        losses += ["loss_newcomers"] if later else []
-        present = ("participants", "missing")
-        return ["round", *accuracies, "Server-T", "receive_drop", *self.traffic, *present, "seconds", *losses]
+        return self.ledger.columns(self.examiner.columns, self.runner.modules[0].loss_names)
 
     @property
     def columns(self) -> list[str]:
@@ -309,6 +293,16 @@ class FederatedLoop:
         """Column -> [N] each client's last score, NaN where there is none."""
         return self.examiner.board.scores
 
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Values and bytes that were sent so far, by column."""
+        return self.ledger.traffic
+
+    @property
+    def seconds(self) -> float:
+        """How long the rounds took so far."""
+        return self.ledger.seconds
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,8 +312,7 @@ class FederatedLoop:
             "partition": self.data.partition_hash,
             "exchange": self.exchange.state_dict(),
             "board": self.board.state_dict(),
-            "traffic": dict(self.traffic),
-            "seconds": self.seconds,
+            **self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,8 +330,7 @@ class FederatedLoop:
         same = state["board"]["scores"].keys() == self.scores.keys()
         require(same, "--resume", "the checkpoint evaluates other columns")
         self.board.load_state_dict(state["board"])
-        self.traffic = dict(state["traffic"])
-        self.seconds = state["seconds"]
+        self.ledger.load_state_dict(state)
         self.examiner.forget()
 
     def _call(self, hook: str, *arguments: Any) -> None:
@@ -358,16 +350,6 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
-
-
-def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING) -> dict[str, int]:
-    """Values and bytes sent down and up in a round, by column; who sends to a client that joins has no report of it."""
-    sizes = {"uplink": [*(r.uplink for r in reports), pulled], "downlink": [report.downlink for report in reports]}
-    return {
-        f"{direction}_{unit}": sum(getattr(size, f"num_{unit}") for size in own)
-        for unit in ("params", "bytes")
-        for direction, own in sizes.items()
-    }
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -40,7 +40,7 @@ def decorrelation_loss(z: Float[Tensor, "B D"], form: Form = "code") -> Float[Te
     Returns:
         Scalar, float32; 0 (attached to the graph) for a batch of one or a single coordinate, which have no correlation.
 
-    >>> z = torch.tensor([[1., 1.], [-1., -1.], [1., -1.], [-1., 1.]])
+    >>> z = Tensor([[1., 1.], [-1., -1.], [1., -1.], [-1., 1.]])
     >>> float(decorrelation_loss(z)), round(float(decorrelation_loss(z, "paper")), 4)
     (0.0, 0.5)
     """

@@ -1,0 +1,74 @@
+"""A finished run's accuracies, computed again from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.files import load_tensors
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.runner import load_full_state
+from fl_lightning.report.record import read_rows
+
+Figure = tuple[str, "float | None", float]
+"""A column, what the run wrote down, and what comes out now."""
+
+
+def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> list[Figure]:
+    """Compute again what can be computed from a run's folder.
+
+    The run's value is None where it wrote none down. Where clients train in turn, what they received in the next round
+    was sent in that round, so that a checkpoint before the last has none of these figures.
+
+    Args:
+        loop: the run's loop, set up.
+        folder: the run's folder.
+        checkpoint: which checkpoint; ``auto`` takes the newest.
+
+    Raises:
+        ConfigError: if there is no checkpoint.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
+    path = checkpoints.find(checkpoint)
+    if path is None:
+        raise ConfigError("evaluate", f"{folder} holds no checkpoint")
+    loop.load_state_dict(checkpoints.load(path))
+    summary_file = folder / "summary.json"
+    summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
+    rows = {row["round"]: row for row in read_rows(folder / "metrics.csv")}
+    finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
+    now = _trained_again(loop, folder / "models") if finished else {}
+    server = loop.examiner.server_accuracy()
+    if server is not None:
+        now["Server-T"] = server
+    written: dict[str, Any] = dict(rows.get(loop.round, {}))
+    figures: list[Figure] = [(name, written.get(name), value) for name, value in now.items()]
+    if loop.exchange.in_turn and not finished:
+        return figures
+    all_receive = len(loop.calendar.participants(loop.round + 1)) == loop.num_clients
+    then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
+    again = loop.receive_once_more()
+    return figures + [(name, then.get(name), value) for name, value in again.items()]
+
+
+def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
+    """Local-T and Global-T of the clients' own models, as the run kept them."""
+    if not folder.is_dir() or not loop.settings.evaluate.trained:
+        return {}
+    scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
+    for client in range(loop.num_clients):
+        file = folder / f"{client:05d}.pt"
+        if file.is_file():
+            module = loop.runner.load(client)
+            load_full_state(module, load_tensors(file, "evaluate"))
+            found = loop.runner.evaluator.client(module, client, "trained")
+        else:  # a client that never took part
+            found = loop.runner.evaluate_resting(client)
+        for name, value in found.items():
+            scores[name][client] = value
+    return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
