@@ -57,7 +57,7 @@ def test_fedprox_is_training_with_the_term_in_the_loss(
     without_dropout = lambda model: model.body.neck.__setitem__(1, torch.nn.Identity()) or model  # noqa: E731
     client = lambda: FedProx(without_dropout(conv_net()), mu=0.5)  # noqa: E731
     loop = set_up_federation(client, rounds=3, data=data, optimizer=optimizer, local_epochs=2)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     for round in (1, 2, 3):
         anchor = [parameter.detach().clone() for parameter in model.parameters()]

@@ -26,14 +26,23 @@ def test_mix_exchanges_soft_labels_and_trains_on_both_losses(method, mlp, run_fe
 
 
 @pytest.mark.parametrize("method", HOSTS)
-def test_mix_of_weight_0_is_the_host_without_its_last_bias(method, mlp, run_federation, outcome, assert_identical):
+def test_mix_of_weight_0_is_the_host(method, mlp, run_federation, outcome, assert_identical):
+    alone = run_federation(lambda: method(mlp()), rounds=2)
+    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0)]), rounds=2)
+    assert_identical(outcome(mixed), outcome(alone))
+
+
+@pytest.mark.parametrize("method", HOSTS)
+def test_mix_of_weight_0_may_be_the_host_without_its_last_bias(
+    method, mlp, run_federation, outcome, assert_identical
+):
     def without_bias():
         model = mlp()
         model.head.bias = None
         return model
 
     alone = run_federation(lambda: method(without_bias()), rounds=2)
-    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0)]), rounds=2)
+    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0, bias="always")]), rounds=2)
     assert_identical(outcome(mixed), outcome(alone))
 
 

@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
 from fl_lightning import catalog
-from fl_lightning.core.message import ClassMeans, MaskedWeights
-from fl_lightning.core.precision import keeps_float32
-from fl_lightning.core.steps import HalfLayers
+from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.precision import widened
+from fl_lightning.core.steps import HalfLayers, keeps_float32
+from fl_lightning.core.term import Term
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.methods.dispfl import MaskedWeights
+from fl_lightning.methods.fedavg import FedAvg
 
 METHODS = [entry.name for entry in catalog.entries("methods")]
 DIFFERENT = ["FedAvg", "FedProto", "PerFedAvg", "FedALA", "FedBABU", "FedFed", "FedNova", "DisPFL", "FedCVAE", "DRDFL"]
@@ -32,8 +35,8 @@ class WatchesLosses(FederationCallback):
         self.dtypes = set()
 
     def on_client_fit_end(self, loop, report):
-        module = loop.runner.module(report.client)
-        self.dtypes |= {value.dtype for pairs in module._losses.values() for value, _ in pairs}
+        meter = loop.runner.module(report.client).meter
+        self.dtypes |= {value.dtype for pairs in meter.losses.values() for value, _ in pairs}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def test_losses_are_float32(finished):
 
 def test_layers_are_narrow_and_statistics_wide(finished):
     module = finished.runner.modules[0]
-    assert module.model.head.weight.dtype == PRECISIONS[finished.precision]
+    assert module.method.model.head.weight.dtype == PRECISIONS[finished.precision]
     wide = [part for part in module.modules() if keeps_float32(part)]
     assert wide
     for part in wide:
