@@ -73,6 +73,7 @@ class ClientModule(L.LightningModule):
         division_of(method, share_buffers)
         self.method = method
         self.settings = settings
+        self.share_buffers = share_buffers
         self.drop_last = drop_last
         self.lr_factor = 1.0
         self.meter = LossMeter()
@@ -101,7 +102,9 @@ class ClientModule(L.LightningModule):
     def use(self, plugin: Precision) -> ClientModule:
         """Take up the trainer's precision."""
         self._plugin = plugin
-        return plugin.convert_module(self)  # type: ignore[return-value]
+        converted: ClientModule = plugin.convert_module(self)  # type: ignore[assignment]
+        division_of(converted.method, self.share_buffers)  # a loss scale stays with the client, too
+        return converted
 
     def bench(self) -> Bench:
         """What steps outside the fit stand on: all terms, no optimizer."""

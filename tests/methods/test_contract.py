@@ -220,6 +220,24 @@ def test_clients_of_one_class_and_of_one_sample_survive(method, make_data, run_f
     assert math.isfinite(loop.diary.rows[-1]["loss"])
 
 
+def test_all_that_trains_obeys_drop_last(method, make_data, run_federation):
+    """Fits, and what a method does with a client's own batches in a receive or before an evaluation."""
+    sizes = set()
+
+    def watched():
+        made = method()
+        watch = lambda stage, inputs: sizes.add(len(inputs[0])) if stage.training else None  # noqa: E731
+        made.model.body.stages[0].register_forward_pre_hook(watch)
+        return made
+
+    data = make_data(drop_last=True)
+    assert all(client.num_train > 4 for client in data.clients)
+    assert any(client.num_train % 4 for client in data.clients)
+    run_federation(watched, rounds=3, data=data)
+    assert sizes
+    assert {size % 4 for size in sizes} == {0}  # FedFed puts copies of others' images beside its own
+
+
 def test_federation_of_one_client_survives(method, make_data, run_federation):
     loop = run_federation(method, rounds=2, data=make_data(counts=((6, 6, 6, 6),)))
     assert all_finite(loop)

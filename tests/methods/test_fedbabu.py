@@ -81,6 +81,18 @@ def test_fedbabu_fine_tunes_what_it_is_told(conv_net, sgd, run_federation, finet
         assert not torch.equal(module.method.model.body.stages[0][1].running_var, torch.ones(3))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_fedbabu_fine_tunes_on_the_batches_of_a_fit(mlp, make_data, run_federation, count_passes, drop_last):
+    data = make_data(drop_last=drop_last)
+    loop = run_federation(lambda: FedBABU(mlp(), finetune_epochs=2), rounds=1, data=data)
+    num_train = data.clients[0].num_train
+    assert num_train % 4 > 1
+    module = after_one_more_receive(loop, 0)
+    passes = count_passes(module.method.model.head)
+    module.adapt(data.clients[0])
+    assert passes.forward == 2 * (num_train // 4 * 4 if drop_last else num_train)
+
+
 def test_fedbabu_personalised_accuracy_is_that_of_the_fine_tuned_model(mlp, sgd, make_data, run_federation):
     """Full batches, so that no shuffle matters: F = 4 plain steps on the training part, with a rate of its own."""
     data = make_data(batch_size=100)

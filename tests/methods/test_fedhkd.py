@@ -137,7 +137,7 @@ def test_each_term_trains_its_own_part(mlp, make_client, assert_trains_only):
         assert not any(tensor.requires_grad for tensor in (term.features, term.predictions))
 
 
-def test_a_step_costs_one_pass_of_the_body(mlp, make_data, run_federation):
+def test_a_step_costs_one_pass_of_the_body(mlp, make_data, set_up_federation):
     """And a send one pass over the training part; nothing for evaluations, which are off here."""
     seen = []
 
@@ -149,7 +149,9 @@ def test_a_step_costs_one_pass_of_the_body(mlp, make_data, run_federation):
         return method
 
     quiet = EvaluationPolicy(trained=False, received=False, server=False)
-    loop = run_federation(counted, rounds=2, data=make_data(ONE_CLIENT), evaluate=quiet)
+    loop = set_up_federation(counted, rounds=2, data=make_data(ONE_CLIENT), evaluate=quiet)
+    seen.clear()  # a loop that is set up has looked at what predictions rest on
+    loop.run()
     assert sum(seen) == 2 * 2 * loop.data.clients[0].num_train
 
 

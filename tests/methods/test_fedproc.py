@@ -42,7 +42,7 @@ def test_fedproc_schedule_goes_from_the_contrast_to_cross_entropy(mlp):
 
 
 def test_fedproc_schedule_takes_all_rounds_of_the_run_by_default(mlp):
-    """The contrast's weight would be 0 in the round after the last one."""
+    """The cross-entropy's share is 1 − 1/T in the last one."""
     assert FedProc(mlp(), **SMALL).anneal_rounds is None
     assert shares_of(FedProc(mlp(), **SMALL), rounds=5) == [1.0, 0.2, 0.4, 0.6, 0.8]
     assert shares_of(FedProc(mlp(), **SMALL), rounds=1) == [1.0]
@@ -59,10 +59,11 @@ def test_fedproc_contrast_has_no_temperature_and_normalised_centres(mlp, make_cl
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)), abs=1e-6)
 
 
-def test_fedproc_loss_is_the_mixture(mlp, run_federation):
-    rows = run_federation(lambda: FedProc(mlp(), anneal_rounds=4, **SMALL), rounds=3).diary.rows
+@pytest.mark.parametrize(("anneal_rounds", "alphas"), [(4, (0.25, 0.5)), (None, (1 / 3, 2 / 3))])
+def test_fedproc_loss_is_the_mixture(mlp, run_federation, anneal_rounds, alphas):
+    rows = run_federation(lambda: FedProc(mlp(), anneal_rounds=anneal_rounds, **SMALL), rounds=3).diary.rows
     assert rows[0]["loss"] == rows[0]["loss/cross_entropy"]
-    for row, alpha in zip(rows[1:], (0.25, 0.5), strict=True):
+    for row, alpha in zip(rows[1:], alphas, strict=True):
         total = alpha * row["loss/cross_entropy"] + (1 - alpha) * row["loss/prototype_contrast"]
         assert row["loss"] == pytest.approx(total, rel=1e-5)
         assert row["loss/prototype_contrast"] > 0

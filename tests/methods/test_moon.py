@@ -8,6 +8,7 @@ from torch import nn
 
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.distillation import FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.moon import MOON
 from fl_lightning.models.wrapped import WrappedModel
@@ -80,6 +81,23 @@ def test_moon_client_that_sat_out_keeps_the_model_of_its_last_fit(conv_net, run_
         }
         for name, tensor in body.items():
             assert torch.equal(kept[name.replace("model.body", "terms.1.previous.0")], tensor)
+
+
+@pytest.mark.parametrize(
+    ("net", "options"), [("conv_net", {"attention": "inline"}), ("mlp", {"tap": "preact"})], ids=str
+)
+def test_moon_compares_bodies_that_another_term_has_altered(request, assert_resumes, net, options):
+    model = request.getfixturevalue(net)
+    make = lambda: MOON(model(), extra_terms=[FeatureDistillation(**options)])  # noqa: E731
+    loop = assert_resumes(make, stopped_after=1, rounds=2)
+    method = loop.runner.modules[0].method
+    names = [name for name, _ in method.model.body.named_parameters()]
+    assert len(method.model.body.stages) == 2  # more than the one it was made of
+    assert [name for name, _ in method.terms[1].previous[0].named_parameters()] == names
+    assert set(names) <= {name for name, _ in method.terms[1].received.named_buffers()}
+    assert [row["round"] for row in loop.diary.rows] == [1, 2]
+    assert loop.diary.rows[1]["loss/model_contrast"] != pytest.approx(math.log(2), abs=1e-6)
+    assert loop.diary.rows[1]["loss/feature_distillation"] > 0
 
 
 @pytest.mark.parametrize(("projection", "previous"), [(None, 1), (7, 1), (None, 2)])
