@@ -1,12 +1,16 @@
 """One tiny federation on a CPU, shared by all tests: in-memory images, two small models, and a loop around them."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+
+os.environ["FL_LIGHTNING_CHECK_SHAPES"] = "1"  # before anything of the package is imported
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import TinyConvNet
 from torch import nn
 
 from fl_lightning.core.client import ClientModule, FitSettings
@@ -18,7 +22,6 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.settings import Federation
 from fl_lightning.models.mlp import MLP
-from fl_lightning.models.split import Body, SplitModel
 
 # Samples of each client and class. Test parts of a quarter come off; with batches of 4 every client has a smaller last
 # batch, client 1's is a single sample, and no client holds every class.
@@ -60,17 +63,6 @@ class Blocks(Partition):
     def assign(self, labels, num_clients, num_classes, rng):
         ends = np.cumsum(self.sizes)
         return [np.arange(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
-
-
-class TinyConvNet(SplitModel):
-    """One convolution with batch norm and dropout, for what an MLP does not show."""
-
-    def __init__(self, input_shape, num_classes, embedding=6) -> None:
-        channels, height, width = input_shape
-        stage = nn.Sequential(nn.Conv2d(channels, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2))
-        size = 3 * (height // 2) * (width // 2)
-        neck = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(size, embedding), nn.ReLU())
-        super().__init__(Body([stage], neck), nn.Linear(embedding, num_classes), embedding, num_classes, input_shape)
 
 
 @pytest.fixture(scope="session")

@@ -148,12 +148,22 @@ class WeightedMean:
 
     def result(self) -> dict[str, Tensor]:
         """The mean, in the names' first order, shapes and dtypes."""
-        floats = [tensor for tensor in self._template.values() if tensor.is_floating_point()]
-        parts = iter(self._sum.value(self._total).split([t.numel() for t in floats]) if floats else ())
+        means = self._over(self._total)
         return {
-            name: next(parts).reshape(t.shape).to(t.dtype) if t.is_floating_point() else self._integers[name]
+            name: means[name].to(t.dtype) if t.is_floating_point() else self._integers[name]
             for name, t in self._template.items()
         }
+
+    def sum(self) -> dict[str, Tensor]:
+        """Σ n_i θ_i of the floating tensors, in the accumulation's dtype."""
+        return self._over(1.0)
+
+    def _over(self, divisor: float) -> dict[str, Tensor]:
+        floats = {name: tensor for name, tensor in self._template.items() if tensor.is_floating_point()}
+        if not floats:
+            return {}
+        parts = self._sum.value(divisor).split([t.numel() for t in floats.values()])
+        return {name: part.reshape(t.shape) for (name, t), part in zip(floats.items(), parts, strict=True)}
 
 
 class ArtifactRule(ABC):
@@ -232,6 +242,31 @@ class TensorMean(ArtifactRule):
     @override
     def merge(self, partial: Mapping[str, Any]) -> None:
         self._mean.merge(partial)
+
+
+class RunningSum(TensorMean):
+    """Adds what participants send to what there was: previous + Σ values / divisor; all clients alike.
+
+    Args:
+        divisor: > 0; the number of all clients makes it the mean over them of what those who are out last sent, too.
+    """
+
+    def __init__(self, divisor: float) -> None:
+        super().__init__(uniform=True)
+        self._divisor = divisor
+
+    @property
+    @override
+    def remembers(self) -> bool:
+        return True
+
+    @override
+    def result(self, previous: Tensor | None) -> Tensor | None:
+        if self._mean.empty:
+            return previous
+        added = self._mean.sum()["value"] / self._divisor
+        total = added if previous is None else added + previous.to(added.dtype)
+        return total.to(self._mean.result()["value"].dtype)
 
 
 ClassWeighting = Literal["count", "uniform", "count_over_holders"]

@@ -287,8 +287,11 @@ class Ring(Peers):
         if not there:
             return (Heard(client, self._last[client], 1.0) if client in self._last and self.mixer.own else None), []
         last = self._last.get(client, None if self._finished else self._initial)
-        own = Heard(client, last, 0.5) if last is not None and self.mixer.own else None
         sender = self._predecessor(client, there)
+        if last is self._initial:  # of the common initial weights those that are sent as such
+            sent = there[sender].weights
+            last = Message({name: tensor for name, tensor in last.weights.items() if name in sent})
+        own = Heard(client, last, 0.5) if last is not None and self.mixer.own else None
         return own, [Heard(sender, there[sender], 1.0 if own is None else 0.5)]
 
     def _hops_to(self, client: int) -> list[Hop]:

@@ -252,6 +252,7 @@ class Runner:
     def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model."""
         module = self.load(client)
+        module.method.facts = replace(self.facts, client=client)
         module.receive(Message(), self.data.clients[client])
         return self.evaluator.client(module, client, "trained")
 

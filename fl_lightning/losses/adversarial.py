@@ -11,18 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
 from fl_lightning.losses.variational import LatentTerm
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
 
 
-def adversarial_loss(logits: Tensor, y: Tensor, classes: Tensor | None = None) -> Tensor:
+@checked
+def adversarial_loss(
+    logits: Float[Tensor, "B K"], y: Int[Tensor, " B"], classes: Bool[Tensor, " K"] | None = None
+) -> Float[Tensor, ""]:
     """Cross-entropy of the adversary, L_adv (Eq. 9).
 
     L = 1/B Σ_b −log softmax(logits_b)_{y_b}.
@@ -47,7 +52,10 @@ def adversarial_loss(logits: Tensor, y: Tensor, classes: Tensor | None = None) -
         return F.cross_entropy(scores if classes is None else scores.masked_fill(~classes, -torch.inf), y)
 
 
-def uniform_adversarial_loss(logits: Tensor, classes: Tensor | None = None) -> Tensor:
+@checked
+def uniform_adversarial_loss(
+    logits: Float[Tensor, "B K"], classes: Bool[Tensor, " K"] | None = None
+) -> Float[Tensor, ""]:
     """Cross-entropy of the adversary's answer with the uniform distribution, L_adv^u (Eq. 10).
 
     L = 1/B Σ_b −1/K Σ_k log softmax(logits_b)_k >= log K, with equality for uniform answers.

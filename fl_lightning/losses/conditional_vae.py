@@ -8,14 +8,22 @@ features of that class (Guo et al., DRDFL, 2025, appendix VII-B3, which gives no
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fl_lightning.core.message import ClassMeans, accumulation_dtype
 from fl_lightning.core.precision import widened
 from fl_lightning.losses.variational import clamped
+from fl_lightning.shapes import checked
 
 
-def kl_to_normal(mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_variance: Tensor) -> Tensor:
+@checked
+def kl_to_normal(
+    mean: Float[Tensor, "B D"],
+    log_variance: Float[Tensor, "B D"],
+    prior_mean: Float[Tensor, "B D"],
+    prior_variance: Float[Tensor, "B D"],
+) -> Float[Tensor, ""]:
     """Divergence of diagonal Gaussian posteriors N(μ, σ²) from priors N(m, s²) of their own.
 
     L = 1/B Σ_b ½ Σ_j [ log(s²/σ²) + (σ² + (μ − m)²)/s² − 1 ], with log σ² = `log_variance` in [−10, 10]. Zero iff μ = m
@@ -49,7 +57,10 @@ def kl_to_normal(mean: Tensor, log_variance: Tensor, prior_mean: Tensor, prior_v
         return 0.5 * (log_ratio.exp() - log_ratio + distance - 1).sum(1).mean()
 
 
-def class_moments(features: Tensor, y: Tensor, num_classes: int, variance_floor: float) -> tuple[Tensor, Tensor]:
+@checked
+def class_moments(
+    features: Float[Tensor, "N D"], y: Int[Tensor, " N"], num_classes: int, variance_floor: float
+) -> tuple[Float[Tensor, "C D"], Float[Tensor, "C D"]]:
     """Mean and variance of the features of every class, at every coordinate by itself.
 
     Args:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fl_lightning.core.precision import widened
+from fl_lightning.shapes import checked
 
 
 def protected_copies(
@@ -41,7 +43,10 @@ def protected_copies(
     return [x - (robust - std * torch.randn_like(robust)) / pixel_std for std in noise_stds]
 
 
-def mixup_cross_entropy(logits: Tensor, y: Tensor, other: Tensor, share: Tensor | float) -> Tensor:
+@checked
+def mixup_cross_entropy(
+    logits: Float[Tensor, "B C"], y: Int[Tensor, " B"], other: Int[Tensor, " B"], share: Tensor | float
+) -> Float[Tensor, ""]:
     """Cross-entropy of mixed inputs, λ CE(y) + (1 − λ) CE(y').
 
     Args:
@@ -61,7 +66,8 @@ def mixup_cross_entropy(logits: Tensor, y: Tensor, other: Tensor, share: Tensor 
     return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, other)
 
 
-def mosaic(x: Tensor) -> Tensor:
+@checked
+def mosaic(x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
     """As many images as there are, each of four quarters cut out of four images of the batch.
 
     The four are drawn without replacement where there are so many; the quarters are cut at one random place.

@@ -249,15 +249,16 @@ class GaussianMixture(Term):
     def receive(self, host: Host, message: Message) -> None:
         mean, log_variance = message.artifacts.get("class_mean"), message.artifacts.get("class_log_variance")
         self._heard = isinstance(mean, Tensor) and isinstance(log_variance, Tensor)
-        if not (isinstance(mean, Tensor) and isinstance(log_variance, Tensor)):
-            return
-        self.received_mean.copy_(mean)
-        self.received_log_variance.copy_(log_variance)
-        if self.finished_fits == 0 and host.facts.is_newcomer:
-            self.class_mean.copy_(mean)
-            self.class_log_variance.copy_(log_variance)
-        elif self.ema_when == "round":
-            self._move()
+        if isinstance(mean, Tensor) and isinstance(log_variance, Tensor):
+            self.received_mean.copy_(mean)
+            self.received_log_variance.copy_(log_variance)
+            if self.finished_fits == 0 and host.facts.is_newcomer:
+                self.class_mean.copy_(mean)
+                self.class_log_variance.copy_(log_variance)
+            elif self.ema_when == "round":
+                self._move()
+        self.resting_mean.copy_(self.class_mean)  # a phase without the term must find its own, not another client's
+        self.resting_log_variance.copy_(self.class_log_variance)
 
     @torch.no_grad()
     def _move(self) -> None:

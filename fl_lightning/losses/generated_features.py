@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +22,7 @@ from fl_lightning.core.precision import widened
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import Collection, PrototypeTerm, prototype_alignment_loss
 from fl_lightning.models.generator import generate, num_generator_values
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.facts import Facts
@@ -39,7 +41,10 @@ def faded(weight: float, smallest: float, round: int) -> float:
     return max(smallest, weight * DECAY ** (round - 1)) if weight > 0 else 0.0
 
 
-def diversity_loss(features: Tensor, noise: Tensor, y: Tensor) -> Tensor:
+@checked
+def diversity_loss(
+    features: Float[Tensor, "B D"], noise: Float[Tensor, "B E"], y: Int[Tensor, " B"]
+) -> Float[Tensor, ""]:
     """Small where different noise gives different embeddings of different classes, 1 where nothing differs.
 
     L = exp( −1/B² Σ_{a,b} [y_a ≠ y_b] ‖G_a − G_b‖₁/D · ‖ε_a − ε_b‖₂²/E ). Pairs of one class add nothing and stay in
@@ -63,7 +68,8 @@ def diversity_loss(features: Tensor, noise: Tensor, y: Tensor) -> Tensor:
     return torch.exp(-(apart * noises_apart * (y[:, None] != y[None])).mean())
 
 
-def label_shares(counts: Tensor) -> Tensor:
+@checked
+def label_shares(counts: Int[Tensor, "N C"]) -> Float[Tensor, "N C"]:
     """What each client's word counts for on each class, w_{i,c} = (m_{i,c} + 1) / Σ_j (m_{j,c} + 1).
 
     Args:

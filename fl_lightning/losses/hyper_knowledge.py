@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,12 +20,16 @@ from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host, OwnData
 
 
-def soft_prediction_distance(logits: Tensor, predictions: Tensor, temperature: float, valid: Tensor) -> Tensor:
+@checked
+def soft_prediction_distance(
+    logits: Float[Tensor, "C C"], predictions: Float[Tensor, "C C"], temperature: float, valid: Bool[Tensor, " C"]
+) -> Float[Tensor, ""]:
     """Distance between what a head says of the classes' mean features and what the federation says of the classes.
 
     L = 1/|K| Σ_{c in K} ‖ softmax(g(H_c)/T) − Q_c ‖₂, with K the classes whose knowledge is valid.
@@ -51,7 +56,10 @@ def soft_prediction_distance(logits: Tensor, predictions: Tensor, temperature: f
     return _mean_norm(difference, valid)
 
 
-def class_feature_distance(z: Tensor, y: Tensor, features: Tensor, valid: Tensor) -> Tensor:
+@checked
+def class_feature_distance(
+    z: Float[Tensor, "B D"], y: Int[Tensor, " B"], features: Float[Tensor, "C D"], valid: Bool[Tensor, " C"]
+) -> Float[Tensor, ""]:
     """Distance of each embedding to the mean feature of its class.
 
     L = 1/|V| Σ_{b in V} ‖z_b − H_{y_b}‖₂, with V the samples whose class is valid. Not squared: the pull does not grow

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.aggregation import RuleFactory
@@ -29,9 +31,14 @@ Averages = Literal["post", "running"]
 Stale = MissingClass
 
 
+@checked
 def label_distillation_loss(
-    logits: Tensor, y: Tensor, teacher: Tensor, valid: Tensor | None = None, temperature: float = 1.0
-) -> Tensor:
+    logits: Float[Tensor, "B C"],
+    y: Int[Tensor, " B"],
+    teacher: Float[Tensor, "C C"],
+    valid: Bool[Tensor, " C"] | None = None,
+    temperature: float = 1.0,
+) -> Float[Tensor, ""]:
     """Divergence of predictions from the teacher's soft label of the class, KL(q_y ‖ p).
 
     L = mean over samples with a teacher of Σ_k q_{y,k} (log q_{y,k} − log p_k), p = softmax(logits / T). Its gradient
@@ -69,7 +76,10 @@ def label_distillation_loss(
         return divergence / (max(len(y), 1) if valid is None else valid[y].sum().clamp(min=1))
 
 
-def leave_one_out(sums: Tensor, own: Tensor, included: Tensor) -> tuple[Tensor, Tensor]:
+@checked
+def leave_one_out(
+    sums: Float[Tensor, "C C"], own: Float[Tensor, "C C"], included: Bool[Tensor, " C"]
+) -> tuple[Float[Tensor, "C C"], Bool[Tensor, " C"]]:
     """Mean soft labels of the others, out of everybody's sums.
 
     Args:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -19,13 +20,20 @@ from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.prototype import directions
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
     from fl_lightning.core.message import Message
 
 
-def model_contrast_loss(z: Tensor, z_global: Tensor, z_previous: Sequence[Tensor], temperature: float) -> Tensor:
+@checked
+def model_contrast_loss(
+    z: Float[Tensor, "B D"],
+    z_global: Float[Tensor, "B D"],
+    z_previous: Sequence[Float[Tensor, "B D"]],
+    temperature: float,
+) -> Float[Tensor, ""]:
     """Cross-entropy of telling the received model's embedding from those of the client's own earlier models.
 
     ℓ = 1/B Σ_b −log( exp(s_g/τ) / (exp(s_g/τ) + Σ_k exp(s_k/τ)) ), s_g = cos(z, z_global), s_k = cos(z, z_previous_k);

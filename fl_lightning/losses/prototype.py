@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +22,7 @@ from fl_lightning.core.message import Artifact, ClassMeans, Message
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.aggregation import RuleFactory
@@ -32,14 +34,15 @@ Average = Literal["batch", "valid"]
 SMALLEST_NORM = 1e-6  # below it a vector has no direction: its cosine with everything is 0
 
 
+@checked
 def prototype_alignment_loss(
-    z: Tensor,
-    y: Tensor,
-    prototypes: Tensor,
-    valid: Tensor | None = None,
+    z: Float[Tensor, "B D"],
+    y: Int[Tensor, " B"],
+    prototypes: Float[Tensor, "C D"],
+    valid: Bool[Tensor, " C"] | None = None,
     reduction: str = "mean",
     average: Average = "batch",
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Squared distance of each embedding to its class prototype, FedProto's L_R and FedCPD's L_align.
 
     L = 1/(B·D) Σ_b [class y_b is valid] ‖z_b − P_{y_b}‖²  for ``mean``; ``sum`` leaves out 1/D.
@@ -71,7 +74,13 @@ def prototype_alignment_loss(
     return squares / ((z.shape[-1] if reduction == "mean" else 1) * _num_averaged(y, valid, average))
 
 
-def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None = None) -> Tensor:
+@checked
+def batch_prototype_distance(
+    z: Float[Tensor, "B D"],
+    y: Int[Tensor, " B"],
+    prototypes: Float[Tensor, "C D"],
+    valid: Bool[Tensor, " C"] | None = None,
+) -> Float[Tensor, ""]:
     """Distance of the batch's class means to the prototypes, summed over classes (FedProto's main text).
 
     L = Σ_{j in batch, valid} ‖mean_{b: y_b = j} z_b − P_j‖₂, with 1e-12 under the root.
@@ -100,14 +109,15 @@ def batch_prototype_distance(z: Tensor, y: Tensor, prototypes: Tensor, valid: Te
     return torch.where(used, (squares + 1e-12).sqrt(), 0.0).sum()
 
 
+@checked
 def prototype_contrast_loss(
-    z: Tensor,
-    y: Tensor,
-    prototypes: Tensor,
+    z: Float[Tensor, "B D"],
+    y: Int[Tensor, " B"],
+    prototypes: Float[Tensor, "C D"],
     temperature: float,
-    valid: Tensor | None = None,
+    valid: Bool[Tensor, " C"] | None = None,
     average: Average = "batch",
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Cross-entropy of the cosine similarities to all prototypes, FedCPD's L_pcl.
 
     L = 1/B Σ_b [class y_b is valid] −log( exp(s_{b,y_b}/τ) / Σ_{c valid} exp(s_{b,c}/τ) ), s_{b,c} = cos(z_b, P_c).
@@ -150,14 +160,18 @@ def prototype_contrast_loss(
         return torch.where(counts, losses, 0.0).sum() / _num_averaged(y, valid, average)
 
 
-def directions(vectors: Tensor) -> Tensor:
+@checked
+def directions(vectors: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
     """Rows over their norms; zeros, without a gradient, for rows too short to have a direction."""
     long_enough = vectors.detach().square().sum(1, keepdim=True) >= SMALLEST_NORM**2
     safe = torch.where(long_enough, vectors, 1.0)
     return torch.where(long_enough, safe / safe.square().sum(1, keepdim=True).sqrt(), 0.0)
 
 
-def prototype_distances(z: Tensor, prototypes: Tensor, candidates: Tensor) -> Tensor:
+@checked
+def prototype_distances(
+    z: Float[Tensor, "B D"], prototypes: Float[Tensor, "C D"], candidates: Bool[Tensor, " C"]
+) -> Float[Tensor, "B C"]:
     """Euclidean distance of each embedding to each candidate prototype; +inf for the others.
 
     Args:

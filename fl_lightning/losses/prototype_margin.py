@@ -10,14 +10,19 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from fl_lightning.core.precision import widened
+from fl_lightning.shapes import checked
 
 Gap = Literal["nearest", "pairwise"]
 
 
-def prototype_margin_loss(u: Tensor, y: Tensor, prototypes: Tensor, margin: float) -> Tensor:
+@checked
+def prototype_margin_loss(
+    u: Float[Tensor, "M D"], y: Int[Tensor, " M"], prototypes: Float[Tensor, "C D"], margin: float
+) -> Float[Tensor, ""]:
     """Cross-entropy of negative distances, with a margin that the own class must overcome.
 
     L = mean over b of −log softmax_k( −(‖u_b − T_k‖₂ + δ [k = y_b]) )_{y_b}. A distance of 0 has gradient 0.
@@ -49,7 +54,8 @@ def prototype_margin_loss(u: Tensor, y: Tensor, prototypes: Tensor, margin: floa
         return F.cross_entropy(-(distances + margin * F.one_hot(y, len(prototypes))), y)
 
 
-def prototype_gap(means: Tensor, kind: Gap = "nearest") -> float:
+@checked
+def prototype_gap(means: Float[Tensor, "M D"], kind: Gap = "nearest") -> float:
     """How far classes are apart, at the most.
 
     Args:

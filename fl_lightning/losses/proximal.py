@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,13 +19,15 @@ from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
     from fl_lightning.core.message import Message
 
 
-def proximal_loss(parameters: Iterable[Tensor], anchors: Iterable[Tensor]) -> Tensor:
+@checked
+def proximal_loss(parameters: Iterable[Tensor], anchors: Iterable[Tensor]) -> Float[Tensor, ""]:
     """Half the squared distance of weights to their anchors, ½ Σ_k ‖θ_k − w_k‖².
 
     A sum over all elements of all tensors: no mean and no root. The gradient is θ − w.

@@ -9,18 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
 
 
-def prediction_variance_loss(logits: Tensor) -> Tensor:
+@checked
+def prediction_variance_loss(logits: Float[Tensor, "B C"]) -> Float[Tensor, ""]:
     """How far the spread of each class's probability over the batch falls short of that of balanced one-hot outputs.
 
     L_V = 1/C Σ_c max(0, γ − σ_c), where σ_c is the standard deviation of softmax(logits)[:, c] over the batch (divisor
@@ -47,7 +50,8 @@ def prediction_variance_loss(logits: Tensor) -> Tensor:
         return (logits.shape[1] ** -0.5 - spread).clamp(min=0).mean()
 
 
-def uniformity_loss(z: Tensor, detach_bandwidth: bool = False) -> Tensor:
+@checked
+def uniformity_loss(z: Float[Tensor, "B D"], detach_bandwidth: bool = False) -> Float[Tensor, ""]:
     """Mean Gaussian potential of all pairs of embeddings: small where they are evenly spread.
 
     L_U = mean over pairs j < k of exp(−d²_jk / m), d²_jk = ‖z_j − z_k‖², m the median of the d² that are not 0 (the

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
@@ -70,7 +72,8 @@ def clamped(log_variance: Tensor) -> Tensor:
     return widened(log_variance).clamp(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
 
 
-def kl_to_standard_normal(mean: Tensor, log_variance: Tensor) -> Tensor:
+@checked
+def kl_to_standard_normal(mean: Float[Tensor, "B D"], log_variance: Float[Tensor, "B D"]) -> Float[Tensor, ""]:
     """Divergence of a diagonal Gaussian posterior from the standard normal prior, L_kl (Eq. 8).
 
     L = 1/B Σ_b ½ Σ_j ( μ² + exp(s) − 1 − s ), with s = `log_variance` in [−10, 10]. Zero iff μ = 0 and s = 0.
@@ -94,7 +97,10 @@ def kl_to_standard_normal(mean: Tensor, log_variance: Tensor) -> Tensor:
         return 0.5 * (widened(mean).square() + s.exp() - 1 - s).sum(1).mean()
 
 
-def reconstruction_loss(x: Tensor, x_rec: Tensor, reduction: str = "sum") -> Tensor:
+@checked
+def reconstruction_loss(
+    x: Float[Tensor, B * shape], x_rec: Float[Tensor, B * shape], reduction: str = "sum"
+) -> Float[Tensor, ""]:
     """Squared error of reconstructed inputs, L_rec (Eq. 11).
 
     L = 1/B Σ_b Σ_pixels (x − x_rec)²  for ``sum``; ``mean`` divides by the number of values of an input as well.

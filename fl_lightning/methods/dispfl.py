@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.aggregation import ArtifactRule, ExactSum
-from fl_lightning.core.division import load_entries
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Artifact, Message, Structured, artifact
-from fl_lightning.core.method import Method
+from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.mixing import Heard, MeanMixer, Mixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
@@ -99,15 +98,18 @@ class DisPFL(Method):
         r_t = (a/2) (1 + cos(π t/T)), t = 0, 1, …, and 0 from T on.
 
     What was regrown gets its values from the next exchange, so until then w_i stays as it was trained. Batch norm's
-    statistics, and parameters that do not train, are sent whole and averaged plainly. Around a server all participants
-    are each other's neighbours.
+    statistics, and parameters that do not train, are sent whole and averaged plainly.
+
+    By default neighbours are drawn as `RandomPeers` does, and around a server all participants are each other's. The
+    authors let every client draw k others a round, from which it hears: that is
+    ``exchange: {class_path: DirectedGraph, init_args: {degree: k, mixing: uniform}}``.
 
     Args:
         density: active share of the model's trainable parameters, in (0, 1]; shared out over the tensors by
             Erdős-Rényi-Kernel, which leaves small ones dense.
         anneal: a, share of a tensor's active weights that is replaced after the first round, in [0, 1]; 0 keeps the
             first masks.
-        anneal_rounds: T, >= 1; set it to `federation.rounds`.
+        anneal_rounds: T, >= 1; null takes all rounds of the run.
         regrow: where to regrow: the largest ``gradient`` of the dense model's cross-entropy on one training batch (the
             paper), or at ``random`` (the authors' shipped scripts).
         different_initial: give every client a first mask of its own; false gives all the same.
@@ -164,19 +166,16 @@ class DisPFL(Method):
 
     # --- what is exchanged --------------------------------------------------------------------------------------------
 
-    def is_shared(self, name: str, module: nn.Module) -> bool:
-        """What travels whole; masked parameters travel as artifacts of their names."""
-        return super().is_shared(name, module) and name not in self.masked_names
-
     @override
-    def interface(self) -> dict[str, tuple[int, ...]]:
-        return {**super().interface(), **{name: tuple(p.shape) for name, p in self.masked.items()}}
+    def predictors(self) -> dict[str, Predictor]:
+        """By the own sparse model; there is no other."""
+        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T"))}
 
     def parameter_counts(self) -> tuple[int, int]:
         """The active parameters are counted twice: every client has a model of its own, and all of it travels."""
         personal, shared = super().parameter_counts()
         active = sum(self.num_active)
-        return personal - sum(p.numel() for p in self.masked.values()) + active, shared + active
+        return personal + active, shared - sum(p.numel() for p in self.masked.values()) + active
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
@@ -192,10 +191,11 @@ class DisPFL(Method):
         """Take the neighbourhood's mean, or keep the own weights where nothing came; either under the own mask."""
         if not self.has_masks:
             self._draw_masks(data.client)
-        came = {name: message.artifacts[name] for name in self.masked_names if name in message.artifacts}
-        load_entries(self, {name: _dense(value) for name, value in came.items()})
         _prune(self._sparse())
-        super().receive(message, data)
+        came = {name: _dense(message.artifacts[name]) for name in self.masked_names if name in message.artifacts}
+        weights, masks = {**message.weights, **came}, self.masks
+        sparse = {name: tensor * masks[name] if name in masks else tensor for name, tensor in weights.items()}
+        super().receive(replace(message, weights=sparse), data)
 
     def _draw_masks(self, client: int) -> None:
         generator = torch_generator(self.mask_seed, "masks", client=client if self.different_initial else -1)
@@ -227,7 +227,8 @@ class DisPFL(Method):
         masked = zip(self.masked.items(), self.masks.values(), strict=True)
         own = {name: MaskedWeights.from_dense(parameter, mask) for (name, parameter), mask in masked}
         self._search_masks(data)
-        return Message(message.weights, {**message.artifacts, **own}, message.num_samples)
+        whole = {name: tensor for name, tensor in message.weights.items() if name not in own}
+        return replace(message, weights=whole, artifacts={**message.artifacts, **own})
 
     def _search_masks(self, data: OwnData) -> None:
         """m_i ← s_i less its smallest weights, plus as many of the most promising places; w_i stays as it is."""

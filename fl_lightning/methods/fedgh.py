@@ -156,7 +156,7 @@ class HeadServer(TrainingServer):
         own = self.network.state_dict()
         head = {f"model.head.{name}": tensor.to(self.dtypes[name], copy=True) for name, tensor in own.items()}
         artifacts = {name: artifact for name, artifact in message.artifacts.items() if name != UPLOAD}
-        return Message({**message.weights, **head}, artifacts, message.num_samples)
+        return replace(message, weights={**message.weights, **head}, artifacts=artifacts)
 
 
 def pooled(messages: Iterable[Message]) -> tuple[Tensor, Tensor, Tensor]:

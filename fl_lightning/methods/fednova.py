@@ -7,6 +7,7 @@ NeurIPS 2020, equations 5 and 6. Checked against the authors' code.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from fl_lightning.core.host import OwnData
 
 EffectiveSteps = Literal["auto", "normaliser", "steps"]
+SCALARS = ("normaliser", "steps", "lr_factor")
+"""What may travel beside the model: a_i, τ_i and η."""
 
 
 class FedNova(Method):
@@ -151,18 +154,17 @@ class NormalisedServer(Server):
     def see(self, client: int, message: Message) -> Message | None:
         """Take the trained weights; a client that made no step is left out."""
         artifacts = dict(message.artifacts)
-        normaliser = float(_tensor(artifacts.pop("normaliser")))
-        steps = float(_tensor(artifacts.pop("steps"))) if "steps" in artifacts else normaliser
-        lr_factor = float(_tensor(artifacts.pop("lr_factor"))) if "lr_factor" in artifacts else 1.0
+        sent = {name: float(_tensor(artifacts.pop(name))) for name in SCALARS if name in artifacts}
+        normaliser = sent["normaliser"]
         if normaliser == 0:
             return None
-        self._lr_factor = lr_factor
+        self._lr_factor = sent.get("lr_factor", 1.0)
         if self._reference is None:
             self._reference = normaliser
         weight = message.num_samples * (self._reference / normaliser)
         self._mean.add({name: tensor for name, tensor in message.weights.items() if name in self.trained}, weight)
         self._inverse += weight
-        self._effective += message.num_samples * (steps / self._reference)
+        self._effective += message.num_samples * (sent.get("steps", normaliser) / self._reference)
         others = {name: tensor for name, tensor in message.weights.items() if name not in self.trained}
         return Message(others, artifacts, message.num_samples)
 
@@ -174,7 +176,7 @@ class NormalisedServer(Server):
             moved = {name: self._moved(name, before[name], m, factor) for name, m in self._mean.result().items()}
         super().close_round()
         weights = {name: moved.get(name, self.message.weights.get(name, before[name])) for name in before}
-        self.message = Message(weights, self.message.artifacts, self.message.num_samples)
+        self.message = replace(self.message, weights=weights)
 
     def _moved(self, name: str, before: Tensor, mean: Tensor, factor: float) -> Tensor:
         wide = accumulation_dtype(before.device)

@@ -8,7 +8,8 @@ the prototypes need more than 1,000 rounds to converge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,6 @@ class FedTGP(Method):
         alignment = PrototypeAlignment(weight, average="valid")
         alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
-        self.alignment = [alignment]  # in a list, so that it is not registered a second time
         self.server_lr = server_lr
         self.server_epochs = server_epochs
         self.server_batch_size = server_batch_size
@@ -82,20 +82,21 @@ class FedTGP(Method):
         self.gap: Gap = gap
         self.inference = inference
 
+    @property
+    def alignment(self) -> PrototypeAlignment:
+        """The pull towards the prototypes, which holds those that were received."""
+        return next(term for term in self.terms if isinstance(term, PrototypeAlignment))
+
     def predictors(self) -> dict[str, Predictor]:
-        """By the nearest prototype, and by the classifier."""
-        ways: dict[str, Callable[[Seen], Tensor]] = {
-            "prototype": self._nearest,
-            "classifier": lambda seen: seen.logits(self.model),
-        }
-        other = "classifier" if self.inference == "prototype" else "prototype"
-        return {self.inference: Predictor(ways[self.inference]), other: Predictor(ways[other], ())}
+        """By the nearest prototype, and by the classifier; one of them gives the headline figures."""
+        ways = {"prototype": Predictor(self._nearest), "classifier": Predictor(lambda seen: seen.logits(self.model))}
+        return {name: way if name == self.inference else replace(way, figures=()) for name, way in ways.items()}
 
     def _nearest(self, seen: Seen) -> Tensor:
-        prototypes, valid = self.alignment[0].prototypes, self.alignment[0].valid
-        if not valid.any():
+        alignment = self.alignment
+        if not alignment.valid.any():
             return seen.logits(self.model)
-        return -prototype_distances(seen.z(self.model), prototypes, valid)
+        return -prototype_distances(seen.z(self.model), alignment.prototypes, alignment.valid)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
@@ -198,7 +199,7 @@ class PrototypeServer(TrainingServer):
         if not self.uploaded.any():
             return message
         prototypes = ClassMeans(self.network(), self.uploaded.clone(), sends_count=False)
-        return Message(message.weights, {**message.artifacts, "prototypes": prototypes}, message.num_samples)
+        return replace(message, artifacts={**message.artifacts, "prototypes": prototypes})
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, and which classes have been uploaded."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from fl_lightning.core.aggregation import WeightedMean
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message, accumulation_dtype
 from fl_lightning.core.method import Figure, Method, Predictor
-from fl_lightning.core.server import Server
+from fl_lightning.core.server import Server, Weighting
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.proximal import Proximal
@@ -31,7 +32,6 @@ from fl_lightning.seeding import derive_seed, isolated_streams, numpy_generator
 
 Start = Literal["kmeans++", "random", "assign"]
 Compared = Literal["all", "head"]
-Weighting = Literal["uniform", "samples"]
 Weights = Mapping[str, Tensor]
 
 
@@ -73,23 +73,17 @@ class FeSEM(Method):
     ) -> None:
         require(num_centres >= 1, "method.num_centres", "must be >= 1", num_centres)
         require(mu >= 0, "method.mu", "must be >= 0", mu)
-        require_choices(
-            "method",
-            start=(start, Start),
-            compare=(compare, Compared),
-            weighting=(weighting, Weighting),
-        )
+        require_choices("method", start=(start, Start), compare=(compare, Compared), weighting=(weighting, Weighting))
         super().__init__(model, terms=[Proximal(mu)], extra_terms=extra_terms)
         self.num_centres = num_centres
         self.start: Start = start
         self.compare = compare
-        self.by_samples = weighting == "samples"
+        self.weighting: Weighting = weighting
 
     def predictors(self) -> dict[str, Predictor]:
         """By the own centre; there is no single global model, unless there is one centre."""
-        figures: tuple[Figure, ...] = ("Local-T", "Global-T")
-        every: tuple[Figure, ...] = (*figures, "Server-T") if self.num_centres == 1 else figures
-        return {"": Predictor(lambda seen: seen.logits(self.model), every)}
+        single: tuple[Figure, ...] = ("Server-T",) if self.num_centres == 1 else ()
+        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T", *single))}
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
@@ -99,12 +93,7 @@ class FeSEM(Method):
             parameters = {name: p for name, p in parameters.items() if p is last}
         template = copy.deepcopy(self.model)
         return CentresServer(
-            initial,
-            self.num_centres,
-            self.start,
-            tuple(parameters),
-            self.by_samples,
-            lambda: redrawn(template),
+            initial, self.num_centres, self.start, tuple(parameters), self.weighting, partial(redrawn, template)
         )
 
 
@@ -116,7 +105,7 @@ class CentresServer(Server):
         num_centres: K.
         start: how the centres start.
         compared: names of the entries whose distance counts.
-        by_samples: whether clients of a centre are weighted by samples.
+        weighting: how clients of a centre count.
         redraw: gives the weights of a freshly initialised model.
     """
 
@@ -128,17 +117,16 @@ class CentresServer(Server):
         num_centres: int,
         start: Start,
         compared: tuple[str, ...],
-        by_samples: bool,
+        weighting: Weighting,
         redraw: Callable[[], dict[str, Tensor]],
     ) -> None:
         self.num_centres = num_centres
         self.start = start
         self.compared = compared
-        self.by_samples = by_samples
         self.redraw = redraw
         self.centres: list[dict[str, Tensor]] = []  # none before the first uploads, unless they start at random
         self.assignment: dict[int, int] = {}
-        super().__init__(initial)
+        super().__init__(initial, weighting=weighting)
 
     def setup(self, facts: Facts) -> None:
         """Draw the centres that start at random; the first is the common initial model."""
@@ -147,7 +135,8 @@ class CentresServer(Server):
             self.centres = [dict(self.message.weights)]
             while len(self.centres) < self.num_centres:
                 with isolated_streams(facts.seed, f"server/centre/{len(self.centres)}"):
-                    self.centres.append({**self.message.weights, **self.redraw()})
+                    drawn = self.redraw()
+                self.centres.append({name: drawn.get(name, same) for name, same in self.message.weights.items()})
 
     # --- what goes out ----------------------------------------------
 
@@ -204,7 +193,7 @@ class CentresServer(Server):
 
     def _join(self, client: int, centre: int, message: Message) -> None:
         self._chosen[client] = centre
-        self._means[centre].add(message.weights, message.num_samples if self.by_samples else 1)
+        self._means[centre].add(message.weights, 1 if self.mean_weighting == "uniform" else message.num_samples)
 
     def close_round(self) -> None:
         """M-step: each centre becomes the mean of its clients."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fl_lightning.models.checks import require_size
+from fl_lightning.shapes import checked
 
 
 class FeatureGenerator(nn.Module):
@@ -61,7 +63,14 @@ def num_generator_values(num_classes: int, embedding_size: int, noise_size: int,
     return (noise_size + num_classes) * hidden + 3 * hidden + (hidden + 1) * embedding_size
 
 
-def generate(values: Tensor, noise: Tensor, y: Tensor, num_classes: int, embedding_size: int) -> Tensor:
+@checked
+def generate(
+    values: Float[Tensor, " P"],
+    noise: Float[Tensor, "B E"],
+    y: Int[Tensor, " B"],
+    num_classes: int,
+    embedding_size: int,
+) -> Float[Tensor, "B D"]:
     """Embeddings [B, D] by a generator that came as one vector (`FeatureGenerator.flattened`).
 
     Args:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+from fl_lightning.shapes import checked
 
 
 def erdos_renyi_kernel(shapes: Sequence[Sequence[int]], density: float) -> list[int]:
@@ -52,7 +55,10 @@ def random_mask(shape: Sequence[int], active: int, generator: torch.Generator) -
     return mask.view(*shape)
 
 
-def regrown_mask(mask: Tensor, weights: Tensor, promise: Tensor, count: int) -> Tensor:
+@checked
+def regrown_mask(
+    mask: Bool[Tensor, "*shape"], weights: Float[Tensor, "*shape"], promise: Float[Tensor, "*shape"], count: int
+) -> Bool[Tensor, "*shape"]:
     """Drop the smallest active entries and grow as many others: the number of active entries stays.
 
     Args:

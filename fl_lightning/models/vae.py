@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from fl_lightning.errors import require
 from fl_lightning.models.checks import require_image, require_size
+from fl_lightning.shapes import checked
 
 _SMALLEST = 8  # pixels: three halvings leave one
 _GROUPS = 8
@@ -150,7 +152,8 @@ class LatentClassifier(nn.Module):
         return self.layers(z)
 
 
-def reparametrised(mean: Tensor, log_variance: Tensor) -> Tensor:
+@checked
+def reparametrised(mean: Float[Tensor, "B D"], log_variance: Float[Tensor, "B D"]) -> Float[Tensor, "B D"]:
     """Draw z = μ + exp(s/2)·ε, ε ~ N(0, I), differentiable in both; drawn in float32 and given in the inputs' dtype.
 
     Args:

@@ -119,7 +119,7 @@ def make_method(case):
         model_class = import_class("fl_lightning.models.mlp.MLP")
         model = model_class((1, 8, 8), 10, [24, 12])
         if case in CONV:
-            from conftest import TinyConvNet
+            from tiny_models import TinyConvNet
 
             model = TinyConvNet((1, 8, 8), 10)
         terms = [import_class(kinds[term])() for term in TERMS.get(case, ())]

@@ -2,25 +2,27 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fl_lightning.core.message import MaskedWeights, Message
+from fl_lightning.core.message import Message
 from fl_lightning.core.mixing import Heard
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import Newcomers
 from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods import dispfl
-from fl_lightning.methods.dispfl import ActiveMean, DisPFL, EqualMixer, replaced_share
+from fl_lightning.methods.dispfl import ActiveMean, DisPFL, EqualMixer, MaskedWeights, replaced_share
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.resnet import ResNet18
 from fl_lightning.models.sparsity import erdos_renyi_kernel, regrown_mask
@@ -68,11 +70,11 @@ def without(row, *names):
     return {name: value for name, value in row.items() if name not in names}
 
 
-def receive(loop, client, message=None):
+def receive(loop, index, message=None):
     """The client with its kept state, after a receive."""
-    module = loop.runner.load(client)
-    module.receive(loop.exchange.inbox(client) if message is None else message, loop.data.clients[client])
-    return module
+    client = loop.runner.load(index)
+    client.receive(loop.exchange.inbox(index) if message is None else message, loop.data.clients[index])
+    return client
 
 
 def momentum(parameters):
@@ -88,7 +90,7 @@ def test_dispfl_active_entries_of_every_tensor_never_change_in_number(conv_net, 
     method = lambda: DisPFL(conv_net(), density, anneal_rounds=4, regrow=regrow)  # noqa: E731
     loop = run_federation(method, rounds=6, optimizer=momentum, callbacks=[watch])
     expected = erdos_renyi_kernel([p.shape for _, p in conv_net().named_parameters()], density)
-    assert loop.runner.modules[0].masked_names == NAMES
+    assert loop.runner.modules[0].method.masked_names == NAMES
     for key, message in loop.diary.sent.items():
         assert count(sent_masks(message)) == expected
         assert count(kept_masks(watch.states[key])) == expected
@@ -130,15 +132,16 @@ def test_dispfl_mixing_matches_hand_computed_value_whatever_the_shares(share):
     assert not mixer.takes_shares
 
 
-def test_dispfl_client_takes_the_mean_under_its_own_mask(on_a_parabola, make_data):
+def test_dispfl_client_takes_the_mean_under_its_own_mask(on_a_parabola, make_client, make_data):
     """The head of four values of the same example: m_0 = s_0 gives [3, 4, 0, 0]."""
-    client = on_a_parabola(DisPFL, 0, 1)()
-    client.model.head.w = torch.nn.Parameter(torch.zeros(4))
-    client.mask_0 = torch.tensor([True, True, False, False])
-    client.has_masks.fill_(True)
+    method = on_a_parabola(DisPFL, 0, 1)()
+    method.model.head.w = torch.nn.Parameter(torch.zeros(4))
+    client = make_client(method)
+    method.mask_0.copy_(torch.tensor([True, True, False, False]))
+    method.has_masks.fill_(True)
     mean = torch.tensor([3.0, 4.0, 6.0, 0.0])
     client.receive(Message({}, {"model.head.w": mean}), make_data().clients[0])
-    assert client.model.head.w.tolist() == [3.0, 4.0, 0.0, 0.0]
+    assert method.model.head.w.tolist() == [3.0, 4.0, 0.0, 0.0]
 
 
 def test_dispfl_mean_does_not_depend_on_the_order_of_messages(assert_identical):
@@ -162,7 +165,7 @@ def test_dispfl_round_is_the_masked_mean_of_its_neighbourhood(conv_net, run_fede
     loop = run_federation(method, rounds=2, exchange=Ring(directions="both"))
     client = receive(loop, 1)
     messages = [loop.diary.sent[2, neighbour] for neighbour in (0, 1, 2)]
-    masks = client.masks
+    masks = client.method.masks
     hidden = 0
     for name in NAMES:
         total = torch.stack([m.artifacts[name].dense() for m in messages]).sum(0)
@@ -194,9 +197,9 @@ def test_dispfl_first_masks_are_drawn_by_client_and_not_by_when(mlp, run_federat
     assert torch.equal(late.states[3, 3]["mask_0"], first[3])
     fresh = set_up_federation(lambda: DisPFL(mlp(), anneal=0.0))
     torch.manual_seed(99)  # evaluating a client that never took part runs outside the seeded streams
-    assert torch.equal(receive(fresh, 3, Message()).mask_0, first[3])
+    assert torch.equal(receive(fresh, 3, Message()).method.mask_0, first[3])
     other = set_up_federation(lambda: DisPFL(mlp(), anneal=0.0), seed=1)
-    assert not torch.equal(receive(other, 3, Message()).mask_0, first[3])
+    assert not torch.equal(receive(other, 3, Message()).method.mask_0, first[3])
     assert loop.runner.pool.get(0)["has_masks"]
 
 
@@ -213,9 +216,9 @@ def test_dispfl_clients_start_from_one_initialisation_under_their_own_masks(mlp,
     loop = set_up_federation(lambda: DisPFL(mlp()))
     initial = {name: tensor.clone() for name, tensor in loop.runner.load(0).entries.items()}
     for client in range(4):
-        module = receive(loop, client, Message())
-        for name, mask in module.masks.items():
-            assert torch.equal(module.entries[name], torch.where(mask, initial[name], 0.0))
+        own = receive(loop, client, Message())
+        for name, mask in own.method.masks.items():
+            assert torch.equal(own.entries[name], torch.where(mask, initial[name], 0.0))
 
 
 def test_dispfl_replaced_share_matches_hand_computed_values():
@@ -298,8 +301,8 @@ def test_dispfl_pruned_weights_are_zero_after_every_step(conv_net, set_up_federa
     seen = []
 
     class Watched(DisPFL):
-        def observe(self, out):
-            super().observe(out)
+        def local_step(self, step):
+            super().local_step(step)
             masks = self.masks
             seen.append(max(float(p.detach()[~masks[name]].abs().sum()) for name, p in self.masked.items()))
 
@@ -341,14 +344,15 @@ def test_dispfl_regrows_where_the_dense_gradient_is_largest(mlp, make_data, set_
     data = make_data(batch_size=100)
     loop = set_up_federation(lambda: DisPFL(mlp(), density=0.3), data=data)
     client = receive(loop, 0, Message())
-    client.round = 1
-    before = {name: mask.clone() for name, mask in client.masks.items()}
+    method = client.method
+    method.facts = replace(method.facts, round=1)
+    before = {name: mask.clone() for name, mask in method.masks.items()}
     x, y = data.store.gather(data.clients[0].train)
-    loss = F.cross_entropy(client.model(x), y)
-    gradients = dict(zip(client.masked, torch.autograd.grad(loss, list(client.masked.values())), strict=True))
+    loss = F.cross_entropy(method.model(x), y)
+    gradients = dict(zip(method.masked, torch.autograd.grad(loss, list(method.masked.values())), strict=True))
     client.send(data.clients[0])
     grown = 0
-    for name, mask in client.masks.items():
+    for name, mask in method.masks.items():
         new, size = mask & ~before[name], gradients[name].abs()
         if new.any():
             assert size[new].min() >= size[~mask].max() * (1 - 1e-4)
@@ -358,33 +362,36 @@ def test_dispfl_regrows_where_the_dense_gradient_is_largest(mlp, make_data, set_
 
 def test_dispfl_search_leaves_no_trace_but_masks(conv_net, run_federation, unchanged):
     """Not in batch norm's statistics, not in modes, gradients or what is trainable."""
-    loop = run_federation(lambda: DisPFL(conv_net()), rounds=1)
+    loop = run_federation(lambda: DisPFL(conv_net(), anneal_rounds=500), rounds=1)
     client = receive(loop, 0)
     client.train()
     before = {name: tensor.clone() for name, tensor in client.state_dict().items()}
     client.send(loop.data.clients[0])
     changed = {name for name, tensor in client.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
-    assert all(name.startswith("mask_") for name in changed)
+    assert all(name.startswith("method.mask_") for name in changed)
     assert all(part.training for part in client.modules())
     assert all(p.requires_grad and p.grad is None for p in client.parameters())
-    client.anneal = 0.0
+    client.method.anneal = 0.0
     with unchanged(client):  # nothing is drawn, either
         client.send(loop.data.clients[0])
 
 
 def test_dispfl_random_search_needs_no_gradient(conv_net, run_federation, count_passes):
-    loop = run_federation(lambda: DisPFL(conv_net(), regrow="random"), rounds=1)
+    loop = run_federation(lambda: DisPFL(conv_net(), anneal_rounds=500, regrow="random"), rounds=1)
     client = receive(loop, 0)
-    passes = count_passes(client.model.head)
-    before = client.mask_4.clone()
+    passes = count_passes(client.method.model.head)
+    before = client.method.mask_4.clone()
     client.send(loop.data.clients[0])
     assert passes.forward == 0
-    assert not torch.equal(client.mask_4, before)
+    assert not torch.equal(client.method.mask_4, before)
 
 
-def test_dispfl_replaces_the_annealed_share_of_every_tensor_rounded_up(conv_net, run_federation, monkeypatch):
-    """r_0 = 0.4 and r_1 = 0.3 at T = 3 of what is active, for each of four clients."""
+@pytest.mark.parametrize(("anneal_rounds", "rates"), [(3, [0.4, 0.3]), (None, [0.4, 0.3, 0.1])], ids=["3", "all"])
+def test_dispfl_replaces_the_annealed_share_of_every_tensor_rounded_up(
+    conv_net, run_federation, monkeypatch, anneal_rounds, rates
+):
+    """r_0 = 0.4, r_1 = 0.3 and r_2 = 0.1 at T = 3 of what is active, for each of four clients; null is all rounds."""
     seen = []
 
     def spy(mask, weights, promise, count):
@@ -392,11 +399,11 @@ def test_dispfl_replaces_the_annealed_share_of_every_tensor_rounded_up(conv_net,
         return regrown_mask(mask, weights, promise, count)
 
     monkeypatch.setattr(dispfl, "regrown_mask", spy)
-    run_federation(lambda: DisPFL(conv_net(), density=0.3, anneal=0.4, anneal_rounds=3), rounds=2)
-    tensors = 4 * len(NAMES)
-    assert [count for _, count in seen] == [
-        math.ceil(rate * active) for rate, (active, _) in zip([0.4] * tensors + [0.3] * tensors, seen, strict=True)
-    ]
+    method = lambda: DisPFL(conv_net(), density=0.3, anneal=0.4, anneal_rounds=anneal_rounds)  # noqa: E731
+    run_federation(method, rounds=len(rates))
+    of_calls = [rate for rate in rates for _ in range(4 * len(NAMES))]
+    expected = [math.ceil(round(rate * active, 6)) for rate, (active, _) in zip(of_calls, seen, strict=True)]
+    assert [count for _, count in seen] == expected
     assert any(0.4 * active % 1 for active, _ in seen)
 
 
@@ -422,10 +429,10 @@ def test_dispfl_active_weights_are_a_client_s_own_and_travel(conv_net, run_feder
     assert loop.runner.num_parameters() == {"personal": active, "shared": active}
 
 
-def test_dispfl_message_of_a_resnet18_is_half_of_the_model(make_data):
+def test_dispfl_message_of_a_resnet18_is_half_of_the_model(make_client, make_data):
     """DRDFL's 106.65 is half of all entries, batch norm's 9,620 among them, which we send whole: 106.75."""
     torch.manual_seed(0)
-    client = DisPFL(ResNet18((3, 32, 32), 10), density=0.5, anneal=0.0)
+    client = make_client(DisPFL(ResNet18((3, 32, 32), 10), density=0.5, anneal=0.0))
     data = make_data(shape=(3, 32, 32)).clients[0]
     client.receive(Message(), data)
     message = client.send(data)
@@ -465,7 +472,7 @@ def test_dispfl_client_without_a_neighbour_goes_on_with_its_own(conv_net, run_fe
     client = receive(loop, 3)
     for name, mask in kept_masks(state).items():
         assert torch.equal(client.entries[name], torch.where(mask, state[name], 0.0))
-        assert torch.equal(client.masks[name], mask)
+        assert torch.equal(client.method.masks[name], mask)
     assert loop.exchange.downlink(3).num_params == 0
 
 
@@ -502,7 +509,9 @@ def test_dispfl_resumes_exactly_under_failures(
 
 
 @pytest.mark.parametrize(
-    "exchange", [Ring(), Ring("sequential"), DirectedGraph(degree=2)], ids=["ring", "in turn", "directed"]
+    "exchange",
+    [Ring(), Ring("sequential"), DirectedGraph(degree=2), DirectedGraph(degree=2, mixing="uniform")],
+    ids=["ring", "in turn", "directed", "the authors'"],
 )
 def test_dispfl_runs_on_any_graph_and_needs_no_push_sum(conv_net, run_federation, exchange):
     loop = run_federation(lambda: DisPFL(conv_net(), density=0.3), exchange=exchange)
@@ -533,15 +542,33 @@ def test_dispfl_terms_come_along_and_are_not_masked(conv_net, run_federation):
     assert set(message.artifacts) == {*NAMES, "prototypes"}
     assert loop.diary.rows[-1]["loss/proximal"] > 0
     assert loop.diary.rows[-1]["loss/prototype_alignment"] > 0
-    assert loop.runner.modules[0].masked_names == NAMES
+    assert loop.runner.modules[0].method.masked_names == NAMES
     received = loop.exchange.inbox(0).artifacts["prototypes"]
     assert received.valid.all()
 
 
-def test_dispfl_refuses_terms_that_need_a_server_that_remembers(mlp, set_up_federation):
-    terms = lambda: [ClassRelation(momentum=0.9)]  # noqa: E731
+def test_dispfl_terms_hold_and_compare_what_travels_masked(mlp, set_up_federation):
+    """Masked parameters are no entries of a message, but they come in with it: under the mask, as the client starts."""
+    terms = lambda: [Proximal(0.1), ModelContrast()]  # noqa: E731
+    loop = set_up_federation(lambda: DisPFL(mlp(), density=0.3, extra_terms=terms()))
+    client = receive(loop, 0, Message())
+    proximal = client.method.terms.extra[0]
+    assert proximal.names == client.method.masked_names
+    assert proximal(client.method, None).item() == 0
+    for name, mask in client.method.masks.items():
+        assert not proximal.get_buffer(f"anchor_{proximal.names.index(name)}")[~mask].any()
+
+
+@pytest.mark.parametrize("options", [{"history": "all"}, {"missing": "one_hot"}], ids=str)
+def test_dispfl_refuses_terms_that_need_a_server_that_remembers(mlp, set_up_federation, options):
     with pytest.raises(ConfigError, match=r"federation\.exchange: DisPFL cannot do without its server"):
-        set_up_federation(lambda: DisPFL(mlp(), extra_terms=terms()))
+        set_up_federation(lambda: DisPFL(mlp(), extra_terms=[ClassRelation(**options)]))
+
+
+def test_dispfl_takes_terms_whose_momentum_everybody_can_keep(mlp, run_federation):
+    """Of what a client was given last, not of what a server knows."""
+    loop = run_federation(lambda: DisPFL(mlp(), extra_terms=[ClassRelation(momentum=0.9)]), rounds=3)
+    assert loop.exchange.inbox(0).artifacts["soft_labels"].valid.all()
 
 
 def test_dispfl_parameters_that_do_not_train_travel_whole(conv_net, run_federation):
@@ -551,7 +578,7 @@ def test_dispfl_parameters_that_do_not_train_travel_whole(conv_net, run_federati
         return DisPFL(model, density=0.3)
 
     loop = run_federation(method, rounds=2)
-    assert loop.runner.modules[0].masked_names == NAMES[:-1]
+    assert loop.runner.modules[0].method.masked_names == NAMES[:-1]
     assert "model.head.bias" in loop.diary.sent[1, 0].weights
 
 
@@ -568,7 +595,7 @@ def test_dispfl_refuses_models_of_different_shapes(mlp, set_up_federation):
         ({"density": 1.1}, r"method\.density: must be in \(0, 1\], got 1\.1"),
         ({"anneal": -0.1}, r"method\.anneal: must be in \[0, 1\] \(0 keeps the first masks\), got -0\.1"),
         ({"anneal": 1.5}, r"method\.anneal: must be in \[0, 1\]"),
-        ({"anneal_rounds": 0}, r"method\.anneal_rounds: must be >= 1, got 0"),
+        ({"anneal_rounds": 0}, r"method\.anneal_rounds: must be >= 1 or null, got 0"),
         ({"regrow": "magnitude"}, r"method\.regrow: must be one of gradient, random, got 'magnitude'"),
     ],
     ids=str,

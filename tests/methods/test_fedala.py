@@ -26,14 +26,14 @@ def assert_same_federation(one, other, assert_identical):
         assert_identical(without(row, *TIMES), without(same, *TIMES))
 
 
-def at_home(loop, client):
+def at_home(loop, index):
     """A client with its kept state, as it is before a receive."""
-    return loop.runner.load(client)
+    return loop.runner.load(index)
 
 
-def receive(module, loop, client, message=None):
-    module.receive(loop.exchange.inbox(client) if message is None else message, loop.data.clients[client])
-    return module
+def receive(client, loop, index, message=None):
+    client.receive(loop.exchange.inbox(index) if message is None else message, loop.data.clients[index])
+    return client
 
 
 # --- where it is FedAvg ----------------------------------------------
@@ -57,55 +57,57 @@ def test_fedala_first_participation_is_fedavgs(conv_net, run_federation, assert_
         assert_identical(loop.diary.sent[1, client].weights, plain.diary.sent[1, client].weights)
 
 
-def test_fedala_of_no_layers_mixes_none(mlp):
+def test_fedala_of_no_layers_mixes_none(mlp, make_client):
     """In Python, the last 0 of a list are all of it."""
-    assert FedALA(mlp(), layers=0).mixed_names == []
+    assert make_client(FedALA(mlp(), layers=0)).method.mixed_names == []
 
 
 # --- the mixture ----------------------------------------------
 
 
 @pytest.mark.parametrize(("mixing_lr", "weight", "place"), [(1.0, 0.0, 0.0), (0.25, 0.5, 1.0), (0.1, 0.8, 1.6)])
-def test_fedala_mixing_step_matches_hand_computed_value(on_a_parabola, make_data, mixing_lr, weight, place):
+def test_fedala_mixing_step_matches_hand_computed_value(
+    on_a_parabola, make_client, make_data, mixing_lr, weight, place
+):
     """½ (θ̂ − 1)², θ_i = 0, θ = 2, W = 1: ∇ = 1, so W = clip(1 − 2 η_w), θ̂ = 2 W."""
     data = make_data(counts=((12, 8, 5, 4),), batch_size=100)
-    client = on_a_parabola(FedALA, 0, 1, mixing_lr=mixing_lr)()
-    client.has_own_model.fill_(True)
-    client.has_mixing.fill_(True)  # so that there is one epoch of one batch
+    client = make_client(on_a_parabola(FedALA, 0, 1, mixing_lr=mixing_lr)())
+    method = client.method
+    method.has_own_model.fill_(True)
+    method.has_mixing.fill_(True)  # so that there is one epoch of one batch
     client.receive(Message({"model.head.w": torch.tensor(2.0)}), data.clients[0])
-    assert client.mixing[0].item() == pytest.approx(weight)
-    assert client.model.head.w.item() == pytest.approx(place)
+    assert method.mixing[0].item() == pytest.approx(weight)
+    assert method.model.head.w.item() == pytest.approx(place)
 
 
 def test_fedala_learns_value_by_value_in_the_last_layers(mlp, make_data, run_federation):
     """One epoch of one batch, by hand on a copy, from a W that is not 1."""
     data = make_data(batch_size=100)
     loop = run_federation(lambda: FedALA(mlp(), share=1.0, mixing_lr=3.0), rounds=2, data=data)
-    module = at_home(loop, 0)
-    for w in module.mixing:
+    client = at_home(loop, 0)
+    method = client.method
+    for w in method.mixing:
         w.copy_(torch.rand(w.shape, generator=torch.Generator().manual_seed(1)))
-    weights = [w.clone() for w in module.mixing]
-    own = [parameter.detach().clone() for parameter in module.mixed]
-    receive(module, loop, 0)
+    weights = [w.clone() for w in method.mixing]
+    own = [parameter.detach().clone() for parameter in method.mixed]
+    receive(client, loop, 0)
     received = loop.exchange.inbox(0).weights
-    model = copy.deepcopy(module.model)
+    model = copy.deepcopy(method.model)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in received.items()})
-    new = [received[name] for name in module.mixed_names]
+    new = [received[name] for name in method.mixed_names]
     with torch.no_grad():
         for p, a, b, w in zip(model.head.parameters(), own, new, weights, strict=True):
             p.copy_(a + (b - a) * w)
     x, y = data.store.gather(data.clients[0].train)
     F.cross_entropy(model(x), y).backward()
-    for p, w, a, b, before, learnt in zip(
-        model.head.parameters(), weights, own, new, weights, module.mixing, strict=True
-    ):
+    for p, w, a, b, learnt in zip(model.head.parameters(), weights, own, new, method.mixing, strict=True):
         expected = (w - 3.0 * p.grad * (b - a)).clamp(0, 1)
         torch.testing.assert_close(learnt, expected, rtol=1e-5, atol=1e-6)
-        assert not torch.equal(learnt, before)
+        assert not torch.equal(learnt, w)
     for name, tensor in received.items():
         if name not in HEAD:
-            assert torch.equal(module.entries[name], tensor)
-    for parameter, a, b, w in zip(module.mixed, own, new, module.mixing, strict=True):
+            assert torch.equal(client.entries[name], tensor)
+    for parameter, a, b, w in zip(method.mixed, own, new, method.mixing, strict=True):
         torch.testing.assert_close(parameter.detach(), a + (b - a) * w)
 
 
@@ -135,21 +137,21 @@ def test_fedala_keeps_its_own_last_layers_and_no_more_of_the_model(conv_net, run
 def test_fedala_of_an_unchanged_global_model_learns_nothing(mlp, run_federation):
     """θ = θ_i: there is nothing to mix."""
     loop = run_federation(lambda: FedALA(mlp()), rounds=3)
-    module = at_home(loop, 0)
-    before = [w.clone() for w in module.mixing]
-    own = {name: module.entries[name].clone() for name in HEAD}
-    receive(module, loop, 0, Message({**loop.exchange.inbox(0).weights, **own}))
-    assert all(torch.equal(w, old) for w, old in zip(module.mixing, before, strict=True))
-    assert all(torch.equal(module.entries[name], tensor) for name, tensor in own.items())
+    client = at_home(loop, 0)
+    before = [w.clone() for w in client.method.mixing]
+    own = {name: client.entries[name].clone() for name in HEAD}
+    receive(client, loop, 0, Message({**loop.exchange.inbox(0).weights, **own}))
+    assert all(torch.equal(w, old) for w, old in zip(client.method.mixing, before, strict=True))
+    assert all(torch.equal(client.entries[name], tensor) for name, tensor in own.items())
 
 
 def test_fedala_takes_the_received_statistics_and_leaves_them(conv_net, run_federation):
     loop = run_federation(lambda: FedALA(conv_net()), rounds=2)
-    module = receive(at_home(loop, 0), loop, 0)
+    client = receive(at_home(loop, 0), loop, 0)
     for name, tensor in loop.exchange.inbox(0).weights.items():
         if name.startswith("model.body."):
-            assert torch.equal(module.entries[name], tensor)
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+            assert torch.equal(client.entries[name], tensor)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in client.parameters())
 
 
 # --- how long, and at what cost ----------------------------------------------
@@ -165,24 +167,34 @@ def test_fedala_start_phase_ends_when_losses_settle_or_at_the_cap_and_later_it_i
 ):
     """More than `num_losses` records are needed; the passes go through the head alone on the way back."""
     data = make_data(counts=((12, 8, 5, 5),), test_fraction=0.0)  # 30 samples, of which 80 % are 24
-    client = lambda: FedALA(mlp(), max_epochs=15, **options)  # noqa: E731
-    loop = run_federation(client, rounds=1, data=data, evaluate_every=1)
-    module = at_home(loop, 0)
-    head, body = count_passes(module.model.head), count_passes(module.model.body.neck)
+    method = lambda: FedALA(mlp(), max_epochs=15, **options)  # noqa: E731
+    loop = run_federation(method, rounds=1, data=data, evaluate_every=1)
+    client = at_home(loop, 0)
+    model = client.method.model
+    head, body = count_passes(model.head), count_passes(model.body.neck)
     message = Message({name: tensor + 0.1 for name, tensor in loop.exchange.inbox(0).weights.items()})
-    receive(module, loop, 0, message)
-    assert bool(module.has_mixing)
+    receive(client, loop, 0, message)
+    assert bool(client.method.has_mixing)
     assert head.forward == head.backward == body.forward == 24 * epochs
     assert body.backward == 0
-    receive(module, loop, 0, Message({name: tensor + 0.1 for name, tensor in module.shared_weights().items()}))
+    receive(client, loop, 0, Message({name: tensor + 0.1 for name, tensor in client.division.weights().items()}))
     assert head.forward - 24 * epochs == 24
 
 
-def test_fedala_learns_on_a_random_share_of_its_samples(mlp, make_data):
+def test_fedala_learns_on_a_random_share_of_its_samples(mlp, make_client, make_data):
     """Not a window of consecutive ones, which in sorted data is one class."""
     data = make_data(counts=((20, 20),), test_fraction=0.0)
-    client = FedALA(mlp(num_classes=2))
-    drawn = [torch.cat([bundle.y for bundle in client.own_batches(data.clients[0], 0.5)]) for _ in range(2)]
+    client = make_client(FedALA(mlp(num_classes=2), share=0.5))
+    method, seen = client.method, []
+    method.has_own_model.fill_(True)
+    method.terms.cross_entropy.register_forward_hook(lambda term, args, value: seen.append(args[1].y))
+    method.has_mixing.fill_(True)  # so that a receive is one epoch
+    drawn = []
+    for _ in range(2):
+        weights = {name: tensor + 0.1 for name, tensor in client.division.weights().items()}
+        client.receive(Message(weights), data.clients[0])
+        drawn.append(torch.cat(seen))
+        seen.clear()
     assert [len(y) for y in drawn] == [20, 20]
     assert all(0 < y.sum() < 20 for y in drawn)
     assert not torch.equal(*drawn)
@@ -201,9 +213,12 @@ def test_fedala_client_that_sat_out_mixes_with_its_own_last_model(mlp, run_feder
 
 
 def test_fedala_has_a_server_accuracy_of_the_plain_mean(mlp, run_federation):
+    """Which is not what a client predicts by that has received it."""
     loop = run_federation(lambda: FedALA(mlp()), rounds=2)
     assert 0 <= loop.diary.rows[-1]["Server-T"] <= 1
-    assert not loop.runner.modules[0].received_is_global
+    assert loop.examiner.has_global_model
+    known = loop.examiner.global_scores(0)
+    assert known(receive(at_home(loop, 0), loop, 0)) is None
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

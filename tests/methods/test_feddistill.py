@@ -1,18 +1,22 @@
 """The tests that the specification of FedDistill and FedDistill+ promises (BASELINES-B.md, section 1)."""
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fl_lightning.core.client import Collected
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.host import Collected
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.loop import EvaluationPolicy, Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation, label_distillation_loss
 from fl_lightning.methods.fedavg import FedAvg
@@ -30,38 +34,64 @@ def client_data(shape, num_classes, classes, per_class=2):
     return ClientData(0, store, num_classes, np.arange(len(y)), nothing, nothing)
 
 
+def server_of(client):
+    return client.make_server(Facts())
+
+
+class Own:
+    """A client's own data, seen by its model: given logits of given classes."""
+
+    def __init__(self, logits, classes):
+        self.seen = Collected(torch.zeros(len(logits), 2), logits, torch.tensor(classes, dtype=torch.long))
+
+    def collected(self):
+        return self.seen
+
+
 class Round:
     """Clients of two classes that send given soft labels through a server, without any training."""
 
-    def __init__(self, mlp, clients=3, **options):
-        self.clients = [FedDistill(mlp(shape=(2,), num_classes=2), **options) for _ in range(clients)]
-        self.server = self.clients[0].make_server(self.clients[0].initial_message())
-        self.number = 0
+    def __init__(self, make_client, mlp, clients=3, **options):
+        made = [make_client(FedDistill(mlp(shape=(2,), num_classes=2), **options)) for _ in range(clients)]
+        self.clients = made
+        self.server = server_of(made[0])
+        self.facts = Facts(num_clients=clients)
 
     def send(self, soft_labels):
         """`soft_labels`: client -> class -> probability of class 0."""
-        self.number += 1
-        self.server.open_round(self.number)
+        self.facts = replace(self.facts, round=self.facts.round + 1, participants=tuple(soft_labels))
+        self.server.facts = self.facts
+        self.server.open_round()
         for index, of_class in soft_labels.items():
             p = torch.tensor([[share, 1 - share] for share in of_class.values()]).reshape(-1, 2)
-            seen = Collected(torch.zeros(len(p), 2), p.log(), torch.tensor(list(of_class), dtype=torch.long))
-            client = self.clients[index]
-            client.round, client.collect = self.number, lambda data, seen=seen: seen
-            self.server.collect(index, Message({}, client.all_terms[1].send(client, None), len(p)))
+            method = self.clients[index].method
+            method.facts = replace(self.facts, client=index)
+            sent = distillation(method).send(method, Own(p.log(), list(of_class)))
+            self.server.collect(index, Message({}, dict(sent), len(p)))
         self.server.close_round()
 
     def teacher(self, index):
-        term = self.clients[index].all_terms[1]
-        term.receive(self.clients[index], self.server.message_for(index))
+        term = distillation(self.clients[index].method)
+        term.receive(self.clients[index].method, self.server.message_for(index))
         return term.teacher, term.valid.tolist()
 
 
+@pytest.fixture
+def make_round(make_client, mlp):
+    return lambda **options: Round(make_client, mlp, **options)
+
+
+def distillation(method):
+    """The method's term."""
+    return next(term for term in method.terms if isinstance(term, LabelDistillation))
+
+
 def teachers_of(loop):
-    term = loop.runner.modules[0].all_terms[1]
+    term = distillation(loop.runner.modules[0].method)
     return term.teacher, term.valid
 
 
-def count_passes(module):
+def count_passes(client):
     """Forward passes of the body by mode, and backward passes through it."""
     counts = {"train": 0, "eval": 0, "backward": 0}
 
@@ -76,7 +106,7 @@ def count_passes(module):
             args[0].requires_grad_()  # so that a backward pass reaches it
             args[0].register_hook(backward)
 
-    stage = module.model.body.stages[0]
+    stage = client.method.model.body.stages[0]
     stage.register_forward_pre_hook(before)
     stage.register_forward_hook(forward)
     return counts
@@ -86,8 +116,8 @@ def count_passes(module):
 
 
 @pytest.mark.parametrize(("classes", "num_classes", "up"), [(range(10), 10, 110), ([1, 4, 9], 10, 33), ([7], 100, 101)])
-def test_feddistill_sends_a_soft_label_and_a_count_for_each_class_held(mlp, classes, num_classes, up):
-    client = FedDistill(mlp(num_classes=num_classes))
+def test_feddistill_sends_a_soft_label_and_a_count_for_each_class_held(mlp, make_client, classes, num_classes, up):
+    client = make_client(FedDistill(mlp(num_classes=num_classes)))
     message = client.send(client_data((1, 8, 8), num_classes, classes))
     assert message.num_params == up
     assert message.weights == {}
@@ -96,26 +126,26 @@ def test_feddistill_sends_a_soft_label_and_a_count_for_each_class_held(mlp, clas
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_feddistill_receives_sums_and_rounds_of_all_classes(mlp, num_classes):
-    client = FedDistill(mlp(num_classes=num_classes))
-    server = client.make_server(client.initial_message())
+def test_feddistill_receives_sums_and_rounds_of_all_classes(mlp, make_client, num_classes):
+    client = make_client(FedDistill(mlp(num_classes=num_classes)))
+    server = server_of(client)
     assert server.message_for(0).num_params == 0
     server.aggregate({0: client.send(client_data((1, 8, 8), num_classes, [1, 2]))})
     assert server.message_for(0).num_params == num_classes * (num_classes + 1)
 
 
-def test_feddistillplus_sends_its_weights_too():
-    message = FedDistillPlus(CNN((1, 28, 28), 10)).send(client_data((1, 28, 28), 10, range(10)))
+def test_feddistillplus_sends_its_weights_too(make_client):
+    message = make_client(FedDistillPlus(CNN((1, 28, 28), 10))).send(client_data((1, 28, 28), 10, range(10)))
     assert message.num_params == 582_136
 
 
-def test_feddistill_sends_means_of_probabilities_not_of_logits(mlp):
+def test_feddistill_sends_means_of_probabilities_not_of_logits(mlp, make_client):
     data = client_data((1, 8, 8), 4, [0, 2], per_class=20)
-    client = FedDistill(mlp())
+    client = make_client(FedDistill(mlp()))
     sent = client.send(data).artifacts["label_distillation"]
     x, y = next(data.batches("train"))
     with torch.no_grad():
-        logits = client.model(x)
+        logits = client.method.model(x)
     expected = ClassMeans.from_samples(logits.softmax(1), y, 4)
     assert torch.equal(sent.count, expected.count)
     torch.testing.assert_close(sent.mean, expected.mean)
@@ -124,8 +154,7 @@ def test_feddistill_sends_means_of_probabilities_not_of_logits(mlp):
 
 def test_feddistill_running_averages_are_those_of_the_whole_fit(mlp, sgd, set_up_federation, train_by_hand):
     loop = set_up_federation(lambda: FedDistill(mlp(), averages="running"), rounds=1, local_epochs=2)
-    model, seen = loop.runner.make_client(0).model, []
-    model.load_state_dict(loop.runner.modules[0].model.state_dict())
+    model, seen = copy.deepcopy(loop.runner.modules[0].method.model), []
     loop.run()
 
     def loss(x, y):
@@ -143,32 +172,34 @@ def test_feddistill_running_averages_are_those_of_the_whole_fit(mlp, sgd, set_up
 # --- the teacher ----------------------------------------------
 
 
-def test_feddistill_teacher_is_the_mean_of_the_others(mlp):
-    made = Round(mlp)
+def test_feddistill_teacher_is_the_mean_of_the_others(make_round):
+    made = make_round()
     made.send({0: {0: 0.8}, 1: {0: 0.6}, 2: {1: 0.5}})
     for index, expected in enumerate([[0.6, 0.4], [0.8, 0.2], [0.7, 0.3]]):
         torch.testing.assert_close(made.teacher(index)[0][0], torch.tensor(expected))
 
 
-def test_feddistill_teacher_may_include_the_own_soft_labels(mlp):
-    made = Round(mlp, include_self=True)
+def test_feddistill_teacher_may_include_the_own_soft_labels(make_round):
+    made = make_round(include_self=True)
     made.send({0: {0: 0.8, 1: 0.5}, 1: {0: 0.6}})
     for index in range(3):
         torch.testing.assert_close(made.teacher(index)[0], torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
-    assert not set(made.clients[0].state_dict()) & {"terms.1.own", "terms.1.sent_round"}
+    remembered = {"terms.1.own", "terms.1.sent_round"}
+    assert not set(made.clients[0].entries) & remembered
+    assert set(make_round().clients[0].entries) >= remembered
 
 
-def test_feddistill_client_that_sat_out_gets_the_mean_of_all(mlp):
-    made = Round(mlp)
+def test_feddistill_client_that_sat_out_gets_the_mean_of_all(make_round):
+    made = make_round()
     made.send({0: {0: 0.8}, 1: {0: 0.6}, 2: {0: 0.1}})
     made.send({1: {0: 0.9}, 2: {0: 0.5}})
     torch.testing.assert_close(made.teacher(0)[0][0], torch.tensor([0.7, 0.3]))
     torch.testing.assert_close(made.teacher(1)[0][0], torch.tensor([0.5, 0.5]))
 
 
-def test_feddistill_knows_that_older_sums_still_hold_its_own_soft_labels(mlp):
+def test_feddistill_knows_that_older_sums_still_hold_its_own_soft_labels(make_round):
     """Class 1 was last sent in round 1, by clients 0 and 1; class 0 since then by others."""
-    made = Round(mlp)
+    made = make_round()
     made.send({0: {0: 0.8, 1: 0.2}, 1: {1: 0.4}})
     made.send({2: {0: 0.5}})
     teacher, valid = made.teacher(0)
@@ -177,9 +208,9 @@ def test_feddistill_knows_that_older_sums_still_hold_its_own_soft_labels(mlp):
     torch.testing.assert_close(made.teacher(2)[0][1], torch.tensor([0.3, 0.7]))
 
 
-def test_feddistill_knows_in_which_round_it_sent_each_class(mlp):
+def test_feddistill_knows_in_which_round_it_sent_each_class(make_round):
     """Its fits of rounds 2 and 3 see class 0 alone; class 1's sums of round 1 still hold what it sent then."""
-    made = Round(mlp)
+    made = make_round()
     made.send({0: {0: 0.8, 1: 0.2}, 1: {1: 0.4}, 2: {1: 0.6}})
     made.send({0: {0: 0.7}, 1: {0: 0.5}})
     made.send({0: {0: 0.6}, 1: {0: 0.1}})
@@ -189,8 +220,8 @@ def test_feddistill_knows_in_which_round_it_sent_each_class(mlp):
 
 
 @pytest.mark.parametrize("sits_out", [False, True])
-def test_feddistill_class_of_one_client_has_no_teacher_there(mlp, sits_out):
-    made = Round(mlp)
+def test_feddistill_class_of_one_client_has_no_teacher_there(make_round, sits_out):
+    made = make_round()
     made.send({0: {0: 0.8, 1: 0.3}, 1: {0: 0.6}})
     if sits_out:
         made.send({1: {0: 0.6}})
@@ -198,21 +229,21 @@ def test_feddistill_class_of_one_client_has_no_teacher_there(mlp, sits_out):
     assert made.teacher(1)[1] == [sits_out is False, True]
 
 
-def test_feddistill_gradient_without_a_teacher_is_that_of_cross_entropy(mlp):
-    made = Round(mlp)
+def test_feddistill_gradient_without_a_teacher_is_that_of_cross_entropy(make_round):
+    made = make_round()
     made.send({0: {0: 0.8, 1: 0.3}, 1: {0: 0.6}})
     client = made.clients[0]
     made.teacher(0)
-    out = client.forward_pass(torch.randn(5, 2), torch.ones(5, dtype=torch.long))
-    distillation = client.all_terms[1](client, out)
-    assert distillation.item() == 0
+    out = client.step(torch.randn(5, 2), torch.ones(5, dtype=torch.long)).forward()
+    value = distillation(client.method)(client.method, out)
+    assert value.item() == 0
     plain = torch.autograd.grad(F.cross_entropy(out.logits, out.y), out.logits, retain_graph=True)[0]
-    both = torch.autograd.grad(F.cross_entropy(out.logits, out.y) + distillation, out.logits)[0]
+    both = torch.autograd.grad(F.cross_entropy(out.logits, out.y) + value, out.logits)[0]
     assert torch.equal(plain, both)
 
 
-def test_feddistill_equal_clients_are_taught_their_own_average(mlp):
-    made = Round(mlp)
+def test_feddistill_equal_clients_are_taught_their_own_average(make_round):
+    made = make_round()
     made.send({index: {0: 0.8, 1: 0.3} for index in range(3)})
     teacher, valid = made.teacher(1)
     own = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
@@ -224,8 +255,7 @@ def test_feddistill_equal_clients_are_taught_their_own_average(mlp):
 def test_feddistill_teacher_is_a_constant_distribution(mlp, run_federation):
     loop = run_federation(lambda: FedDistill(mlp()), rounds=2)
     for client in range(4):
-        module = loop.runner.load(client)
-        module.receive(loop.exchange.inbox(client), loop.data.clients[client])
+        loop.runner.load(client).receive(loop.exchange.inbox(client), loop.data.clients[client])
         teacher, valid = teachers_of(loop)
         assert not teacher.requires_grad
         assert valid.any()
@@ -238,8 +268,7 @@ def test_feddistill_teacher_is_a_constant_distribution(mlp, run_federation):
 
 def taught(loop, client):
     """A client's teacher after one more receive, and which classes have one."""
-    module = loop.runner.load(client)
-    module.receive(loop.exchange.inbox(client), loop.data.clients[client])
+    loop.runner.load(client).receive(loop.exchange.inbox(client), loop.data.clients[client])
     return teachers_of(loop)
 
 
@@ -277,7 +306,7 @@ def test_feddistill_keeps_older_soft_labels_of_neighbours_without_its_own(mlp, m
     """Client 0 hears 2 in round 1 and 1, who lacks class 2, in round 2."""
     data = make_data(counts=((8, 8, 8, 0), (8, 0, 0, 8), (8, 0, 8, 0)))
     loop = set_up_federation(lambda: FedDistill(mlp()), rounds=3, data=data, exchange=Ring())
-    loop.draw_participants = lambda round: [[0, 2], [0, 1], [0]][round - 1]
+    loop.calendar.participants = lambda round: [[0, 2], [0, 1], [0]][round - 1]
     loop.run()
     first, second = (loop.diary.sent[at].artifacts["label_distillation"] for at in ((1, 2), (2, 1)))
     teacher, valid = taught(loop, 0)

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.local import Local
@@ -33,17 +34,22 @@ def upload(*rows, classes=2):
     return Message({}, {"class_means": ClassMeans(mean, count)}, int(count.sum()))
 
 
+def server_of(client):
+    """A client's server, set up."""
+    server = client.make_server(Facts())
+    server.setup(Facts())
+    return server
+
+
 @pytest.fixture
-def plane_server(mlp):
+def plane_server(mlp, make_client):
     """A server whose zero head maps the plane to two classes."""
 
     def make(**options):
-        client = FedGH(mlp(hidden=(), shape=(2,), num_classes=2), **{"server_lr": 1.0, **options})
-        for parameter in client.model.head.parameters():
+        method = FedGH(mlp(hidden=(), shape=(2,), num_classes=2), **{"server_lr": 1.0, **options})
+        for parameter in method.model.head.parameters():
             torch.nn.init.zeros_(parameter)
-        server = client.make_server(client.initial_message())
-        server.setup(0, torch.device("cpu"))
-        return server
+        return server_of(make_client(method))
 
     return make
 
@@ -90,7 +96,7 @@ def test_fedgh_server_counts_each_class_mean_once_or_by_samples(plane_server):
 def test_fedgh_server_makes_so_many_passes(plane_server, epochs, batch_size, steps):
     server = plane_server(server_epochs=epochs, server_batch_size=batch_size)
     taken = []
-    server.optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    server.network_optimizer.register_step_post_hook(lambda *_: taken.append(1))
     server.aggregate({0: upload(([1.0, 0.0], 0, 5), ([0.0, 1.0], 1, 2)), 1: upload(([1.0, 1.0], 1, 2))})
     assert len(taken) == steps
 
@@ -123,14 +129,13 @@ def test_fedgh_head_is_trained_by_the_federation(mlp, run_federation):
 
 
 @pytest.mark.parametrize(("num_classes", "held", "up"), [(10, range(10), 5130), (10, [1, 4], 1026), (100, [5], 513)])
-def test_fedgh_sends_class_means_and_receives_the_head(num_classes, held, up):
+def test_fedgh_sends_class_means_and_receives_the_head(make_client, num_classes, held, up):
     y = torch.tensor(list(held)).repeat(2)
     x = torch.rand(len(y), 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    client = FedGH(CNN((1, 28, 28), num_classes))
+    client = make_client(FedGH(CNN((1, 28, 28), num_classes)))
     message = client.send(client_data(x, y, num_classes))
     assert message.num_params == up
-    server = client.make_server(client.initial_message())
-    server.setup(0, torch.device("cpu"))
+    server = server_of(client)
     assert server.message_for(0).num_params == num_classes * 513
     server.aggregate({0: message})
     assert server.message_for(0).num_params == num_classes * 513
@@ -145,11 +150,11 @@ def test_fedgh_all_start_from_one_head_and_hear_the_same(mlp, run_federation, as
             assert_identical(heads[client], heads[0])
 
 
-def test_fedgh_class_means_are_those_of_samples_not_of_batches(mlp):
+def test_fedgh_class_means_are_those_of_samples_not_of_batches(mlp, make_client):
     """600 samples of one class in batches of 512 and 88, of embeddings 1 and 5: 1 + 4 · 88 / 600, not 3."""
     x, y = torch.ones(600, 2), torch.zeros(600, dtype=torch.long)
     x[512:] = 5.0
-    client = FedGH(mlp(hidden=(), shape=(2,), num_classes=2))
+    client = make_client(FedGH(mlp(hidden=(), shape=(2,), num_classes=2)))
     sent = client.send(client_data(x, y, 2)).artifacts["class_means"]
     torch.testing.assert_close(sent.mean[0], torch.full((2,), 1 + 4 * 88 / 600))
     assert sent.count.tolist() == [600, 0]
@@ -158,10 +163,10 @@ def test_fedgh_class_means_are_those_of_samples_not_of_batches(mlp):
 def test_fedgh_collects_in_eval_mode_after_the_fit(conv_net, run_federation):
     loop = run_federation(lambda: FedGH(conv_net()), rounds=2)
     for data in loop.data.clients:
-        module = loop.runner.load(data.client).eval()
+        model = loop.runner.load(data.client).method.model.eval()
         x, y = loop.data.store.gather(data.train)
         with torch.no_grad():
-            expected = ClassMeans.from_samples(module.model.embed(x), y, 4)
+            expected = ClassMeans.from_samples(model.embed(x), y, 4)
         torch.testing.assert_close(loop.diary.sent[2, data.client].artifacts["class_means"].mean, expected.mean)
 
 
@@ -172,7 +177,7 @@ def test_fedgh_with_an_untrained_head_trains_bodies_as_hand_written(
     mlp, sgd, set_up_federation, train_by_hand, assert_identical
 ):
     loop = set_up_federation(lambda: FedGH(mlp(), server_epochs=0), rounds=2)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     head = copy.deepcopy(model.head.state_dict())
     loop.run()
     for round in (1, 2):
@@ -222,11 +227,11 @@ def test_fedgh_evaluates_own_and_received_heads(mlp, run_federation):
     loop = run_federation(lambda: FedGH(mlp()), rounds=2)
     hits = {"trained": [], "received": []}
     for data in loop.data.clients:
-        module = loop.runner.load(data.client).eval()
+        model = loop.runner.load(data.client).method.model.eval()
         x, y = loop.data.store.gather(data.test)
         with torch.no_grad():
-            z = module.model.embed(x)
-            hits["trained"].append((module.model.head(z).argmax(1) == y).double().mean().item())
+            z = model.embed(x)
+            hits["trained"].append((model.head(z).argmax(1) == y).double().mean().item())
             hits["received"].append((loop.exchange.server.network(z).argmax(1) == y).double().mean().item())
     assert loop.diary.rows[-1]["Local-T"] == pytest.approx(np.mean(hits["trained"]))
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(hits["received"]))
@@ -253,7 +258,7 @@ def test_fedgh_costs_one_forward_pass_over_the_data_also_beside_a_term(mlp, set_
     for terms in ([], [PrototypeAlignment()]):
         loop = set_up_federation(lambda t=terms: FedGH(mlp(), extra_terms=copy.deepcopy(t)), rounds=1, evaluate=off)
         counts = {True: 0, False: 0}
-        loop.runner.modules[0].model.body.stages[0].register_forward_pre_hook(
+        loop.runner.modules[0].method.model.body.stages[0].register_forward_pre_hook(
             lambda stage, args, counts=counts: counts.update({stage.training: counts[stage.training] + 1})
         )
         loop.advance()

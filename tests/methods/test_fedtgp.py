@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import fl_lightning.methods.fedtgp as module_under_test
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.method import Seen, headline
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedtgp import FedTGP, PrototypeNetwork
 from fl_lightning.methods.local import Local
@@ -24,14 +26,20 @@ def upload(*rows, classes=4):
     return Message({}, {"prototypes": ClassMeans(mean, count)}, len(rows))
 
 
-def make_server(client):
-    server = client.make_server(client.initial_message())
-    server.setup(0, torch.device("cpu"))
-    return server
+@pytest.fixture
+def make_server(make_client):
+    """The server of a method, set up."""
+
+    def make(method):
+        server = make_client(method).make_server(Facts())
+        server.setup(Facts())
+        return server
+
+    return make
 
 
 @pytest.fixture
-def line_server(mlp):
+def line_server(mlp, make_server):
     """A server whose prototypes are numbers."""
     return lambda **options: make_server(FedTGP(mlp(hidden=(), shape=(1,)), **{**QUICK, **options}))
 
@@ -93,11 +101,11 @@ def test_fedtgp_network_persists_and_its_optimizer_does_not(line_server):
     for _ in range(3):
         server.aggregate(message)
         networks.add(server.network)
-        optimizers.add(server.optimizer)
+        optimizers.add(server.network_optimizer)
     assert (len(networks), len(optimizers)) == (1, 3)
 
 
-def test_fedtgp_prototypes_separate_the_classes(mlp):
+def test_fedtgp_prototypes_separate_the_classes(mlp, make_server):
     server = make_server(FedTGP(mlp(hidden=(8, 32)), server_lr=0.1, server_epochs=200))
     eye = torch.eye(32).mul(3).tolist()
     server.aggregate({0: upload((eye[0], 0), (eye[1], 1)), 1: upload((eye[2], 2), (eye[3], 3))})
@@ -119,7 +127,7 @@ def test_fedtgp_sends_class_means_and_receives_prototypes(mlp, run_federation):
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_fedtgp_full_size(num_classes):
+def test_fedtgp_full_size(num_classes, make_server):
     server = make_server(FedTGP(CNN((1, 28, 28), num_classes), server_epochs=1))
     sent = Message({}, {"prototypes": ClassMeans(torch.randn(num_classes, 512), torch.ones(num_classes).long())}, 1)
     assert sent.num_params == num_classes * 513
@@ -148,34 +156,38 @@ def test_fedtgp_loss_is_cross_entropy_plus_the_weighted_distance(mlp, run_federa
     assert rows[1]["loss/prototype_alignment"] > 0
 
 
-def test_fedtgp_distance_is_a_mean_over_samples_whose_class_has_a_prototype(mlp):
-    client = FedTGP(mlp())
-    client.alignment[0].receive(client, upload(([1.0] * 5, 0), ([2.0] * 5, 1)))
-    out = client.forward_pass(torch.randn(6, 1, 8, 8), torch.tensor([0, 3, 1, 2, 3, 3]))
+def test_fedtgp_distance_is_a_mean_over_samples_whose_class_has_a_prototype(mlp, make_client):
+    client = make_client(FedTGP(mlp()))
+    method = client.method
+    method.alignment.receive(method, upload(([1.0] * 5, 0), ([2.0] * 5, 1)))
+    out = client.step(torch.randn(6, 1, 8, 8), torch.tensor([0, 3, 1, 2, 3, 3])).forward()
     target = torch.tensor([[1.0], [2.0]])
-    torch.testing.assert_close(client.alignment[0](client, out), (out.z[[0, 2]] - target).square().mean())
+    torch.testing.assert_close(method.alignment(method, out), (out.z[[0, 2]] - target).square().mean())
 
 
 def test_fedtgp_predicts_the_nearest_trained_prototype(mlp, run_federation):
     loop = run_federation(lambda: FedTGP(mlp(), **QUICK), rounds=2)
     prototypes, hits = loop.exchange.server.network().detach(), []
     for data in loop.data.clients:
-        module = loop.runner.load(data.client).eval()
+        model = loop.runner.load(data.client).method.model.eval()
         x, y = loop.data.store.gather(data.test)
         with torch.no_grad():
-            hits.append((torch.cdist(module.model.embed(x), prototypes).argmin(1) == y).double().mean().item())
+            hits.append((torch.cdist(model.embed(x), prototypes).argmin(1) == y).double().mean().item())
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(hits))
     row = loop.diary.rows[-1]
     assert row["Local-T"] == row["Local-T/prototype"]
     assert "Local-T/classifier" in row
 
 
-def test_fedtgp_predicts_with_the_classifier_before_there_are_prototypes(mlp):
-    client, x = FedTGP(mlp()), torch.randn(5, 1, 8, 8)
-    assert torch.equal(client.predict(x), client.model(x))
-    client.alignment[0].receive(client, upload(([9.0] * 5, 2)))
-    assert client.predict(x).argmax(1).tolist() == [2] * 5
-    assert torch.equal(client.predictions(x)["classifier"], client.model(x))
+def test_fedtgp_predicts_with_the_classifier_before_there_are_prototypes(mlp, make_client):
+    method, x = make_client(FedTGP(mlp())).method, torch.randn(5, 1, 8, 8)
+    ways = method.predictors()
+    assert torch.equal(ways["prototype"].scores(Seen(x)), method.model(x))
+    method.alignment.receive(method, upload(([9.0] * 5, 2)))
+    assert ways["prototype"].scores(Seen(x)).argmax(1).tolist() == [2] * 5
+    assert torch.equal(ways["classifier"].scores(Seen(x)), method.model(x))
+    assert headline(ways, "Local-T") == "prototype"
+    assert headline(FedTGP(mlp(), inference="classifier").predictors(), "Local-T") == "classifier"
 
 
 def test_fedtgp_mixes_architectures_of_one_embedding_size(mlp, run_federation):

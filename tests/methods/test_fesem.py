@@ -1,9 +1,12 @@
 """The tests that the specification of FeSEM promises (BASELINES-B.md, section 4)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
@@ -17,11 +20,11 @@ def scalar(value, samples=1):
     return Message({"w": torch.tensor([float(value)])}, {}, samples)
 
 
-def scalar_server(num_centres, centres=None, **options):
+def scalar_server(num_centres, centres=None, seed=0, **options):
     """A server of models of one weight, whose centres are given."""
-    options = {"start": "kmeans++", "compared": ("w",), "by_samples": False, "redraw": dict, **options}
-    server = CentresServer(scalar(0), {}, num_centres, **options)
-    server.setup(0, torch.device("cpu"))
+    options = {"start": "kmeans++", "compared": ("w",), "weighting": "uniform", "redraw": dict, **options}
+    server = CentresServer(scalar(0), num_centres, **options)
+    server.setup(Facts(seed=seed))
     server.centres = [{"w": torch.tensor([float(centre)])} for centre in centres or ()]
     return server
 
@@ -50,8 +53,8 @@ def test_fesem_assigns_to_the_nearest_centre_and_averages():
 
 def test_fesem_weighs_clients_alike_or_by_samples():
     """Centre 0: 0 and 4 of 1 and 3 samples."""
-    for by_samples, expected in ((False, 2.0), (True, 3.0)):
-        server = scalar_server(2, [0, 100], by_samples=by_samples)
+    for weighting, expected in (("uniform", 2.0), ("samples", 3.0)):
+        server = scalar_server(2, [0, 100], weighting=weighting)
         server.aggregate({0: scalar(0, 1), 1: scalar(4, 3)})
         assert values(server) == [expected, 100.0]
 
@@ -89,7 +92,8 @@ def test_fesem_hears_nothing_of_a_round_before_it_closes():
     """Who is asked for its centre in mid-round gets last round's, in whatever order clients are fitted."""
     server = scalar_server(2, [0, 10])
     server.assignment = {0: 0, 1: 0, 2: 1}
-    server.open_round(1)
+    server.facts = replace(server.facts, round=1)
+    server.open_round()
     for client in (0, 1):
         server.collect(client, scalar(11))
     assert server.message_for(5).artifacts["centre"].item() == 0
@@ -114,14 +118,14 @@ def test_fesem_objective_falls_in_both_steps():
         assert objective(server.centres, server.assignment) <= after_e <= before
 
 
-def test_fesem_compares_parameters_not_running_statistics(conv_net):
-    client = FeSEM(conv_net())
-    server = client.make_server(client.initial_message())
-    assert set(server.compared) == {name for name, _ in client.named_parameters()}
-    assert "model.body.stages.0.1.running_mean" in client.shared_names
-    assert FeSEM(conv_net(), compare="head").make_server(Message()).compared == ("model.head.weight",)
-    own = {**client.shared_weights(), "model.body.stages.0.1.running_mean": torch.full((3,), 9.0)}
-    assert server.distance(own, client.shared_weights()) == 0
+def test_fesem_compares_parameters_not_running_statistics(conv_net, make_client):
+    client = make_client(FeSEM(conv_net()))
+    server = client.make_server(Facts())
+    assert set(server.compared) == {name for name, _ in client.method.named_parameters()}
+    assert "model.body.stages.0.1.running_mean" in client.division.shared
+    assert make_client(FeSEM(conv_net(), compare="head")).make_server(Facts()).compared == ("model.head.weight",)
+    own = {**client.division.weights(), "model.body.stages.0.1.running_mean": torch.full((3,), 9.0)}
+    assert server.distance(own, client.division.weights()) == 0
 
 
 # --- how centres start ----------------------------------------------
@@ -129,8 +133,7 @@ def test_fesem_compares_parameters_not_running_statistics(conv_net):
 
 def test_fesem_first_centres_are_uploads_far_apart():
     for seed in range(5):
-        server = scalar_server(2)
-        server.seed = seed
+        server = scalar_server(2, seed=seed)
         server.aggregate({0: scalar(0.0), 1: scalar(0.001), 2: scalar(50.0), 3: scalar(50.001)})
         assert sorted(values(server)) == pytest.approx([0.0005, 50.0005])
 
@@ -147,11 +150,19 @@ def test_fesem_random_start_has_different_centres_and_spreads_clients(mlp, set_u
     loop = set_up_federation(lambda: FeSEM(mlp(), start="random"), rounds=1)
     heads = [centre["model.head.weight"] for centre in server_of(loop).centres]
     assert len(heads) == 3
-    assert torch.equal(heads[0], loop.runner.modules[0].model.head.weight)
+    assert torch.equal(heads[0], loop.runner.modules[0].method.model.head.weight)
     assert not any(torch.equal(heads[i], heads[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
     server = server_of(loop)
     assert {server.centre_of(client) for client in range(40)} == {0, 1, 2}
     assert server.centre_of(7) == server.centre_of(7)
+
+
+def test_fesem_random_centres_leave_statistics_at_home_that_are_not_shared(conv_net, run_federation):
+    loop = run_federation(lambda: FeSEM(conv_net(), start="random"), rounds=1, share_buffers=False)
+    size = sum(p.numel() for p in conv_net().parameters())
+    assert loop.diary.rows[0]["downlink_params"] == 4 * (size + 1)
+    for client in range(4):
+        assert loop.diary.received[1, client].weights.keys() == loop.diary.sent[1, client].weights.keys()
 
 
 def test_fesem_random_partition_start(mlp, run_federation):
@@ -224,8 +235,8 @@ def test_fesem_sends_the_model_and_receives_a_centre_and_its_number(mlp, run_fed
 
 
 def test_fesem_full_size():
-    client = FeSEM(CNN((1, 28, 28), 10))
-    assert client.send(type("Data", (), {"num_train": 1})()).num_params == 582_026
+    method = FeSEM(CNN((1, 28, 28), 10))
+    assert method.send(type("Data", (), {"num_train": 1})()).num_params == 582_026
 
 
 def test_fesem_has_no_global_model_and_evaluates_centres_after_the_receive(mlp, run_federation):
@@ -233,11 +244,12 @@ def test_fesem_has_no_global_model_and_evaluates_centres_after_the_receive(mlp, 
     assert loop.diary.rows[-1]["Server-T"] is None
     hits = []
     for data in loop.data.clients:
-        module = loop.runner.modules[0].eval()
-        module.load_weights(server_of(loop).centres[server_of(loop).assignment[data.client]])
+        client = loop.runner.modules[0]
+        client.load(server_of(loop).centres[server_of(loop).assignment[data.client]])
+        model = client.method.model.eval()
         x, y = loop.data.store.gather(data.test)
         with torch.no_grad():
-            hits.append((module.model(x).argmax(1) == y).double().mean().item())
+            hits.append((model(x).argmax(1) == y).double().mean().item())
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(hits))
 
 

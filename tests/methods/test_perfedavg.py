@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.seeding import derive_seed
 
 ONE_CLIENT = ((12, 8, 5, 4),)
 NORM = "model.body.stages.0.1."
@@ -17,11 +18,11 @@ NORM = "model.body.stages.0.1."
 class OnBatches(PerFedAvg):
     """Hands out the meta-gradient inside a fit, once, and steps no further."""
 
-    def _meta_step(self, batches):
+    def _meta_step(self, step, steps):
         if not hasattr(self, "seen"):
-            self.batches = [(x.clone(), y.clone()) for x, y, _ in batches]
+            self.batches = [(part.x.clone(), part.y.clone()) for part in steps]
             self.weights = [p.detach().clone() for p in self._w]
-            self.seen = self.meta_gradient(self._w, batches)
+            self.seen, _ = self.meta_gradient(self._w, steps)
             self.after = [p.detach().clone() for p in self._w]
         self._meta_steps += 1
 
@@ -46,9 +47,9 @@ def test_perfedavg_meta_step_matches_hand_computed_value(
 
     Stepping from w′ instead of w would give 0.45.
     """
-    client = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1, **options)
+    method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1, **options)
     data = make_data(ONE_CLIENT, batch_size=100)
-    loop = run_federation(client, rounds=1, data=data, optimizer=sgd(77.0))
+    loop = run_federation(method, rounds=1, data=data, optimizer=sgd(77.0))
     assert number(loop) == pytest.approx(expected, abs=2e-5)
 
 
@@ -56,9 +57,9 @@ def test_perfedavg_hands_the_meta_gradient_to_the_configured_optimizer(
     on_a_parabola, number, sgd, make_data, run_federation
 ):
     """Momentum ½, two meta-steps: g = ½w; w = 1 − 0.1 · ½ = 0.95; then 0.95 − 0.1 (½ · ½ + ½ · 0.95)."""
-    client = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5)
+    method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5)
     data = make_data(ONE_CLIENT, batch_size=100)
-    loop = run_federation(client, rounds=1, data=data, optimizer=sgd(0.1, momentum=0.5), local_epochs=2)
+    loop = run_federation(method, rounds=1, data=data, optimizer=sgd(0.1, momentum=0.5), local_epochs=2)
     assert number(loop) == pytest.approx(0.95 - 0.1 * (0.25 + 0.475), abs=1e-6)
 
 
@@ -70,10 +71,8 @@ def test_perfedavg_without_an_inner_step_is_fedavg_on_the_second_batches(
     loop = set_up_federation(
         lambda: PerFedAvg(mlp(), alpha=0.0, approximation=approximation), rounds=2, data=data, local_epochs=2
     )
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
-    from fl_lightning.seeding import derive_seed
-
     size = 2 if approximation == "FO" else 3
     for round in (1, 2):
         stepper = sgd()(model.parameters())
@@ -91,11 +90,11 @@ def test_perfedavg_without_an_inner_step_is_fedavg_on_the_second_batches(
 def test_perfedavg_hf_is_the_hessian_vector_product(mlp, make_data, run_federation):
     """In float64, δ = 1e-4: g = (I − α ∇²f(w; D″)) ∇f(w′; D′) by double differentiation, rtol 1e-3."""
     data = make_data(ONE_CLIENT, batch_size=5)
-    client = OnBatches(mlp(), alpha=0.3, approximation="HF", delta=1e-4)
-    run_federation(lambda: client, rounds=1, data=data, trainer={"precision": "64-true"})
-    model = client.model
+    method = OnBatches(mlp(), alpha=0.3, approximation="HF", delta=1e-4)
+    run_federation(lambda: method, rounds=1, data=data, trainer={"precision": "64-true"})
+    model = method.model
     with torch.no_grad():
-        for parameter, value in zip(model.parameters(), client.weights, strict=True):
+        for parameter, value in zip(model.parameters(), method.weights, strict=True):
             parameter.copy_(value)
     names = [name for name, _ in model.named_parameters()]
 
@@ -104,33 +103,33 @@ def test_perfedavg_hf_is_the_hessian_vector_product(mlp, make_data, run_federati
         return F.cross_entropy(logits, batch[1])
 
     w = list(model.parameters())
-    inner = torch.autograd.grad(loss(w, client.batches[0]), w)
+    inner = torch.autograd.grad(loss(w, method.batches[0]), w)
     moved = [(p - 0.3 * g).detach().requires_grad_() for p, g in zip(w, inner, strict=True)]
-    u = torch.autograd.grad(loss(moved, client.batches[1]), moved)
-    first = torch.autograd.grad(loss(w, client.batches[2]), w, create_graph=True)
+    u = torch.autograd.grad(loss(moved, method.batches[1]), moved)
+    first = torch.autograd.grad(loss(w, method.batches[2]), w, create_graph=True)
     curved = torch.autograd.grad(sum((g * v).sum() for g, v in zip(first, u, strict=True)), w)
-    for found, g, product in zip(client.seen, u, curved, strict=True):
+    for found, g, product in zip(method.seen, u, curved, strict=True):
         assert found.dtype == torch.float64
         torch.testing.assert_close(found - g, -0.3 * product, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("approximation", ["FO", "HF"])
 def test_perfedavg_meta_gradient_leaves_the_weights_as_they_are(conv_net, run_federation, approximation):
-    client = OnBatches(conv_net(), alpha=0.3, approximation=approximation)
-    run_federation(lambda: client, rounds=1)
-    assert all(torch.equal(one, other) for one, other in zip(client.weights, client.after, strict=True))
+    method = OnBatches(conv_net(), alpha=0.3, approximation=approximation)
+    run_federation(lambda: method, rounds=1)
+    assert all(torch.equal(one, other) for one, other in zip(method.weights, method.after, strict=True))
 
 
 @pytest.mark.parametrize("approximation", ["FO", "HF"])
 def test_perfedavg_keeps_the_statistics_of_the_first_pass_alone(conv_net, make_data, run_federation, approximation):
     """As many counted batches as meta-steps, and means of D at w."""
     data = make_data(ONE_CLIENT, batch_size=7)  # 22 samples: 7, 7, 7, and one that is dropped
-    client = OnBatches(conv_net(), approximation=approximation)
-    run_federation(lambda: client, rounds=1, data=data)
-    norm = client.model.body.stages[0][1]
+    method = OnBatches(conv_net(), approximation=approximation)
+    run_federation(lambda: method, rounds=1, data=data)
+    norm = method.model.body.stages[0][1]
     assert norm.num_batches_tracked.item() == 1
     with torch.no_grad():
-        mean = client.model.body.stages[0][0](client.batches[0][0]).mean((0, 2, 3))
+        mean = method.model.body.stages[0][0](method.batches[0][0]).mean((0, 2, 3))
     torch.testing.assert_close(norm.running_mean, 0.1 * mean)
 
 
@@ -143,8 +142,8 @@ def test_perfedavg_makes_a_meta_step_of_so_many_batches_and_one_at_least(
     """Clients of 1, 2, 3, 4 and 6 batches."""
     data = make_data(counts=tuple((4 * n, 0) for n in (1, 2, 3, 4, 6)), test_fraction=0.0)
     assert [client.num_steps(4) for client in data.clients] == [1, 2, 3, 4, 6]
-    client = lambda: PerFedAvg(mlp(num_classes=2), approximation=approximation)  # noqa: E731
-    loop = run_federation(client, rounds=1, data=data, local_epochs=2)
+    method = lambda: PerFedAvg(mlp(num_classes=2), approximation=approximation)  # noqa: E731
+    loop = run_federation(method, rounds=1, data=data, local_epochs=2)
     assert [loop.diary.reports[1, client].num_steps for client in range(5)] == [2 * n for n in steps]
 
 
@@ -154,10 +153,11 @@ def test_perfedavg_costs_two_passes_a_meta_step_or_four(
 ):
     """FO: on D and D′; HF: twice more on D″. 24 samples in six batches, no evaluation."""
     data = make_data(counts=((12, 12),), test_fraction=0.0)
-    client = lambda: PerFedAvg(mlp(num_classes=2), approximation=approximation)  # noqa: E731
-    loop = set_up_federation(client, rounds=1, data=data)
-    counted = count_passes(loop.runner.modules[0].model.head)
-    loop.runner.fit(loop.runner.modules[0], data.clients[0], 1)
+    method = lambda: PerFedAvg(mlp(num_classes=2), approximation=approximation)  # noqa: E731
+    loop = set_up_federation(method, rounds=1, data=data)
+    client = loop.runner.modules[0]
+    counted = count_passes(client.method.model.head)
+    loop.runner.fit(client, data.clients[0], 1)
     size = 2 if approximation == "FO" else 3
     assert counted.forward == counted.backward == 6 // size * passes * 4
 
@@ -168,29 +168,29 @@ def test_perfedavg_accumulates_meta_gradients(on_a_parabola, number, make_data, 
     0.95, then 0.95 − 0.1 · ½ · (½ · 0.95).
     """
     data = make_data(counts=((12, 12),), test_fraction=0.0)
-    client = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1)
-    loop = run_federation(client, rounds=1, data=data, trainer={"accumulate_grad_batches": 2})
+    method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1)
+    loop = run_federation(method, rounds=1, data=data, trainer={"accumulate_grad_batches": 2})
     assert number(loop) == pytest.approx(0.95 - 0.1 * 0.5 * 0.475, abs=1e-6)
 
 
 def test_perfedavg_clips_the_meta_gradient(on_a_parabola, number, make_data, run_federation):
     data = make_data(counts=((4, 4),), test_fraction=0.0)
-    client = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1)
-    loop = run_federation(client, rounds=1, data=data, trainer={"gradient_clip_val": 0.2})
+    method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.5, beta=0.1)
+    loop = run_federation(method, rounds=1, data=data, trainer={"gradient_clip_val": 0.2})
     assert number(loop) == pytest.approx(1 - 0.1 * 0.2, abs=1e-6)
 
 
 def test_perfedavg_applies_extra_terms_to_f(on_a_parabola, number, sgd, make_data, run_federation):
     """f = ½w² + ½ μ (w − 1)² with μ = 2, w = 1, α = ¼: ∇f(1) = 1, w′ = ¾, u = ¾ − 2 · ¼ = ¼."""
-    client = on_a_parabola(PerFedAvg, 1, 0, alpha=0.25, beta=0.1, extra_terms=[Proximal(2.0)])
-    loop = run_federation(client, rounds=1, data=make_data(ONE_CLIENT, batch_size=100))
+    method = on_a_parabola(PerFedAvg, 1, 0, alpha=0.25, beta=0.1, extra_terms=[Proximal(2.0)])
+    loop = run_federation(method, rounds=1, data=make_data(ONE_CLIENT, batch_size=100))
     assert number(loop) == pytest.approx(1 - 0.1 * 0.25, abs=1e-6)
 
 
 @pytest.mark.parametrize("approximation", ["FO", "HF"])
 def test_perfedavg_trains_in_mixed_precision(conv_net, run_federation, approximation):
-    client = lambda: PerFedAvg(conv_net(), approximation=approximation)  # noqa: E731
-    loop = run_federation(client, rounds=3, trainer={"precision": "bf16-mixed"})
+    method = lambda: PerFedAvg(conv_net(), approximation=approximation)  # noqa: E731
+    loop = run_federation(method, rounds=3, trainer={"precision": "bf16-mixed"})
     assert loop.diary.rows[-1]["loss"] < loop.diary.rows[0]["loss"]
 
 
@@ -199,28 +199,28 @@ def test_perfedavg_trains_in_mixed_precision(conv_net, run_federation, approxima
 
 def test_perfedavg_evaluation_leaves_state_and_streams_and_repeats_itself(conv_net, run_federation, unchanged):
     loop = run_federation(lambda: PerFedAvg(conv_net(), alpha=0.3, adapt_steps=2), rounds=1)
-    module = loop.runner.load(0)
-    module.receive(loop.exchange.inbox(0), loop.data.clients[0])
-    with unchanged(module):
-        one = loop.runner.evaluator.client(module, 0, "received")
-        other = loop.runner.evaluator.client(module, 0, "received")
+    client = loop.runner.load(0)
+    client.receive(loop.exchange.inbox(0), loop.data.clients[0])
+    with unchanged(client):
+        one = loop.runner.evaluator.client(client, 0, "received")
+        other = loop.runner.evaluator.client(client, 0, "received")
     assert one == other
 
 
 def test_perfedavg_personal_model_is_steps_on_training_batches(mlp, make_data, run_federation):
     data = make_data(batch_size=100)
     loop = run_federation(lambda: PerFedAvg(mlp(), alpha=0.6, adapt_steps=2), rounds=1, data=data)
-    module = loop.runner.load(2)
-    module.receive(loop.exchange.inbox(2), data.clients[2])
-    model = copy.deepcopy(module.model)
-    module.adapt(data.clients[2])
+    client = loop.runner.load(2)
+    client.receive(loop.exchange.inbox(2), data.clients[2])
+    model = copy.deepcopy(client.method.model)
+    client.adapt(data.clients[2])
     x, y = data.store.gather(data.clients[2].train)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.6)
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    for own, expected in zip(module.model.parameters(), model.parameters(), strict=True):
+    for own, expected in zip(client.method.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -1,0 +1,89 @@
+"""SCAFFOLD: control variates take out of every client's steps what pulls it away from the others.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
+2020, Algorithm 1 with option II.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.core.aggregation import RunningSum
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
+from fl_lightning.core.precision import widened
+from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
+
+
+class SCAFFOLD(Method):
+    """FedAvg whose clients step along g − c_i + c, as if they knew everybody's gradient.
+
+    After K steps at rate η: c_i⁺ = c_i − c + (x − y_i)/(Kη). Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all
+    participants alike; its step size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum
+    0. The correction ⟨c − c_i, y⟩ is a part of the loss, so that its gradient is c − c_i; momentum and Adam see it,
+    too, which is not the paper's. Message: twice the model.
+
+    Args:
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Karimireddy et al., ICML 2020"
+
+    def __init__(self, model: SplitModel, extra_terms: list[Term] | None = None) -> None:
+        super().__init__(model, extra_terms=extra_terms)
+
+    own_control: Tensor  # c_i, [P] as the model's parameters
+    control: Tensor  # c
+    start: Tensor  # x
+
+    @override
+    def setup(self) -> None:
+        for name in ("own_control", "control", "start"):
+            self.register_buffer(name, torch.zeros_like(self._y().detach()), persistent=name == "own_control")
+
+    def _y(self) -> Tensor:
+        return torch.cat([widened(p).reshape(-1) for p in self.model.parameters()])
+
+    @override
+    @torch.no_grad()
+    def receive(self, message: Message, data: OwnData) -> None:
+        super().receive(message, data)
+        control = message.artifacts.get("control")
+        self.control.copy_(control) if isinstance(control, Tensor) else self.control.zero_()
+        self.start.copy_(self._y())
+
+    @override
+    def losses(self) -> dict[str, float]:
+        return {"control": 1.0}
+
+    @override
+    def local_step(self, step: Step) -> None:
+        out = step.forward()
+        step.descend({**step.values(out), "control": (self.control - self.own_control) @ self._y()})
+        step.observe(out)
+
+    @override
+    @torch.no_grad()
+    def send(self, data: OwnData) -> Message:
+        message, steps = super().send(data), self.fit.num_steps
+        moved = (self.start - self._y()) / (steps * self.fit.lr) if steps and self.fit.lr else self.control
+        self.own_control += moved - self.control
+        message.artifacts["control"] = moved - self.control  # c_i⁺ − c_i
+        return message
+
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        return Server(initial, {"control": partial(RunningSum, facts.num_clients)}, weighting="uniform")

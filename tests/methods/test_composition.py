@@ -1,0 +1,177 @@
+"""Any term on any method: every term of the package, found by itself, beside methods of each kind.
+
+Each pair runs, or is refused in one line that says why the two do not go together.
+"""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from fl_lightning import catalog
+from fl_lightning.configuration import import_class
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.launch import Team, launch
+
+TERMS = {entry.name: entry.class_path for entry in catalog.entries("terms")}
+METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
+# Weights shared, with a term of its own, with teachers; heads at home; artifacts alone; many losses; two models.
+KINDS = ("FedAvg", "FedProx", "MOON", "FedRep", "FedProto", "DRDFL", "Ditto")
+PAIRS = [(method, term) for method in KINDS for term in TERMS]
+LATENT = {"Adversarial", "KLToStandardNormal", "Reconstruction", "UniformAdversarial"}
+REFUSED = {
+    **{(method, term): "needs a method with a latent part" for method in KINDS for term in LATENT if method != "DRDFL"},
+    **{("DRDFL", term): "each term may occur once only" for term in (*LATENT, "GaussianMixture")},
+    ("FedProx", "Proximal"): "each term may occur once only",
+    ("MOON", "ModelContrast"): "each term may occur once only",
+    ("FedProto", "PrototypeAlignment"): "each term may occur once only",
+    **{(method, "Proximal"): "shares nothing of it" for method in ("FedProto", "DRDFL")},
+    **{(method, "ModelContrast"): "shares none" for method in ("FedProto", "DRDFL")},
+}
+"""Pairs that do not go together, and why."""
+COUNTS = ((6, 4, 0, 0), (0, 0, 5, 5), (3, 3, 3, 0))
+
+
+class WatchesLosses(FederationCallback):
+    """Remembers the dtype of every loss that was logged."""
+
+    def __init__(self):
+        self.dtypes = {}
+
+    def on_client_fit_end(self, loop, report):
+        for name, pairs in loop.runner.module(report.client).meter.losses.items():
+            self.dtypes.setdefault(name, set()).update(value.dtype for value, _ in pairs)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def set_up_pair(set_up_federation, make_data, mlp):
+    """The loop of a method with a term, or without one: `set_up(method, term, weight, …)`."""
+    data = make_data(COUNTS)
+
+    def set_up(method, term, weight=None, **options):
+        def make():
+            weights = {} if weight is None else {"weight": weight}
+            extra = [] if term is None else [import_class(TERMS[term])(**weights)]
+            return import_class(METHODS[method])(mlp(), extra_terms=extra or None)
+
+        return set_up_federation(make, data=data, optimizer=adam, **options)
+
+    return set_up
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=" and ".join)
+def pair(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loop(pair, set_up_pair, tmp_path_factory):
+    """Two rounds of the pair, or None where it is refused as it should be."""
+    folder = tmp_path_factory.mktemp("pair")
+    if pair in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            set_up_pair(*pair)
+        assert caught.value.key.startswith("method.extra_terms")
+        assert "\n" not in str(caught.value)
+        assert REFUSED[pair] in str(caught.value)
+        return None
+    loop = set_up_pair(*pair, rounds=2, folder=folder)
+    loop.final = loop.run()
+    loop.folder = folder
+    return loop
+
+
+def test_pair_runs_and_logs_the_term_or_says_why_not(loop, pair):
+    if loop is None:
+        return
+    name = import_class(TERMS[pair[1]])().name
+    for row in loop.diary.rows:
+        assert math.isfinite(row[f"loss/{name}"])
+        assert math.isfinite(row["loss"])
+    for client in range(3):
+        assert all(tensor.isfinite().all() for tensor in (loop.runner.pool.get(client) or {}).values())
+
+
+def test_pair_resumes(loop, pair, set_up_pair, outcome, assert_identical):
+    if loop is None:
+        return
+    again = set_up_pair(*pair, rounds=2, folder=loop.folder)
+    checkpoints = Checkpoints(loop.folder / "checkpoints")
+    again.load_state_dict(checkpoints.load(loop.folder / "checkpoints" / "round-0001.ckpt"))
+    again.final = again.run()
+    again.diary.rows = loop.diary.rows[:1] + again.diary.rows
+    assert_identical(outcome(again), outcome(loop))
+    assert_identical(again.final, loop.final)
+
+
+def test_weight_of_zero_is_the_method_without_the_term(pair, set_up_pair, assert_identical):
+    if pair in REFUSED and "once only" in REFUSED[pair]:
+        return
+    runs = []
+    for term, weight in ((pair[1], 0.0), (None, None)):
+        if term is not None and pair[1] in LATENT:
+            with pytest.raises(ConfigError, match=REFUSED[pair]):
+                set_up_pair(pair[0], term, weight, rounds=1)
+            return
+        loop = set_up_pair(pair[0], term, weight, rounds=1)
+        loop.run()
+        runs.append(loop)
+    rows = [{k: v for k, v in run.diary.rows[0].items() if k != "seconds"} for run in runs]
+    assert_identical(*rows)
+    for client in range(3):
+        assert_identical(*(run.diary.sent[1, client].state_dict() for run in runs))
+
+
+def test_losses_are_wide_under_autocast(pair, set_up_pair):
+    if pair in REFUSED:
+        return
+    watch = WatchesLosses()
+    loop = set_up_pair(*pair, rounds=2, trainer={"precision": "bf16-mixed"}, callbacks=[watch])
+    loop.run()
+    assert {dtype for dtypes in watch.dtypes.values() for dtype in dtypes} == {torch.float32}
+    assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("term", TERMS)
+def test_every_term_runs_in_half_and_in_double_precision(term, precision, set_up_pair):
+    if ("FedAvg", term) in REFUSED:
+        return
+    watch = WatchesLosses()
+    loop = set_up_pair("FedAvg", term, rounds=2, trainer={"precision": precision}, callbacks=[watch])
+    loop.run()
+    assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
+    narrow = {name for name, dtypes in watch.dtypes.items() if dtypes - {torch.float32, torch.float64}}
+    assert narrow == set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the function below is handed to forked processes")
+def test_two_workers_give_the_same_bits(set_up_pair, outcome, assert_identical, tmp_path):
+    names = [pair for pair in PAIRS if pair not in REFUSED]
+
+    def run_all(folder):
+        for method, term in names:
+            loop = set_up_pair(method, term, rounds=2, folder=folder / f"{method}-{term}")
+            loop.run()
+            if loop.workers.is_main:
+                rows = [{k: v for k, v in row.items() if k != "seconds"} for row in loop.diary.rows]
+                torch.save(
+                    {"rows": dict(enumerate(rows)), "exchange": loop.exchange.state_dict()},
+                    folder / f"{method}-{term}.pt",
+                )
+        return 0
+
+    together, alone = tmp_path / "two", tmp_path / "one"
+    together.mkdir()
+    alone.mkdir()
+    run_all(alone)
+    assert launch(run_all, Team(2, threads=1), together) == 0
+    for method, term in names:
+        assert_identical(*(torch.load(folder / f"{method}-{term}.pt") for folder in (together, alone)))

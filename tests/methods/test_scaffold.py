@@ -1,0 +1,95 @@
+"""SCAFFOLD, option II, beside an algorithm that is written out here."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fl_lightning.core.server_optimizer import ServerMomentum
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.peers import Ring
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.scaffold import SCAFFOLD
+
+LR = 0.1
+
+
+def flat(model):
+    return torch.cat([p.reshape(-1) for p in model.parameters()])
+
+
+def by_hand(model, data, participants, sgd, train_by_hand, server_lr=1.0):
+    """Algorithm 1: x and c after every round."""
+    x, size = model, len(flat(model))
+    c, own = torch.zeros(size), [torch.zeros(size) for _ in range(4)]
+    for round, drawn in enumerate(participants, 1):
+        models, changes = [], []
+        for client in drawn:
+            y = copy.deepcopy(x)
+            correction = c - own[client]
+
+            def loss(inputs, labels, y=y, correction=correction):
+                return nn.functional.cross_entropy(y(inputs), labels) + correction @ flat(y)
+
+            train_by_hand(y, data.clients[client], sgd(LR), round, loss=loss)
+            steps = -(-data.clients[client].num_train // 4)
+            new = own[client] - c + (flat(x) - flat(y)).detach() / (steps * LR)
+            changes.append(new - own[client])
+            own[client] = new
+            models.append(flat(y).detach())
+        moved = flat(x).detach() + server_lr * (torch.stack(models).mean(0) - flat(x).detach())
+        nn.utils.vector_to_parameters(moved, x.parameters())
+        c = c + torch.stack(changes).sum(0) / 4
+    return flat(x).detach(), c
+
+
+def outcome(loop):
+    message = loop.exchange.global_message()
+    model = loop.runner.modules[0].method.model
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    return torch.cat([message.weights[name].reshape(-1) for name in names]), message.artifacts["control"]
+
+
+@pytest.mark.parametrize(("participation", "server_lr"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)])
+def test_three_rounds_are_those_of_the_paper(
+    participation, server_lr, mlp, data, set_up_federation, sgd, train_by_hand
+):
+    optimizer = None if server_lr == 1 else ServerMomentum(server_lr, momentum=0.0)
+    options = {"participation": participation, "server_optimizer": optimizer}
+    loop = set_up_federation(lambda: SCAFFOLD(mlp()), data=data, optimizer=sgd(LR), **options)
+    start = copy.deepcopy(loop.runner.modules[0].method.model)
+    loop.run()
+    participants = [loop.calendar.participants(round) for round in (1, 2, 3)]
+    x, c = by_hand(start, data, participants, sgd, train_by_hand, server_lr)
+    torch.testing.assert_close(outcome(loop), (x, c), rtol=1e-4, atol=1e-5)
+
+
+def test_first_round_steps_as_fedavg(mlp, run_federation, assert_identical):
+    """All control variates are 0 then."""
+    one, other = run_federation(lambda: SCAFFOLD(mlp()), rounds=1), run_federation(lambda: FedAvg(mlp()), rounds=1)
+    for client in range(4):
+        a, b = one.diary.sent[1, client].weights, other.diary.sent[1, client].weights
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_message_is_twice_the_model(mlp, run_federation):
+    loop = run_federation(lambda: SCAFFOLD(mlp()), rounds=2)
+    size = sum(p.numel() for p in mlp().parameters())
+    assert loop.diary.sent[1, 0].num_params == 2 * size
+    assert loop.diary.received[1, 0].num_params == size
+    assert loop.diary.received[2, 0].num_params == 2 * size
+
+
+def test_who_makes_no_step_keeps_its_control(mlp, run_federation, sgd):
+    loop = run_federation(lambda: SCAFFOLD(mlp()), rounds=2, optimizer=sgd(0.0))
+    assert not loop.exchange.global_message().artifacts["control"].any()
+
+
+def test_it_resumes(mlp, assert_resumes):
+    assert_resumes(lambda: SCAFFOLD(mlp()), participation=0.5)
+
+
+def test_it_cannot_do_without_its_server(mlp, set_up_federation):
+    with pytest.raises(ConfigError, match="SCAFFOLD cannot do without its server: must be Star, got 'Ring'"):
+        set_up_federation(lambda: SCAFFOLD(mlp()), exchange=Ring())
