@@ -212,6 +212,8 @@ class FeatureDistillation(Term):
         stages: list[nn.Module] = []
         for stage, shape in zip(body.stages, shapes, strict=True):
             tail: list[nn.Module] = []
+            rule = "inline needs feature maps [C, H, W], which this model's are not; use side"
+            require(not self.inline or len(shape) == 3, "FeatureDistillation.attention", rule, "inline")
             if self.tap == "preact":
                 ends = isinstance(stage, nn.Sequential) and isinstance(stage[-1], nn.ReLU)
                 if not ends:

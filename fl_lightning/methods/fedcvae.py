@@ -141,16 +141,13 @@ class FedCVAE(Method):
     @override
     def phases(self) -> list[Phase]:
         return [
-            Phase("prior", ("prior",), self.epochs["prior"], terms=()),
-            Phase("cvae", ("encoder", "decoder"), self.epochs["cvae"], terms=()),
-            Phase("classifier", ("model", "terms"), self.epochs["classifier"]),
+            Phase("prior", ("prior",), self.epochs["prior"], terms=(), resting=("encoder", "decoder")),
+            Phase("cvae", ("encoder", "decoder"), self.epochs["cvae"], terms=(), resting=("prior",)),
+            Phase("classifier", ("model", "terms"), self.epochs["classifier"], resting=("prior", "encoder", "decoder")),
         ]
 
     def _enter_phase(self, phase: Phase) -> None:
-        """Put parts that rest into eval mode; once g is fitted, take its moments."""
-        self.prior.train(phase.name == "prior")
-        self.encoder.train(phase.name == "cvae")
-        self.decoder.train(phase.name == "cvae")
+        """Once g is fitted, take its moments."""
         if phase.name != "prior" and self.own_data is not None:
             self.know_classes(self.own_data)
             self.own_data = None

@@ -36,23 +36,23 @@ class Parabola(CrossEntropy):
 
 @pytest.fixture(scope="session")
 def on_a_parabola():
-    """A factory of clients that minimise ½ (w − optimum)²: `on_a_parabola(FedProx, start=0, optimum=1, mu=1)`."""
+    """A factory of methods that minimise ½ (w − optimum)²: `on_a_parabola(FedProx, start=0, optimum=1, mu=1)`."""
 
-    def make(method, start, optimum, **options):
-        def client():
+    def make(kind, start, optimum, **options):
+        def method():
             model = SplitModel(Body([], nn.Flatten()), OneNumber(start), 64, 4, (1, 8, 8))
-            made = method(model, **options)
+            made = kind(model, **options)
             made.terms[0] = Parabola(optimum)
             return made
 
-        return client
+        return method
 
     return make
 
 
 @pytest.fixture(scope="session")
 def number():
-    """The w that a loop's server, or a client, holds."""
+    """The w that a loop's server holds."""
     return lambda loop: loop.exchange.global_message().weights["model.head.w"].item()
 
 

@@ -4,13 +4,13 @@ import importlib
 import inspect
 import math
 import pkgutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fl_lightning.methods
-from fl_lightning.core.client import ClientModule
-from fl_lightning.core.message import MaskedWeights
+from fl_lightning.core.method import Method
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
@@ -18,8 +18,9 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph
-from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import Newcomers
+from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.models.mlp import MLP
 
 
@@ -27,7 +28,7 @@ def find_methods():
     found = {}
     for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
         for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            if issubclass(kind, ClientModule) and kind.__module__ == info.name and not inspect.isabstract(kind):
+            if issubclass(kind, Method) and kind.__module__ == info.name and not inspect.isabstract(kind):
                 found[name] = kind
     return found
 
@@ -37,7 +38,7 @@ METHODS = find_methods()
 
 @pytest.fixture(scope="module", params=sorted(METHODS))
 def method(request, conv_net):
-    """A factory of clients of one method, on a model with batch norm and dropout."""
+    """A factory of one method, on a model with batch norm and dropout."""
     return lambda: METHODS[request.param](conv_net())
 
 
@@ -143,12 +144,18 @@ def test_rows_hold_no_column_that_was_not_announced(full):
     assert [name for row in full.diary.rows for name in row if name not in announced] == []
 
 
+def travel_sparse(message):
+    """The entries that travel as artifacts of their names."""
+    return {name for name, value in message.artifacts.items() if isinstance(value, MaskedWeights)}
+
+
 def test_messages_hold_the_shared_weights_and_no_private_entry(full):
-    module = full.runner.modules[0]
-    owners = dict(module.named_modules())
-    shared = {name for name in module.state_dict() if module.is_shared(name, owners[name.rpartition(".")[0]])}
+    method = full.runner.modules[0].method
+    owners = dict(method.named_modules())
+    shared = {name for name in method.state_dict() if method.is_shared(name, owners[name.rpartition(".")[0]])}
     for message in full.diary.sent.values():
-        sparse = {name for name, value in message.artifacts.items() if isinstance(value, MaskedWeights)}
+        sparse = travel_sparse(message)
+        assert set(message.artifacts) & set(method.state_dict()) == sparse
         assert set(message.weights) == shared - sparse
         assert sparse <= shared
         assert message.num_samples > 0
@@ -158,8 +165,9 @@ def test_what_a_client_keeps_and_what_it_receives_are_its_whole_state(full, asse
     module = full.runner.modules[0]
     for client in range(4):
         kept = set(full.runner.pool.get(client) or {})
-        assert set(module.private_names) <= kept
-        made_anew = set(module.state_dict()) - kept - set(module.shared_names)
+        assert set(module.division.kept) <= kept
+        made_anew = set(module.entries) - kept - set(module.division.shared)
+        assert made_anew <= set(module.division.anew)
         before = {name: module.entries[name].clone() for name in made_anew}
         for name in made_anew:  # a receive must know what these are without having kept them
             module.entries[name].fill_(7)
@@ -216,6 +224,24 @@ def test_clients_of_one_class_and_of_one_sample_survive(method, make_data, run_f
     assert math.isfinite(loop.diary.rows[-1]["loss"])
 
 
+def test_all_that_trains_obeys_drop_last(method, make_data, run_federation):
+    """Fits, and what a method does with a client's own batches in a receive or before an evaluation."""
+    sizes = set()
+
+    def watched():
+        made = method()
+        watch = lambda stage, inputs: sizes.add(len(inputs[0])) if stage.training else None  # noqa: E731
+        made.model.body.stages[0].register_forward_pre_hook(watch)
+        return made
+
+    data = make_data(drop_last=True)
+    assert all(client.num_train > 4 for client in data.clients)
+    assert any(client.num_train % 4 for client in data.clients)
+    run_federation(watched, rounds=3, data=data)
+    assert sizes
+    assert {size % 4 for size in sizes} == {0}  # FedFed puts copies of others' images beside its own
+
+
 def test_federation_of_one_client_survives(method, make_data, run_federation):
     loop = run_federation(method, rounds=2, data=make_data(counts=((6, 6, 6, 6),)))
     assert all_finite(loop)
@@ -262,7 +288,7 @@ def test_client_joins_late(method, run_federation):
 @pytest.mark.parametrize("make", [Ring, lambda: DirectedGraph(2)])
 def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full, run_federation):
     options = {"rounds": 2, "participation": 0.75, "exchange": make()}
-    if full.runner.modules[0].make_mixer() is None:
+    if full.runner.modules[0].method.make_mixer(full.runner.modules[0].make_server(full.runner.facts)) is None:
         with pytest.raises(ConfigError, match=r"cannot do without its server: must be Star, got"):
             run_federation(method, **options)
         return
@@ -295,16 +321,18 @@ def test_run_resumes_exactly_from_a_checkpoint(
 def test_weights_that_all_send_back_unchanged_stay_as_they_are(name, mlp, sgd, set_up_federation, assert_identical):
     """Learning rate 0: the aggregate is what went out, bit for bit, but for the statistics of batch norm.
 
-    What a server trains by itself comes down beside it.
+    What a server trains by itself comes down beside it, and so does what travels sparse.
     """
     loop = set_up_federation(lambda: METHODS[name](mlp()), rounds=2, optimizer=sgd(0.0))
     module = loop.runner.modules[0]
-    module.round = 1
+    module.method.facts = replace(module.method.facts, round=1)
     if any(group["lr"] for optimizer in module.configure_optimizers() for group in optimizer.param_groups):
         pytest.skip("brings an optimizer of its own, at a learning rate of its own")
-    parameters = dict(module.named_parameters())
-    before = {name: tensor for name, tensor in module.shared_weights().items() if name in parameters}
+    parameters = dict(module.method.named_parameters())
+    before = {name: tensor for name, tensor in module.division.weights().items() if name in parameters}
     loop.run()
+    sparse = travel_sparse(loop.diary.sent[1, 0])
+    before = {entry: tensor for entry, tensor in before.items() if entry not in sparse}
     for client in range(4):
         weights = loop.exchange.inbox(client).weights
         assert_identical({entry: weights[entry] for entry in before}, before)

@@ -96,17 +96,16 @@ def test_mu_reaches_its_client_and_is_kept(mlp, run_federation):
 
 def test_messages_hold_the_body_and_cost_one_more_value(mlp, run_federation):
     loop = run_federation(lambda: DFedPGP(mlp()), rounds=1, exchange=DirectedGraph(2))
-    size = sum(p.numel() for p in loop.runner.modules[0].model.body.parameters())
+    size = sum(p.numel() for p in loop.runner.modules[0].method.model.body.parameters())
     for message in loop.diary.sent.values():
         assert all(name.startswith("model.body.") for name in message.weights)
         assert message.num_params == size
     assert loop.diary.rows[0]["uplink_params"] == 4 * 2 * (size + 1)
 
 
-def test_counted_message_is_the_published_one():
+def test_counted_message_is_the_published_one(make_client):
     """DRDFL's Tables I and II: 213.36 for 20 clients without output layer and push-sum weight."""
-    module = DFedPGP(ResNet18((3, 32, 32), 10, stem="imagenet"))
-    entries = Message(module.shared_weights()).num_params
+    entries = make_client(DFedPGP(ResNet18((3, 32, 32), 10, stem="imagenet"))).initial_message().num_params
     assert entries == 11_186_132
     assert round(20 * entries / 2**20, 2) == 213.36
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.term import Term
 from fl_lightning.methods.fedavg import FedAvg
@@ -17,13 +18,13 @@ ONE_CLIENT = ((12, 8, 5, 4),)
 class CountsFits(Term):
     """A term with something to keep from round to round, of the client's own."""
 
-    def setup(self, client):
+    def setup(self, host):
         self.register_buffer("fits", torch.zeros(()))
 
-    def forward(self, client, out):
+    def forward(self, host, out):
         return out.logits.sum() * 0
 
-    def send(self, client, data):
+    def send(self, host, data):
         self.fits += 1
         return {}
 
@@ -32,9 +33,9 @@ def model_state(weights):
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
-def test_fedavg_server_matches_hand_computed_value(mlp):
+def test_fedavg_server_matches_hand_computed_value(mlp, make_client):
     """(1·[1, 3] + 3·[5, -1]) / 4 = [4, 0]."""
-    server = FedAvg(mlp()).make_server(Message())
+    server = make_client(FedAvg(mlp())).make_server(Facts())
     one, two = Message({"w": torch.tensor([1.0, 3.0])}, {}, 1), Message({"w": torch.tensor([5.0, -1.0])}, {}, 3)
     assert server.aggregate({0: one, 1: two}).weights["w"].tolist() == [4.0, 0.0]
 
@@ -45,7 +46,7 @@ def test_fedavg_of_one_client_is_plain_training_bit_for_bit(
 ):
     epochs = 2 if "two" in net else 1
     loop = set_up_federation(lambda: FedAvg(mlp()), rounds=4, data=make_data(ONE_CLIENT), local_epochs=epochs)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     for round in (1, 2, 3, 4):
         train_by_hand(model, loop.data.clients[0], sgd(), round, epochs=epochs)
@@ -54,7 +55,7 @@ def test_fedavg_of_one_client_is_plain_training_bit_for_bit(
 
 def test_fedavg_of_full_batches_is_one_gradient_step_on_the_pooled_data(mlp, sgd, make_data, set_up_federation):
     loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1, data=make_data(batch_size=100))
-    model = copy.deepcopy(loop.runner.modules[0].model).double()
+    model = copy.deepcopy(loop.runner.modules[0].method.model).double()
     loop.run()
     x, y = loop.data.store.gather(torch.cat([client.train for client in loop.data.clients]))
     F.cross_entropy(model(x.double()), y).backward()

@@ -73,12 +73,24 @@ def test_fedbabu_fine_tunes_what_it_is_told(conv_net, sgd, run_federation, finet
     client = lambda: FedBABU(conv_net(), finetune_epochs=2, finetune=finetune)  # noqa: E731
     loop = run_federation(client, rounds=1, optimizer=optimizer)
     module = after_one_more_receive(loop, 0)
-    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in module.method.model.named_parameters()}
     module.adapt(loop.data.clients[0])
-    moved = {name for name, p in module.model.named_parameters() if not torch.equal(p, before[name])}
+    moved = {name for name, p in module.method.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if finetune == "full" or name.startswith(finetune)}
     if finetune == "full":
-        assert not torch.equal(module.model.body.stages[0][1].running_var, torch.ones(3))
+        assert not torch.equal(module.method.model.body.stages[0][1].running_var, torch.ones(3))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_fedbabu_fine_tunes_on_the_batches_of_a_fit(mlp, make_data, run_federation, count_passes, drop_last):
+    data = make_data(drop_last=drop_last)
+    loop = run_federation(lambda: FedBABU(mlp(), finetune_epochs=2), rounds=1, data=data)
+    num_train = data.clients[0].num_train
+    assert num_train % 4 > 1
+    module = after_one_more_receive(loop, 0)
+    passes = count_passes(module.method.model.head)
+    module.adapt(data.clients[0])
+    assert passes.forward == 2 * (num_train // 4 * 4 if drop_last else num_train)
 
 
 def test_fedbabu_personalised_accuracy_is_that_of_the_fine_tuned_model(mlp, sgd, make_data, run_federation):
@@ -87,7 +99,7 @@ def test_fedbabu_personalised_accuracy_is_that_of_the_fine_tuned_model(mlp, sgd,
     client = lambda: FedBABU(mlp(), finetune_epochs=4, finetune_lr=0.7)  # noqa: E731
     loop = run_federation(client, rounds=2, data=data, optimizer=sgd(0.1))
     for index in range(4):
-        model = copy.deepcopy(after_one_more_receive(loop, index).model)
+        model = copy.deepcopy(after_one_more_receive(loop, index).method.model)
         x, y = data.store.gather(data.clients[index].train)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.7)
         for _ in range(4):
@@ -124,7 +136,7 @@ def test_fedbabu_without_fine_tuning_is_the_initial_model(mlp, run_federation):
 
 def test_fedbabu_server_accuracy_is_that_of_the_body_under_the_first_head(mlp, run_federation):
     loop = run_federation(lambda: FedBABU(mlp(), finetune_epochs=2), rounds=2)
-    model = after_one_more_receive(loop, 0).model
+    model = after_one_more_receive(loop, 0).method.model
     expected = accuracy(model, loop.data, loop.data.server_test)
     assert loop.diary.rows[-1]["Server-T"] == pytest.approx(expected)
 
@@ -146,14 +158,14 @@ def test_fedbabu_costs_a_fit_of_the_body_alone(mlp, run_federation):
     """Plain FedAvg's passes; the head's weights get no gradient."""
 
     class Watched(FedBABU):
-        def local_step(self, x, y):
-            super().local_step(x, y)
+        def local_step(self, step):
+            super().local_step(step)
             assert self.model.head.weight.grad is None
 
     loop = run_federation(lambda: Watched(mlp(), finetune_epochs=0), rounds=1)
     assert loop.diary.reports[1, 0].num_steps == loop.data.clients[0].num_steps(4)
     trained = [p for planned in loop.runner.modules[0].plan() for p in planned.parameters]
-    assert {id(p) for p in trained} == {id(p) for p in loop.runner.modules[0].model.body.parameters()}
+    assert {id(p) for p in trained} == {id(p) for p in loop.runner.modules[0].method.model.body.parameters()}
 
 
 @pytest.mark.parametrize(

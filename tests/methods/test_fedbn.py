@@ -12,9 +12,9 @@ from fl_lightning.models.resnet import ResNet18
 NORM = "model.body.stages.0.1."
 
 
-def norms_of(client):
+def norms_of(method):
     kinds = (nn.BatchNorm2d, nn.SyncBatchNorm)
-    return [name for name, module in client.named_modules() if isinstance(module, kinds)]
+    return [name for name, module in method.named_modules() if isinstance(module, kinds)]
 
 
 def test_fedbn_without_batch_norm_is_fedavg_bit_for_bit(mlp, run_federation, outcome, assert_identical):
@@ -23,12 +23,12 @@ def test_fedbn_without_batch_norm_is_fedavg_bit_for_bit(mlp, run_federation, out
 
 
 @pytest.mark.parametrize(("stem", "size"), [("imagenet", 11_172_042), ("cifar", 11_164_362)])
-def test_fedbn_sends_no_batch_norm_of_a_resnet(stem, size):
+def test_fedbn_sends_no_batch_norm_of_a_resnet(stem, size, make_client):
     """20 layers of five tensors, the three of the downsampling paths among them; 9,600 scales and shifts."""
-    client = FedBN(ResNet18((3, 32, 32), 10, stem=stem))
+    client = make_client(FedBN(ResNet18((3, 32, 32), 10, stem=stem)))
     message = client.initial_message()
-    private = set(client.state_dict()) - set(message.weights)
-    norms = norms_of(client)
+    private = set(client.entries) - set(message.weights)
+    norms = norms_of(client.method)
     assert len(norms) == 20
     assert sum("downsample.1" in name for name in norms) == 3
     tensors = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -88,12 +88,12 @@ def test_fedbn_weighs_clients_as_told(mlp, run_federation, weighting):
     [(nn.SyncBatchNorm(3), 5), (nn.BatchNorm2d(3, affine=False), 3), (nn.GroupNorm(1, 3), 0), (nn.LayerNorm(4), 0)],
     ids=lambda value: type(value).__name__,
 )
-def test_fedbn_finds_batch_norm_by_its_type(conv_net, layer, private):
+def test_fedbn_finds_batch_norm_by_its_type(conv_net, make_client, layer, private):
     model = conv_net()
     model.body.stages[0][1] = layer
-    client = FedBN(model)
-    assert len(client.private_names) == private
-    assert all(name.startswith(NORM) for name in client.private_names)
+    kept = make_client(FedBN(model)).division.kept
+    assert len(kept) == private
+    assert all(name.startswith(NORM) for name in kept)
 
 
 def test_fedbn_rejects_an_unknown_weighting(mlp):

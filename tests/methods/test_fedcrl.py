@@ -79,11 +79,11 @@ def test_first_round_leaves_the_share_at_one(mlp, run_federation):
 def test_client_whose_classes_have_no_prototype_keeps_its_share(mlp, set_up_federation):
     loop = set_up_federation(lambda: FedCRL(mlp()), rounds=1)
     module, data = loop.runner.modules[0], loop.data.clients[3]  # holds classes 2 and 3
-    module.global_share.fill_(0.5)
+    module.method.global_share.fill_(0.5)
     means = ClassMeans(torch.ones(4, 5), torch.tensor([3, 3, 0, 0]))
     module.receive(Message({}, {"prototypes": means}), data)
     loop.runner.fit(module, data, 1)
-    assert float(module.global_share) == 0.5
+    assert float(module.method.global_share) == 0.5
 
 
 @pytest.mark.parametrize("client", [0, 3])
@@ -93,7 +93,7 @@ def test_where_one_class_alone_has_a_prototype_nothing_is_taken(mlp, set_up_fede
     module, data = loop.runner.modules[0], loop.data.clients[client]
     module.receive(Message({}, {"prototypes": ClassMeans(torch.ones(4, 5), torch.tensor([3, 0, 0, 0]))}), data)
     loop.runner.fit(module, data, 1)
-    assert float(module.global_share) == 0.0
+    assert float(module.method.global_share) == 0.0
 
 
 @pytest.mark.parametrize("client", [0, 1, 2])
@@ -103,7 +103,7 @@ def test_share_counts_samples_that_have_a_prototype_and_no_others(mlp, sgd, set_
     module, data = loop.runner.modules[0], loop.data.clients[client]
     x, y = data.store.gather(data.train)
     with torch.no_grad():
-        z = module.model.embed(x)
+        z = module.method.model.embed(x)
     own = ClassMeans.from_samples(z, y, 4)
     mean = torch.where(own.valid[:, None], own.mean, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))
     means = ClassMeans(mean, torch.tensor([3, 0, 3, 0]))
@@ -111,17 +111,17 @@ def test_share_counts_samples_that_have_a_prototype_and_no_others(mlp, sgd, set_
     loop.runner.fit(module, data, 1)
     loss = prototype_contrast_loss(z, y, means.mean, 0.5, means.valid, average="valid")
     assert 0 < float(loss) < math.log(2)
-    assert float(module.global_share) == pytest.approx(float(loss) / math.log(2), rel=1e-5)
+    assert float(module.method.global_share) == pytest.approx(float(loss) / math.log(2), rel=1e-5)
 
 
 def test_receive_mixes_own_and_global_entries(conv_net, set_up_federation):
     loop = set_up_federation(lambda: FedCRL(conv_net()), rounds=1)
     module = loop.runner.modules[0]
-    weights = {name: tensor + 4 for name, tensor in module.shared_weights().items()}
-    before = module.shared_weights()
-    module.global_share.fill_(0.25)
+    weights = {name: tensor + 4 for name, tensor in module.division.weights().items()}
+    before = module.division.weights()
+    module.method.global_share.fill_(0.25)
     module.receive(Message(weights), loop.data.clients[0])
-    for name, tensor in module.shared_weights().items():
+    for name, tensor in module.division.weights().items():
         expected = before[name] + 1 if tensor.is_floating_point() else weights[name]  # a counter is taken as it is
         torch.testing.assert_close(tensor, expected)
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedhkd import FedHKD
 
@@ -46,20 +47,20 @@ def test_first_round_is_fedavgs_and_later_ones_are_not(mlp, run_federation, asse
 def test_of_one_client_without_noise_a_class_has_its_own_means(mlp, make_data, run_federation):
     loop = run_federation(lambda: FedHKD(mlp(), noise_std=0.0, min_share=0.0), rounds=1, data=make_data(ONE_CLIENT))
     client = loop.runner.modules[0]
-    client.load_weights(loop.diary.sent[1, 0].weights)
+    client.load(loop.diary.sent[1, 0].weights)
     x, y = next(iter(loop.data.clients[0].batches("train")))
-    z = client.model.embed(x).detach()
-    soft = torch.softmax(client.model.head(z) / 0.5, 1).detach()
+    z = client.method.model.embed(x).detach()
+    soft = torch.softmax(client.method.model.head(z) / 0.5, 1).detach()
     merged = knowledge(loop.exchange.inbox(0)).mean
     for c in range(C):
         torch.testing.assert_close(merged[c, :D], z[y == c].mean(0))
         torch.testing.assert_close(merged[c, D:], soft[y == c].mean(0))
 
 
-def test_server_weighs_by_samples(mlp):
+def test_server_weighs_by_samples(mlp, make_client):
     """30 samples with H = 0 and 10 with H = 4 give 1, in either order; nobody overwrites anybody."""
     for order in (0, 1), (1, 0):
-        server = FedHKD(mlp()).make_server(Message())
+        server = make_client(FedHKD(mlp())).make_server(Facts())
         for client in order:
             mean = torch.full((C, D + C), (0.0, 4.0)[client])
             count = torch.tensor([(30, 10)[client], 0, 0, 0])
@@ -70,8 +71,8 @@ def test_server_weighs_by_samples(mlp):
         assert merged.valid.tolist() == [True, False, False, False]
 
 
-def test_class_that_nobody_sent_keeps_its_pair(mlp):
-    server = FedHKD(mlp()).make_server(Message())
+def test_class_that_nobody_sent_keeps_its_pair(mlp, make_client):
+    server = make_client(FedHKD(mlp())).make_server(Facts())
     first = ClassMeans(torch.full((C, D + C), 2.0), torch.tensor([3, 3, 0, 0]))
     second = ClassMeans(torch.full((C, D + C), 5.0), torch.tensor([0, 3, 0, 0]))
     for means in first, second:
@@ -110,44 +111,47 @@ def test_messages_hold_d_c_and_one_value_a_class(conv_net, run_federation):
 
 
 @pytest.mark.parametrize("classes", [10, 100])
-def test_message_sizes_match_the_specification(mlp, classes):
-    client = FedHKD(mlp(hidden=(8,), num_classes=classes))
-    size = sum(tensor.numel() for tensor in client.model.state_dict().values())
-    means = ClassMeans(torch.zeros(client.interface()["hyper_knowledge"]), torch.ones(classes, dtype=torch.long))
-    up = Message(client.shared_weights(), {"hyper_knowledge": means})
+def test_message_sizes_match_the_specification(mlp, make_client, classes):
+    client = make_client(FedHKD(mlp(hidden=(8,), num_classes=classes)))
+    size = sum(tensor.numel() for tensor in client.method.model.state_dict().values())
+    means = ClassMeans(torch.zeros(client.method.interface()["hyper_knowledge"]), torch.ones(classes, dtype=torch.long))
+    up = Message(client.division.weights(), {"hyper_knowledge": means})
     assert up.num_params == size + classes * (8 + classes + 1)
     down = Message(up.weights, {"hyper_knowledge": means.without_counts()})
     assert down.num_params == size + classes * (8 + classes)
 
 
-def test_each_term_trains_its_own_part(mlp, assert_trains_only):
-    client = FedHKD(mlp())
+def test_each_term_trains_its_own_part(mlp, make_client, assert_trains_only):
+    client = make_client(FedHKD(mlp()))
+    method = client.method
     means = ClassMeans(torch.rand(C, D + C), torch.tensor([2, 1, 0, 1]))
-    for term in client.all_terms[1:]:
-        term.receive(client, Message({}, {"hyper_knowledge": means}))
-    predictions, features = client.all_terms[1:]
+    predictions, features = own = list(method.terms)[1:]
+    for term in own:
+        term.receive(method, Message({}, {"hyper_knowledge": means}))
     x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 3, 0, 1, 3])
     for term, trained, other in (
-        (predictions, client.model.head, client.model.body),
-        (features, client.model.body, client.model.head),
+        (predictions, method.model.head, method.model.body),
+        (features, method.model.body, method.model.head),
     ):
         assert_trains_only(client, term, x, y, trained, other)
         assert not any(tensor.requires_grad for tensor in (term.features, term.predictions))
 
 
-def test_a_step_costs_one_pass_of_the_body(mlp, make_data, run_federation):
+def test_a_step_costs_one_pass_of_the_body(mlp, make_data, set_up_federation):
     """And a send one pass over the training part; nothing for evaluations, which are off here."""
     seen = []
 
     def counted():
-        client = FedHKD(mlp())
-        client.model.body.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-        forward = client.model.body.forward_features
-        client.model.body.forward_features = lambda x: seen.append(len(x)) or forward(x)
-        return client
+        method = FedHKD(mlp())
+        method.model.body.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+        forward = method.model.body.forward_features
+        method.model.body.forward_features = lambda x: seen.append(len(x)) or forward(x)
+        return method
 
     quiet = EvaluationPolicy(trained=False, received=False, server=False)
-    loop = run_federation(counted, rounds=2, data=make_data(ONE_CLIENT), evaluate=quiet)
+    loop = set_up_federation(counted, rounds=2, data=make_data(ONE_CLIENT), evaluate=quiet)
+    seen.clear()  # a loop that is set up has looked at what predictions rest on
+    loop.run()
     assert sum(seen) == 2 * 2 * loop.data.clients[0].num_train
 
 

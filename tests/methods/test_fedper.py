@@ -59,31 +59,32 @@ def test_fedper_heads_start_alike_or_each_from_its_own_draw(mlp, set_up_federati
     assert torch.equal(*bodies)
 
 
-def test_fedper_moves_the_cut_by_whole_layers(mlp):
+def test_fedper_moves_the_cut_by_whole_layers(mlp, make_client):
     """The body's last layer, too; a batch norm goes with the layer that it normalises."""
-    assert set(FedPer(mlp(), head_layers=1).private_names) == HEAD
-    assert set(FedPer(mlp(), head_layers=2).private_names) == HEAD | {
+    kept = lambda method: set(make_client(method).division.kept)  # noqa: E731
+    assert kept(FedPer(mlp(), head_layers=1)) == HEAD
+    assert kept(FedPer(mlp(), head_layers=2)) == HEAD | {
         "model.body.neck.0.weight",
         "model.body.neck.0.bias",
     }
     resnet = FedPer(ResNet18((3, 32, 32), 10), head_layers=2)
     norm = {f"bn2.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     last = {f"model.body.stages.4.1.{name}" for name in (*norm, "conv2.weight")}
-    assert set(resnet.private_names) == HEAD | last
+    assert kept(resnet) == HEAD | last
 
 
-def test_fedper_names_only_its_own_head(conv_net):
+def test_fedper_names_only_its_own_head(conv_net, make_client):
     """Not body layers that are called like it (public codes look for a part of a name)."""
     model = conv_net()
     model.body.header = torch.nn.Linear(2, 2)
-    client = FedPer(model)
-    assert "model.body.header.weight" in client.shared_names
-    assert set(client.private_names) == HEAD
+    division = make_client(FedPer(model)).division
+    assert "model.body.header.weight" in division.shared
+    assert set(division.kept) == HEAD
 
 
-def test_fedper_tells_terms_what_is_shared(mlp):
+def test_fedper_tells_terms_what_is_shared(mlp, make_client):
     term = Proximal(1.0)
-    FedPer(mlp(), head_layers=2, extra_terms=[term])
+    make_client(FedPer(mlp(), head_layers=2, extra_terms=[term]))
     assert set(term.names) == {"model.body.stages.0.1.weight", "model.body.stages.0.1.bias"}
 
 

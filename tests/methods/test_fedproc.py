@@ -1,12 +1,14 @@
 """The tests that the specification of FedProc promises (BASELINES-B.md, section 9b)."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.term import Forward
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproc import FedProc
@@ -23,32 +25,45 @@ def weights_of(loop):
     return dict(loop.exchange.global_message().weights)
 
 
-def test_fedproc_schedule_goes_from_the_contrast_to_cross_entropy(mlp):
-    """α = min(t / T, 1), but 1 in the first round, which has no centres."""
-    client = FedProc(mlp(), anneal_rounds=4, **SMALL)
+def shares_of(method, rounds):
+    """α of every round of a run."""
     shares = []
-    for client.round in range(1, 8):
-        weights = client.term_weights()
+    for round in range(1, rounds + 1):
+        method.facts = replace(method.facts, rounds=rounds, round=round)
+        weights = method.term_weights()
         assert weights["cross_entropy"] + weights["prototype_contrast"] == 1
         shares.append(weights["cross_entropy"])
-    assert shares == [1.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    return shares
 
 
-def test_fedproc_contrast_has_no_temperature_and_normalised_centres(mlp):
+def test_fedproc_schedule_goes_from_the_contrast_to_cross_entropy(mlp):
+    """α = min(t / T, 1), but 1 in the first round, which has no centres."""
+    assert shares_of(FedProc(mlp(), anneal_rounds=4, **SMALL), rounds=7) == [1.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_fedproc_schedule_takes_all_rounds_of_the_run_by_default(mlp):
+    """The cross-entropy's share is 1 − 1/T in the last one."""
+    assert FedProc(mlp(), **SMALL).anneal_rounds is None
+    assert shares_of(FedProc(mlp(), **SMALL), rounds=5) == [1.0, 0.2, 0.4, 0.6, 0.8]
+    assert shares_of(FedProc(mlp(), **SMALL), rounds=1) == [1.0]
+
+
+def test_fedproc_contrast_has_no_temperature_and_normalised_centres(mlp, make_client):
     """z = v_0 = (1, 0), v_1 = (0, 5) / 5: log(1 + e^−1)."""
-    client = FedProc(mlp(num_classes=3), projection_size=2)
-    term = client.contrast[0]
+    method = make_client(FedProc(mlp(num_classes=3), projection_size=2)).method
+    term = method.contrast[0]
     centres = torch.tensor([[1.0, 0.0], [0.0, 5.0], [9.0, 9.0]])
-    term.receive(client, Message({}, {"prototypes": ClassMeans(centres, torch.tensor([1, 1, 0]))}))
+    term.receive(method, Message({}, {"prototypes": ClassMeans(centres, torch.tensor([1, 1, 0]))}))
     z, y = torch.tensor([[1.0, 0.0], [0.3, 0.4]]), torch.tensor([0, 2])
-    loss = term(client, Forward(z, y, [], z, z))  # class 2 has no centre: its sample does not count
+    loss = term(method, Forward(z, y, [], z, z))  # class 2 has no centre: its sample does not count
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-1)), abs=1e-6)
 
 
-def test_fedproc_loss_is_the_mixture(mlp, run_federation):
-    rows = run_federation(lambda: FedProc(mlp(), anneal_rounds=4, **SMALL), rounds=3).diary.rows
+@pytest.mark.parametrize(("anneal_rounds", "alphas"), [(4, (0.25, 0.5)), (None, (1 / 3, 2 / 3))])
+def test_fedproc_loss_is_the_mixture(mlp, run_federation, anneal_rounds, alphas):
+    rows = run_federation(lambda: FedProc(mlp(), anneal_rounds=anneal_rounds, **SMALL), rounds=3).diary.rows
     assert rows[0]["loss"] == rows[0]["loss/cross_entropy"]
-    for row, alpha in zip(rows[1:], (0.25, 0.5), strict=True):
+    for row, alpha in zip(rows[1:], alphas, strict=True):
         total = alpha * row["loss/cross_entropy"] + (1 - alpha) * row["loss/prototype_contrast"]
         assert row["loss"] == pytest.approx(total, rel=1e-5)
         assert row["loss/prototype_contrast"] > 0
@@ -76,20 +91,19 @@ def test_fedproc_centres_are_means_of_all_samples(mlp, run_federation):
     sums, counts = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
     module = loop.runner.modules[0].eval()
     for data in loop.data.clients:
-        module.load_weights(loop.diary.sent[2, data.client].weights)
+        module.load(loop.diary.sent[2, data.client].weights)
         x, y = loop.data.store.gather(data.train)
         with torch.no_grad():
-            z = module.model.embed(x)
+            z = module.method.model.embed(x)
         torch.testing.assert_close(z.norm(dim=1), torch.ones(len(z)))
         sums.index_add_(0, y, z.double())
         counts += torch.bincount(y, minlength=4)
     torch.testing.assert_close(centres_of(loop).mean, (sums / counts[:, None]).float())
 
 
-def test_fedproc_server_merges_by_samples(mlp):
+def test_fedproc_server_merges_by_samples(mlp, make_client):
     """Client sums 2 of one sample and 4 of three: 6 / 4; a class that nobody holds keeps its centre."""
-    client = FedProc(mlp(num_classes=2), projection_size=1)
-    server = client.make_server(Message())
+    server = make_client(FedProc(mlp(num_classes=2), projection_size=1)).make_server(Facts())
     server.aggregate(
         {0: Message({}, {"prototypes": ClassMeans(torch.tensor([[0.0], [7.0]]), torch.tensor([0, 2]))}, 2)}
     )
@@ -114,7 +128,8 @@ def test_fedproc_traffic_is_the_network_and_its_centres(mlp, run_federation):
 
 def test_fedproc_evaluates_the_global_model_too(mlp, run_federation):
     loop = run_federation(lambda: FedProc(mlp(), **SMALL), rounds=2)
-    assert loop.runner.modules[0].received_is_global
+    assert loop.examiner.has_global_model
+    assert loop.examiner.may_predict_as_global(0)
     assert loop.diary.rows[-1]["Server-T"] == pytest.approx(loop.final["Global-T_received"])
 
 

@@ -7,9 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.distillation import FeatureDistillation
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedprox import FedProx
+
+ALTERED = [("conv_net", {"attention": "inline"}), ("mlp", {"tap": "preact"})]
+"""A model, and what makes another term alter it."""
 
 
 def adam(parameters):
@@ -57,7 +62,7 @@ def test_fedprox_is_training_with_the_term_in_the_loss(
     without_dropout = lambda model: model.body.neck.__setitem__(1, torch.nn.Identity()) or model  # noqa: E731
     client = lambda: FedProx(without_dropout(conv_net()), mu=0.5)  # noqa: E731
     loop = set_up_federation(client, rounds=3, data=data, optimizer=optimizer, local_epochs=2)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     for round in (1, 2, 3):
         anchor = [parameter.detach().clone() for parameter in model.parameters()]
@@ -74,6 +79,37 @@ def test_fedprox_is_training_with_the_term_in_the_loss(
 def test_fedprox_is_fedavg_with_an_extra_term_bit_for_bit(mlp, run_federation, outcome, assert_identical):
     added = run_federation(lambda: FedAvg(mlp(), extra_terms=[Proximal(0.3)]))
     assert_identical(outcome(run_federation(lambda: FedProx(mlp(), mu=0.3))), outcome(added))
+
+
+@pytest.mark.parametrize(("net", "options"), ALTERED, ids=str)
+@pytest.mark.parametrize("kind", [FedProx, FedNova])
+def test_every_tensor_is_held_of_a_model_that_another_term_alters(request, data, make_client, kind, net, options):
+    made = request.getfixturevalue(net)()
+    client = make_client(kind(made, mu=0.5, extra_terms=[FeatureDistillation(**options)]))
+    model = client.method.model
+    assert len(model.body.stages) == 2  # more than the one it was made of
+    (term,) = (term for term in client.method.terms if isinstance(term, Proximal))
+    assert term.names == [f"model.{name}" for name, _ in model.named_parameters()]
+    client.receive(client.initial_message(), data.clients[0])
+    size = sum(parameter.numel() for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    step = client.step(*next(data.clients[0].batches("train")))
+    values = step.values(step.forward())
+    assert values["proximal"].item() == pytest.approx(0.5 * 0.01 * size, rel=1e-4)
+    assert client.method.term_weights()["proximal"] == 0.5
+    values["proximal"].backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("net", "options"), ALTERED, ids=str)
+@pytest.mark.parametrize("kind", [FedProx, FedNova])
+def test_model_that_another_term_alters_is_trained(request, run_federation, kind, net, options):
+    make = request.getfixturevalue(net)
+    loop = run_federation(lambda: kind(make(), mu=0.5, extra_terms=[FeatureDistillation(**options)]), rounds=2)
+    assert loop.diary.rows[1]["loss/proximal"] > 0
+    assert loop.diary.rows[1]["loss/feature_distillation"] > 0
 
 
 def test_fedprox_sends_what_fedavg_sends_and_keeps_nothing(conv_net, run_federation):

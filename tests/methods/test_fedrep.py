@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import CrossEntropy
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedrep import FedRep
@@ -97,12 +97,12 @@ def test_fedrep_head_on_a_frozen_body_becomes_the_least_squares_head(mlp, sgd, m
     """With a squared loss and many full-batch steps, h solves min ‖Z h - Y‖² over the body's embeddings Z."""
 
     class Squared(CrossEntropy):
-        def forward(self, client, out):
+        def forward(self, host, out):
             return F.mse_loss(out.logits, F.one_hot(out.y, 4).float())
 
     class Regression(FedRep):
         def __init__(self):
-            ClientModule.__init__(self, mlp(hidden=(3,)))
+            Method.__init__(self, mlp(hidden=(3,)))
             self.terms[0] = Squared()
             self.head_epochs, self.body_epochs = 150, 0
 
@@ -110,11 +110,11 @@ def test_fedrep_head_on_a_frozen_body_becomes_the_least_squares_head(mlp, sgd, m
     loop = run_federation(Regression, rounds=1, data=data, optimizer=sgd(0.5, momentum=0.9))
     x, y = data.store.gather(data.clients[0].train)
     module = loop.runner.load(0)
-    module.load_weights(loop.exchange.global_message().weights)
+    module.load(loop.exchange.global_message().weights)
     with torch.no_grad():
-        z = torch.cat([module.model.embed(x), torch.ones(len(x), 1)], 1).double()
+        z = torch.cat([module.method.model.embed(x), torch.ones(len(x), 1)], 1).double()
         best = z @ torch.linalg.lstsq(z, F.one_hot(y, 4).double(), driver="gelsd").solution
-        torch.testing.assert_close(module.model(x).double(), best, rtol=0, atol=5e-3)
+        torch.testing.assert_close(module.method.model(x).double(), best, rtol=0, atol=5e-3)
 
 
 def test_fedrep_has_no_server_accuracy(mlp, run_federation):

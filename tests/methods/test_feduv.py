@@ -21,7 +21,7 @@ def test_feduv_is_training_on_the_sum_of_its_terms(mlp, sgd, make_data, set_up_f
     client = lambda: FedUV(mlp(), variance_weight=1.5, uniformity_weight=0.7)  # noqa: E731
     loop = set_up_federation(client, rounds=2, data=data)
     model = mlp()
-    model.load_state_dict(loop.runner.modules[0].model.state_dict())
+    model.load_state_dict(loop.runner.modules[0].method.model.state_dict())
     loop.run()
 
     def loss(x, y):
@@ -63,7 +63,7 @@ def test_feduv_trains_in_mixed_precision(conv_net, run_federation):
 
 
 def test_feduv_hands_the_bandwidth_switch_on(mlp):
-    assert [FedUV(mlp(), detach_bandwidth=on).all_terms[2].detach_bandwidth for on in (False, True)] == [False, True]
+    assert [FedUV(mlp(), detach_bandwidth=on).terms[2].detach_bandwidth for on in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize("option", ["variance_weight", "uniformity_weight"])

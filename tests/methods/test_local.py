@@ -39,7 +39,7 @@ def test_local_equals_a_plain_loop_with_an_optimizer_made_anew_every_round(
 ):
     optimizer = sgd(momentum=0.9)
     loop = set_up_federation(lambda: Local(mlp()), rounds=3, optimizer=optimizer, local_epochs=2)
-    models = [copy.deepcopy(loop.runner.modules[0].model) for _ in range(4)]
+    models = [copy.deepcopy(loop.runner.modules[0].method.model) for _ in range(4)]
     loop.run()
     for client, model in enumerate(models):
         for round in (1, 2, 3):

@@ -3,10 +3,13 @@
 FedDistill, FedGH, FedTGP, FedPA and FedHKD have theirs in their own files.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
@@ -43,17 +46,17 @@ def size_of(module):
 
 
 def server_of(client):
-    server = client.make_server(client.initial_message())
-    server.setup(0, torch.device("cpu"))
+    server = client.make_server(Facts(num_clients=2))
+    server.setup(Facts(num_clients=2))
     return server
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
 @pytest.mark.parametrize("kind", BESIDE, ids=lambda kind: kind.__name__)
-def test_model_and_what_goes_beside_it(kind, num_classes):
-    client = kind(CNN((1, 28, 28), num_classes))
+def test_model_and_what_goes_beside_it(kind, num_classes, make_client):
+    client = make_client(kind(CNN((1, 28, 28), num_classes)))
     up, down = BESIDE[kind]
-    size, server = size_of(client.model), server_of(client)
+    size, server = size_of(client.method.model), server_of(client)
     if kind is not FedProc:  # whose network has a projection
         assert size == CNN_SIZE[num_classes]
     assert server.message_for(0).num_params == size
@@ -66,25 +69,25 @@ def test_model_and_what_goes_beside_it(kind, num_classes):
 
 
 @pytest.mark.parametrize(("num_classes", "entries"), [(10, 23_832_949), (100, 23_879_119)])
-def test_fedfeds_first_phase_is_classifier_and_autoencoder(num_classes, entries):
+def test_fedfeds_first_phase_is_classifier_and_autoencoder(num_classes, entries, make_client):
     """Either way. Of a ResNet-18 on 3x32x32 with statistics: 11,183,582 + 12,649,367 for ten classes."""
-    client = FedFed(ResNet18((3, 32, 32), num_classes, stem="cifar"))
-    client.round = 1
+    client = make_client(FedFed(ResNet18((3, 32, 32), num_classes, stem="cifar")), round=1)
     assert client.send(client_data([0], num_classes, (3, 32, 32))).num_params == entries
     assert server_of(client).message_for(0).num_params == entries
 
 
 @pytest.mark.parametrize("num_classes", [10, 100])
-def test_fedfeds_copies_go_up_once_and_those_of_the_others_come_down_once(mlp, num_classes):
+def test_fedfeds_copies_go_up_once_and_those_of_the_others_come_down_once(mlp, make_client, num_classes):
     """n (2 · 64 + 1) values for n images of 8x8, and the final autoencoder to make them with."""
-    client = FedFed(mlp(num_classes=num_classes), feature_rounds=1, latent_size=4)
-    w, q = size_of(client.model), size_of(client.vae)
+    client = make_client(FedFed(mlp(num_classes=num_classes), feature_rounds=1, latent_size=4))
+    w, q = size_of(client.method.model), size_of(client.method.vae)
     data = [client_data(range(own), num_classes, (1, 8, 8), index) for index, own in enumerate((3, num_classes))]
     server, up, down = server_of(client), [], []
     for round in range(1, 5):
-        server.open_round(round)
+        facts = server.facts = replace(server.facts, round=round, participants=(0, 1))
+        server.open_round()
         for index, own in enumerate(data):
-            client.round = round
+            client.method.facts = replace(facts, client=index)
             message = server.message_for(index)
             client.receive(message, own)
             down.append(message.num_params)

@@ -3,11 +3,21 @@
 import pytest
 import torch
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.distillation import FeatureDistillation
+from fl_lightning.losses.model_contrast import ModelContrast
+from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedbabu import FedBABU
+from fl_lightning.methods.feddistill import FedDistill
+from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.fednova import FedNova
+from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.feduv import FedUV
+from fl_lightning.methods.fesem import FeSEM
+from fl_lightning.methods.local import Local
 from fl_lightning.methods.moon import MOON
 from fl_lightning.methods.perfedavg import PerFedAvg
 
@@ -26,14 +36,21 @@ def test_mix_exchanges_soft_labels_and_trains_on_both_losses(method, mlp, run_fe
 
 
 @pytest.mark.parametrize("method", HOSTS)
-def test_mix_of_weight_0_is_the_host_without_its_last_bias(method, mlp, run_federation, outcome, assert_identical):
+def test_mix_of_weight_0_is_the_host(method, mlp, run_federation, outcome, assert_identical):
+    alone = run_federation(lambda: method(mlp()), rounds=2)
+    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0)]), rounds=2)
+    assert_identical(outcome(mixed), outcome(alone))
+
+
+@pytest.mark.parametrize("method", HOSTS)
+def test_mix_of_weight_0_may_be_the_host_without_its_last_bias(method, mlp, run_federation, outcome, assert_identical):
     def without_bias():
         model = mlp()
         model.head.bias = None
         return model
 
     alone = run_federation(lambda: method(without_bias()), rounds=2)
-    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0)]), rounds=2)
+    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0, bias="always")]), rounds=2)
     assert_identical(outcome(mixed), outcome(alone))
 
 
@@ -45,3 +62,55 @@ def test_terms_of_the_hosts_can_be_added_to_others(method, mlp, run_federation, 
         lambda: FedAvg(mlp(), extra_terms=list(method(mlp()).terms)[1:]), rounds=3, participation=0.5
     )
     assert_identical(outcome(added), outcome(own))
+
+
+NOT_SHARED = "Proximal holds what is shared of the model; {} shares nothing of it: leave it out"
+NOT_COMPARED = "ModelContrast compares with the body that came in, and {} shares none: leave it out"
+NOT_TRAINED = "ClassRelation trains model.head, which no phase of {} does: leave it out"
+
+
+@pytest.mark.parametrize(
+    ("method", "term", "rule"),
+    [
+        (Local, Proximal, NOT_SHARED),
+        (FedProto, Proximal, NOT_SHARED),
+        (FedDistill, Proximal, NOT_SHARED),
+        (Local, ModelContrast, NOT_COMPARED),
+        (FedGH, ModelContrast, NOT_COMPARED),
+        (FedBABU, ClassRelation, NOT_TRAINED),
+    ],
+)
+def test_term_that_reaches_nothing_is_refused_in_one_line(method, term, rule, mlp, make_client, set_up_federation):
+    for make in (make_client, lambda made: set_up_federation(lambda: made)):
+        with pytest.raises(ConfigError) as refusal:
+            make(method(mlp(), extra_terms=[term(0.1)]))
+        assert str(refusal.value) == f"method.extra_terms: {rule.format(method.__name__)}"
+
+
+@pytest.mark.parametrize(
+    ("method", "term"),
+    [(Local, Proximal), (FedProto, Proximal), (FedDistill, Proximal), (FedGH, ModelContrast), (FedBABU, ClassRelation)],
+)
+def test_term_that_reaches_nothing_may_stay_at_weight_0(method, term, mlp, run_federation, outcome, assert_identical):
+    """A sweep over its weight may begin at 0."""
+    alone = run_federation(lambda: method(mlp()), rounds=2)
+    mixed = run_federation(lambda: method(mlp(), extra_terms=[term(0.0)]), rounds=2)
+    assert_identical(outcome(mixed), outcome(alone))
+
+
+def test_attention_in_a_body_without_maps_is_refused_in_one_line(mlp, make_client):
+    rule = r"^FeatureDistillation\.attention: inline needs feature maps \[C, H, W\], .*; use side, got 'inline'$"
+    with pytest.raises(ConfigError, match=rule):
+        make_client(FedAvg(mlp(), extra_terms=[FeatureDistillation(attention="inline")]))
+
+
+def test_extra_term_takes_the_place_of_one_that_is_off(mlp, run_federation, outcome, assert_identical):
+    own = run_federation(lambda: FeSEM(mlp(), mu=0.3))
+    added = run_federation(lambda: FeSEM(mlp(), mu=0.0, extra_terms=[Proximal(0.3)]))
+    assert_identical(outcome(added), outcome(own))
+    assert added.diary.rows[-1]["loss/proximal"] > 0
+
+
+def test_extra_term_beside_one_of_its_name_is_refused(mlp):
+    with pytest.raises(ConfigError, match=r"^method\.extra_terms: each term may occur once only, got 'proximal'$"):
+        FeSEM(mlp(), mu=0.1, extra_terms=[Proximal(0.3)])

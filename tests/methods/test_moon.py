@@ -8,6 +8,7 @@ from torch import nn
 
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.distillation import FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.moon import MOON
 from fl_lightning.models.wrapped import WrappedModel
@@ -38,13 +39,13 @@ def test_moon_teachers_are_left_as_they_are_by_a_fit(conv_net, run_federation):
     seen = []
 
     class Watches(Term):
-        def forward(self, client, out):
-            term = client.all_terms[1]
+        def forward(self, host, out):
+            term = host.terms[1]
             teachers = (term.received, *term.previous)
             state = [t.clone() for teacher in teachers for t in (*teacher.parameters(), *teacher.buffers())]
             assert not any(module.training for teacher in teachers for module in teacher.modules())
             assert not any(t.requires_grad for teacher in teachers for t in (*teacher.parameters(), *teacher.buffers()))
-            seen.append((client.round, out.y.sum().item(), state))
+            seen.append((host.facts.round, out.y.sum().item(), state))
             return out.logits.sum() * 0
 
     loop = run_federation(
@@ -61,7 +62,7 @@ def test_moon_received_teacher_is_the_received_body(conv_net, run_federation):
     loop = run_federation(lambda: MOON(conv_net()), rounds=2)
     module = loop.runner.load(0)
     module.receive(loop.exchange.inbox(0), loop.data.clients[0])
-    received = dict(module.all_terms[1].received.named_buffers())
+    received = dict(module.method.terms[1].received.named_buffers())
     for name, tensor in loop.exchange.inbox(0).weights.items():
         if name.startswith("model.body."):
             assert torch.equal(received[name.removeprefix("model.body.")], tensor)
@@ -82,6 +83,23 @@ def test_moon_client_that_sat_out_keeps_the_model_of_its_last_fit(conv_net, run_
             assert torch.equal(kept[name.replace("model.body", "terms.1.previous.0")], tensor)
 
 
+@pytest.mark.parametrize(
+    ("net", "options"), [("conv_net", {"attention": "inline"}), ("mlp", {"tap": "preact"})], ids=str
+)
+def test_moon_compares_bodies_that_another_term_has_altered(request, assert_resumes, net, options):
+    model = request.getfixturevalue(net)
+    make = lambda: MOON(model(), extra_terms=[FeatureDistillation(**options)])  # noqa: E731
+    loop = assert_resumes(make, stopped_after=1, rounds=2)
+    method = loop.runner.modules[0].method
+    names = [name for name, _ in method.model.body.named_parameters()]
+    assert len(method.model.body.stages) == 2  # more than the one it was made of
+    assert [name for name, _ in method.terms[1].previous[0].named_parameters()] == names
+    assert set(names) <= {name for name, _ in method.terms[1].received.named_buffers()}
+    assert [row["round"] for row in loop.diary.rows] == [1, 2]
+    assert loop.diary.rows[1]["loss/model_contrast"] != pytest.approx(math.log(2), abs=1e-6)
+    assert loop.diary.rows[1]["loss/feature_distillation"] > 0
+
+
 @pytest.mark.parametrize(("projection", "previous"), [(None, 1), (7, 1), (None, 2)])
 def test_moon_sends_the_model_and_no_teacher(conv_net, run_federation, projection, previous):
     client = lambda: MOON(conv_net(), projection=projection, previous_models=previous)  # noqa: E731
@@ -98,10 +116,11 @@ def test_moon_costs_two_more_forward_passes_through_the_body(mlp, make_data, set
     data = make_data(counts=((12, 12),), test_fraction=0.0)
     loop = set_up_federation(lambda: MOON(mlp(num_classes=2)), rounds=2, data=data)
     module = loop.runner.modules[0]
-    term = module.all_terms[1]
-    layers = {"own": module.model.body, "received": term.received, "previous": term.previous[0]}
+    method = module.method
+    term = method.terms[1]
+    layers = {"own": method.model.body, "received": term.received, "previous": term.previous[0]}
     counted = {name: count_passes(body.neck) for name, body in layers.items()}
-    head = count_passes(module.model.head)
+    head = count_passes(method.model.head)
     for passes in (0, 24):
         for count in (*counted.values(), head):
             count.forward = count.backward = 0
@@ -112,25 +131,25 @@ def test_moon_costs_two_more_forward_passes_through_the_body(mlp, make_data, set
         assert counted["received"].backward == counted["previous"].backward == 0
 
 
-def test_moon_projection_is_on_the_way_to_the_classifier(mlp):
+def test_moon_projection_is_on_the_way_to_the_classifier(mlp, make_client):
     """Linear(5, 5), ReLU, Linear(5, 7) = z, Linear(7, 4)."""
-    client = MOON(mlp(), projection=7)
+    method = make_client(MOON(mlp(), projection=7)).method
     x = torch.rand(3, 1, 8, 8)
-    z = client.model.embed(x)
+    z = method.model.embed(x)
     assert z.shape == (3, 7)
-    assert client.model.embedding_size == 7
-    assert client.model.head.weight.shape == (4, 7)
-    torch.testing.assert_close(client.model(x), client.model.head(z))
-    torch.testing.assert_close(client.all_terms[1].received(x), z)
-    features, same = client.model.forward_features(x)
+    assert method.model.embedding_size == 7
+    assert method.model.head.weight.shape == (4, 7)
+    torch.testing.assert_close(method.model(x), method.model.head(z))
+    torch.testing.assert_close(method.terms[1].received(x), z)
+    features, same = method.model.forward_features(x)
     assert len(features) == 1
     torch.testing.assert_close(same, z)
 
 
 def test_moon_projection_leaves_a_wrapped_models_feature_maps():
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 4))
-    client = MOON(WrappedModel((1, 8, 8), 4, network, head="3", features=["1"]), projection=7)
-    features, z = client.model.forward_features(torch.rand(3, 1, 8, 8))
+    method = MOON(WrappedModel((1, 8, 8), 4, network, head="3", features=["1"]), projection=7)
+    features, z = method.model.forward_features(torch.rand(3, 1, 8, 8))
     assert [feature.shape for feature in features] == [(3, 5)]
     assert z.shape == (3, 7)
 

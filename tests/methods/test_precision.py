@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 
 from fl_lightning import catalog
-from fl_lightning.core.message import ClassMeans, MaskedWeights
-from fl_lightning.core.precision import keeps_float32
-from fl_lightning.core.steps import HalfLayers
+from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.precision import widened
+from fl_lightning.core.steps import HalfLayers, keeps_float32
+from fl_lightning.core.term import Term
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.methods.dispfl import MaskedWeights
+from fl_lightning.methods.fedavg import FedAvg
 
 METHODS = [entry.name for entry in catalog.entries("methods")]
 DIFFERENT = ["FedAvg", "FedProto", "PerFedAvg", "FedALA", "FedBABU", "FedFed", "FedNova", "DisPFL", "FedCVAE", "DRDFL"]
@@ -32,8 +35,8 @@ class WatchesLosses(FederationCallback):
         self.dtypes = set()
 
     def on_client_fit_end(self, loop, report):
-        module = loop.runner.module(report.client)
-        self.dtypes |= {value.dtype for pairs in module._losses.values() for value, _ in pairs}
+        meter = loop.runner.module(report.client).meter
+        self.dtypes |= {value.dtype for pairs in meter.losses.values() for value, _ in pairs}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +81,42 @@ def test_losses_are_float32(finished):
     assert finished.watch.dtypes == {torch.float32}
 
 
+class SquaredProducts(Term):
+    """A term of one's own, written like `losses/proximal.py`: of the weights, not of a forward pass."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.seen = []
+
+    def setup(self, host):
+        self.register_buffer("anchor", torch.zeros_like(host.model.head.weight.detach()), persistent=False)
+
+    def receive(self, host, message):
+        self.anchor.copy_(host.model.head.weight.detach())
+
+    def forward(self, host, out):
+        drift = widened(host.model.head.weight) - widened(self.anchor) + 1
+        value = (drift @ drift.t()).square().sum()  # autocast would narrow a product
+        self.seen.append((value.detach(), (drift.double() @ drift.double().t()).square().sum().item()))
+        return value
+
+
+def test_term_of_ones_own_is_computed_in_float32(conv_net, set_up_federation):
+    watch = WatchesLosses()
+    method = lambda: FedAvg(conv_net(), extra_terms=[SquaredProducts()])  # noqa: E731
+    loop = set_up_federation(method, rounds=2, trainer={"precision": "bf16-mixed"}, callbacks=[watch])
+    loop.run()
+    seen = loop.runner.modules[0].method.terms[1].seen
+    assert seen
+    assert {value.dtype for value, _ in seen} == {torch.float32}
+    for value, exact in seen:
+        assert value.item() == pytest.approx(exact, rel=1e-5)
+    assert watch.dtypes == {torch.float32}
+
+
 def test_layers_are_narrow_and_statistics_wide(finished):
     module = finished.runner.modules[0]
-    assert module.model.head.weight.dtype == PRECISIONS[finished.precision]
+    assert module.method.model.head.weight.dtype == PRECISIONS[finished.precision]
     wide = [part for part in module.modules() if keeps_float32(part)]
     assert wide
     for part in wide:
