@@ -57,7 +57,7 @@ class CommandLine:
     """
 
     settings: list[Setting]
-    """All keys and values; entries of a list of models or terms have their own (``model.1.init_args.depth``)."""
+    """All keys and values; entries of a list have their own (``model.1.init_args.depth``)."""
     models: list[Any] | None
     """The list of models; None where it is one model, or none."""
 
@@ -152,29 +152,34 @@ def _with_entries(key: str, value: Any) -> Iterator[Setting]:
     if key == "model" and isinstance(value, list):
         yield from _models(value)
         return
+    if key in ("method.init_args.extra_terms", "method.extra_terms", "federation.wire"):
+        value = _value(value) if isinstance(value, str) else value
+        for index, entry in enumerate(value if isinstance(value, list) else ()):
+            if key == "federation.wire":
+                _check_entry(f"{key}.{index}", "filter", entry, ENTRY_KEYS[:2])
+            yield from _flatten({f"{key}.{index}": entry})
     yield key, value
-    if key in ("method.init_args.extra_terms", "method.extra_terms"):
-        terms = _value(value) if isinstance(value, str) else value
-        for index, term in enumerate(terms if isinstance(terms, list) else ()):
-            yield from _flatten({f"{key}.{index}": term})
 
 
 def _models(models: list[Any]) -> Iterator[Setting]:
     if not models:
         raise ConfigError("model", "the list must hold at least one model")
     for index, entry in enumerate(models):
-        key = f"model.{index}"
-        if isinstance(entry, str):
-            yield key, entry
-            continue
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("class_path"), str):
-            raise ConfigError(key, "must be a model's name, or hold one under class_path", entry)
-        for name in entry:
-            if name not in ENTRY_KEYS:
-                raise ConfigError(f"{key}.{name}", f"there is no such key; {suggest(str(name), ENTRY_KEYS)}")
-        if not isinstance(entry.get("init_args") or {}, Mapping):
-            raise ConfigError(f"{key}.init_args", "must hold the model's arguments by name", entry["init_args"])
-        yield from _flatten(entry, f"{key}.")
+        _check_entry(f"model.{index}", "model", entry, ENTRY_KEYS)
+        yield from _flatten({f"model.{index}": entry})
+
+
+def _check_entry(key: str, kind: str, entry: Any, keys: Sequence[str]) -> None:
+    """Refuse an entry of a list that is neither a class's name nor holds one, with its arguments, under `keys`."""
+    if isinstance(entry, str):
+        return
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("class_path"), str):
+        raise ConfigError(key, f"must be a {kind}'s name, or hold one under class_path", entry)
+    for name in entry:
+        if name not in keys:
+            raise ConfigError(f"{key}.{name}", f"there is no such key; {suggest(str(name), keys)}")
+    if not isinstance(entry.get("init_args") or {}, Mapping):
+        raise ConfigError(f"{key}.init_args", f"must hold the {kind}'s arguments by name", entry["init_args"])
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -36,8 +36,8 @@ MISPLACED = {
 """Keys that Lightning's users may look for -> where to go instead."""
 FILLED_IN = ("model", "input_shape", "num_classes", "vocabulary_size", "params")
 """Constructor parameters that come from the data or the experiment, never from a configuration."""
-_IN_A_LIST = re.compile(r"(model|method(?:\.init_args)?\.extra_terms)\.\d+(?=\.|$)")
-"""A key of a list's entry, be it a model or a term."""
+_IN_A_LIST = re.compile(r"(model|federation\.wire|method(?:\.init_args)?\.(extra_terms))\.\d+(?=\.|$)")
+"""A key of a list's entry, be it a model, a filter or a term."""
 
 Options = Callable[[Any], Mapping[str, Any] | None]
 """A class -> its constructor's parameters, each with the dataclass that it takes or None; None if they are unknown."""
@@ -70,6 +70,8 @@ def check_names(given: CommandLine) -> None:
         section, _, path = key.partition(".")
         if section not in (*SECTIONS, *OPTIONS):
             raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
+        if key.startswith("federation.wire.") and not _IN_A_LIST.match(key):
+            raise ConfigError(key, "the wire is a list: federation.wire: [{class_path: …, init_args: {…}}]")
         if key in MISPLACED:
             raise ConfigError(key, MISPLACED[key])
         if section in catalog.GROUPS and path and not _split(key, CLASS_KEYS):
@@ -123,7 +125,7 @@ def _split(key: str, owners: Container[str]) -> tuple[str, str, str] | None:
     entry = _IN_A_LIST.match(key)
     two = ".".join(key.split(".")[:2])
     own = entry[0] if entry else two if two in owners else key.partition(".")[0]
-    owner = entry[1].rpartition(".")[2] if entry else own
+    owner = (entry[2] or entry[1]) if entry else own
     if owner not in owners or (entry and key == f"{own}.clients"):  # how many clients have a model is none of its own
         return None
     return own, owner, key[len(own) + 1 :].removeprefix("init_args.")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.errors import suggest
 
@@ -44,6 +45,10 @@ class Structured:
         """The same kind with changed tensors: of the named fields, or of all."""
         own = {name: value for name, value in self.tensors().items() if not fields or name in fields}
         return replace(self, **{name: change(value) for name, value in own.items()})  # type: ignore[type-var]
+
+    def crossing(self, name: str) -> Tensor | None:
+        """[…] bool, which rows or entries of a lossy field really cross; None, as by default, for all."""
+        return None
 
     def to(self, device: torch.device) -> Any:
         """Move to `device`."""
@@ -135,6 +140,10 @@ class ClassMeans(Structured):
     def valid(self) -> Tensor:
         """[C] bool, True where at least one sample stands behind the row."""
         return self.count > 0
+
+    @override
+    def crossing(self, name: str) -> Tensor:
+        return self.valid
 
     def without_counts(self) -> ClassMeans:
         """The same rows, sent without their counts: the receiver sees 1 for a valid row and 0 for an absent one."""

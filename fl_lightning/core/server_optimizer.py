@@ -8,7 +8,7 @@ Classification", arXiv:1909.06335, 2019.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ class ServerOptimizer(ABC):
         """Names of the weights that are parameters; None for all that are floating-point."""
         self.state: dict[str, dict[str, Tensor]] = {}
 
+    def start(self, trained: Iterable[str]) -> None:
+        """Begin a federation: nothing is remembered.
+
+        Args:
+            trained: names of the weights that are parameters.
+        """
+        self.trained, self.state = frozenset(trained), {}
+
     def step(self, old: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The new weights, in the order and the types of `mean`."""
         return {name: self._stepped(name, old[name], value) for name, value in mean.items()}
@@ -45,8 +53,10 @@ class ServerOptimizer(ABC):
         trained = mean.is_floating_point() if self.trained is None else name in self.trained
         if not trained:
             return mean
-        wide = old.to(accumulation_dtype(old.device))
-        return (wide + self.lr * self.direction(name, mean.to(wide) - wide)).to(mean.dtype)
+        wide = mean.to(accumulation_dtype(mean.device))
+        delta = wide - old.to(wide)
+        # From the mean and not from the old weights: a step of Δ itself is the mean then, bit for bit.
+        return (wide + (self.lr * self.direction(name, delta) - delta)).to(mean.dtype)
 
     @abstractmethod
     def direction(self, name: str, delta: Tensor) -> Tensor:

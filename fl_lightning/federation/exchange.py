@@ -158,7 +158,7 @@ class Star(Exchange):
         does = self.server.only_averages and bool(self.server.message.weights)
         rule = f"needs a server that only averages weights, which {name}'s is not: must be null"
         require(does, "federation.server_optimizer", rule, type(optimizer).__name__)
-        optimizer.trained = frozenset(name for name, _ in template.method.named_parameters())
+        optimizer.start(name for name, _ in template.method.named_parameters(remove_duplicate=False))
         self.server.optimizer = optimizer
 
     @override

@@ -1,34 +1,75 @@
-"""What a message passes between its sender and the exchange, and on the way down."""
+"""What a message passes between its sender and the exchange, and on the way down: a chain of filters."""
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Message
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.packing import Packet
 
 MEMORY = "wire."
 """What names in a client's private state begin with that a filter keeps there."""
+KEY = "federation.wire"
+
+Ways = Literal["up", "down", "both"]
 
 
 class WireFilter(ABC):
-    """One filter of a chain."""
+    """One filter of a chain: takes a packet, gives another one, and keeps what it must remember of a client.
+
+    It changes the values that are sent, which of them are sent (`Packed.only`), and what they take
+    (`Packed.carrying`). Random numbers may come from torch's global streams: on the way up these depend on seed, round
+    and client alone. Filters hold no state of their own, because one object serves all clients.
+    """
+
+    paper: ClassVar[str] = ""
+    ways: Ways = "both"
+    """On which way messages pass it."""
+    needs_server: bool = False
+    """Whether it makes no sense between clients that have no server."""
+
+    @abstractmethod
+    def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
+        """What goes on of what came in.
+
+        Args:
+            packet: a message, as the filters before have left it.
+            memory: what this filter keeps for this client, by names of its own; tensors are put in anew, not changed.
+                Empty, and forgotten, on the way down.
+        """
 
 
 class Wire:
     """The chain of filters.
 
+    Without a server messages go one way: what a client sends passes as on the way up, and is mixed as it arrives.
+
     Args:
         filters: in their order on the way up and down.
         exchange: what carries the messages.
+
+    Raises:
+        ConfigError: for a filter that needs a server where there is none.
     """
 
     def __init__(self, filters: Sequence[WireFilter], exchange: Exchange) -> None:
-        self.filters = list(filters)
+        named = list(enumerate(filters))
+        for _, own in named:
+            if own.needs_server and exchange.between_clients:
+                rule = f"needs a server, which a federation on a {type(exchange).__name__} has not: leave it out"
+                raise ConfigError(KEY, f"{type(own).__name__} {rule}")
+        self._up = [(index, own) for index, own in named if own.ways != "down"]
+        self._down = [own for _, own in named if own.ways != "up" and not exchange.between_clients]
+        self._last: tuple[Message, Message] | None = None
 
+    @torch.no_grad()
     def up(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
         """What the exchange gets of what a client sends.
 
@@ -37,8 +78,24 @@ class Wire:
             received: what the client received in this round, which both ends know.
             memory: what filters keep for this client from round to round; changed in place.
         """
-        return message
+        if not self._up:
+            return message
+        packet = Packet.of(message, received)
+        for index, own in self._up:
+            prefix = f"{MEMORY}{index}."
+            kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
+            packet = own.apply(packet, kept)
+            memory.update({prefix + name: tensor for name, tensor in kept.items()})
+        return packet.unpacked(message)
 
+    @torch.no_grad()
     def down(self, message: Message) -> Message:
         """What a client gets of what it is sent."""
-        return message
+        if not self._down:
+            return message
+        if self._last is None or self._last[0] is not message:  # mostly one message for all clients
+            packet = Packet.of(message)
+            for own in self._down:
+                packet = own.apply(packet, {})
+            self._last = message, packet.unpacked(message)
+        return self._last[1]
