@@ -26,18 +26,21 @@ Alternation = Literal["epoch", "batch"]
 
 @dataclass(frozen=True)
 class Reading:
-    """Where the paper may be read in two ways.
+    """How the paper is read where it leaves something open.
 
     Args:
+        temperature: τ of the contrast, > 0.
         alternation: ``epoch`` trains all head epochs, then all body epochs; ``batch`` takes a head step and a body step
             on every batch, for `body_epochs` epochs.
         align_reduction: ``mean`` over the embedding's features; ``sum`` is the printed form, D times as much.
     """
 
+    temperature: float = 0.5
     alternation: Alternation = "epoch"
     align_reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
+        require(self.temperature > 0, "method.reading.temperature", "must be > 0", self.temperature)
         require_choices(
             "method.reading",
             alternation=(self.alternation, Alternation),
@@ -56,12 +59,11 @@ class FedCPD(Method):
         alpha: weight of the prototype alignment, >= 0.
         beta: weight of the prototype contrast, >= 0. Its gradient grows as 1/‖z‖: 1 is far too strong.
         gamma: weight of the feature distillation, >= 0.
-        temperature: τ of the contrast, > 0.
         head_epochs: epochs of the head phase, >= 0.
         body_epochs: epochs of the body phase, >= 0; null takes `federation.local_epochs`.
         prototypes: how prototypes are made and averaged.
         distillation: how feature maps are attended to, fused and compared.
-        reading: where the paper may be read in two ways.
+        reading: how the paper is read where it leaves something open.
         extra_terms: terms added to the loss.
     """
 
@@ -74,7 +76,6 @@ class FedCPD(Method):
         alpha: float = 1.0,
         beta: float = 0.01,
         gamma: float = 1.0,
-        temperature: float = 0.5,
         head_epochs: int = 1,
         body_epochs: int | None = None,
         prototypes: Prototypes = Prototypes(),
@@ -89,7 +90,7 @@ class FedCPD(Method):
         distance: Distance = "sample_mse" if reading.align_reduction == "mean" else "sample_sq"
         own: list[Term] = [
             PrototypeAlignment(alpha, distance, **vars(prototypes)),
-            PrototypeContrast(beta, temperature, **vars(prototypes)),
+            PrototypeContrast(beta, reading.temperature, **vars(prototypes)),
             FeatureDistillation(gamma, distillation),
         ]
         super().__init__(model, terms=own, extra_terms=extra_terms)

@@ -257,7 +257,7 @@ def test_teacher_is_the_clients_own_last_extractor(images, run_federation):
 
 @pytest.mark.parametrize("alternation", ["epoch", "batch"])
 def test_both_alternations_train_both_parts(alternation, images, run_federation):
-    loop = run_federation(lambda: FedCPD(cnn(), reading=Reading(alternation)), rounds=3, data=images())
+    loop = run_federation(lambda: FedCPD(cnn(), reading=Reading(alternation=alternation)), rounds=3, data=images())
     losses = [row["loss/cross_entropy"] for row in loop.diary.rows]
     assert losses[-1] < losses[0]
     steps = loop.data.clients[0].num_steps(4)
@@ -267,7 +267,7 @@ def test_both_alternations_train_both_parts(alternation, images, run_federation)
 def test_batch_alternation_takes_a_head_step_then_a_body_step(images, sgd, set_up_federation):
     """One batch by hand: the head moves on the old body, then the body under the new head."""
     data = images(counts=((3, 2, 2, 1),), batch_size=100)
-    loop = set_up_federation(lambda: FedCPD(cnn(), **OFF, reading=Reading("batch")), rounds=1, data=data)
+    loop = set_up_federation(lambda: FedCPD(cnn(), **OFF, reading=Reading(alternation="batch")), rounds=1, data=data)
     model = cnn()
     model.load_state_dict({n.removeprefix("model."): t for n, t in loop.runner.modules[0].entries.items()})
     loop.advance()
@@ -337,7 +337,7 @@ def test_figure_2_terms_on_fedavg_run(images, run_federation):
         ({"alpha": -1}, "method.alpha: must be >= 0, got -1"),
         ({"beta": -0.1}, "method.beta: must be >= 0"),
         ({"gamma": -2}, "method.gamma: must be >= 0"),
-        ({"temperature": 0}, "temperature: must be > 0"),
+        ({"temperature": 0}, "method.reading.temperature: must be > 0, got 0"),
         ({"head_epochs": -1}, "method.head_epochs: must be >= 0, got -1"),
         ({"body_epochs": -1}, "method.body_epochs: must be >= 0 or null, got -1"),
         ({"alternation": "step"}, "method.reading.alternation: must be one of epoch, batch, got 'step'"),

@@ -166,6 +166,8 @@ def moved_by_phase(loop, client=0, round=1):
     moved = {}
 
     def take(step):
+        if step.is_first:
+            module.method._enter_phase(step.phase)  # which takes the moments, before the step does
         before = {name: tensor.clone() for name, tensor in module.entries.items()}
         FedCVAE.local_step(module.method, step)
         changed = {name for name, tensor in module.entries.items() if not torch.equal(tensor, before[name])}
@@ -204,8 +206,8 @@ def test_parts_that_rest_are_in_eval_mode(small, one_batch, set_up_federation):
     method, seen = module.method, {}
 
     def take(step):
-        seen[step.phase.name] = [part.training for part in (method.prior, method.encoder, method.decoder)]
         FedCVAE.local_step(method, step)
+        seen[step.phase.name] = [part.training for part in (method.prior, method.encoder, method.decoder)]
 
     method.local_step = take
     loop.runner.fit(module, data, 1)
