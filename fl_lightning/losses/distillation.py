@@ -228,12 +228,12 @@ class FeatureDistillation(Term):
                 ends = isinstance(stage, nn.Sequential) and isinstance(stage[-1], nn.ReLU)
                 if not ends:
                     rule = "preact needs stages that end in a ReLU, which this model's do not; use block"
-                    raise ConfigError("Distillation.tap", rule, self.options.tap)
+                    raise ConfigError("FeatureDistillation.distillation.tap", rule, self.options.tap)
                 assert isinstance(stage, nn.Sequential)
                 stage, tail = stage[:-1], [nn.ReLU()]  # not in place: the tapped map must stay
             attention = [CBAM(_map_channels(shape))] if self.inline else []
             stages += [stage, *attention, *tail]
-        require(bool(stages), "Distillation.attention", "inline and preact need a body made of stages")
+        require(bool(stages), "FeatureDistillation.distillation", "inline and preact need a body made of stages")
         body.stages = nn.ModuleList(stages)
 
     def train(self, mode: bool = True) -> FeatureDistillation:
