@@ -16,7 +16,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.loop import Newcomers
 from fl_lightning.federation.peers import Ring
-from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods import dispfl
@@ -539,7 +539,7 @@ def test_dispfl_terms_come_along_and_are_not_masked(conv_net, run_federation):
 
 
 def test_dispfl_refuses_terms_that_need_a_server_that_remembers(mlp, set_up_federation):
-    terms = lambda: [ClassRelation(momentum=0.9)]  # noqa: E731
+    terms = lambda: [ClassRelation(soft_labels=SoftLabels(history="all"))]  # noqa: E731
     with pytest.raises(ConfigError, match=r"federation\.exchange: DisPFL cannot do without its server"):
         set_up_federation(lambda: DisPFL(mlp(), extra_terms=terms()))
 
