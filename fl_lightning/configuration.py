@@ -117,7 +117,13 @@ def _build_argument(cls: Any, node: Any, key: str) -> Any:
     if cls is None or node is None or (isinstance(node, Mapping) and "class_path" in node):
         return build(node, key)
     require(isinstance(node, Mapping), key, f"must hold {cls.__name__}'s fields by name", node)
-    return build_as(cls, node, key)
+    try:
+        return build_as(cls, node, key)
+    except ConfigError as error:
+        own = error.key.removeprefix(f"{cls.__name__}.")  # as a dataclass that several classes take names its fields
+        if own == error.key:
+            raise
+        raise ConfigError(f"{key}.{own}", str(error).removeprefix(f"{error.key}: ")) from error
 
 
 def build_model(node: Any, key: str, **given: Any) -> SplitModel:

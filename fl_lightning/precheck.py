@@ -151,7 +151,12 @@ def _check_argument(key: str, path: str, owner: Any, options: Options, of: str =
     if name in known:
         return
     key = key.removesuffix(f".{rest}") if rest else key
-    moved = [f"{group}.{name}" for group, nested in known.items() if nested and name in (options(nested) or ())]
+    moved = [
+        f"{group}.{field}"
+        for group, nested in known.items()
+        if nested
+        for field in {name, name.removeprefix(f"{group}_")} & set(options(nested) or ())
+    ]
     if len(moved) == 1:
         raise ConfigError(key, f"has moved, it is {moved[0] + of if of else key.removesuffix(name) + moved[0]} now")
     hint = suggest(name, known) if known else "it takes no arguments"

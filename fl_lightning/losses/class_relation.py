@@ -8,6 +8,7 @@ equations and the authors' public code differ, each form is a switch; the defaul
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +36,60 @@ History = Literal["round", "all"]
 MissingSoftLabels = Literal["keep", "drop", "one_hot"]
 Source = Literal["post", "running"]
 LastBias = Literal["remove", "keep", "always"]
+
+
+@dataclass(frozen=True)
+class SoftLabels:
+    """How soft labels are made and averaged.
+
+    Args:
+        soft_labels_init: the global soft labels of the first round: ``none`` (no regulariser yet), ``identity`` (the
+            public code) or ``uniform`` (1/C everywhere).
+        momentum: share m of a row's last value in its next one, in [0, 1); the public code has 0.5.
+        history: ``round`` averages the participants' soft labels of the round, ``all`` pools everything that was ever
+            sent (the public code).
+        missing: what becomes of a class that the average lacks: its row stays as it was (``keep``), becomes invalid
+            (``drop``), or is one-hot until somebody holds the class and stays afterwards (``one_hot``, the public
+            code).
+        source: ``post`` averages predictions over the whole training part in eval mode after the fit (Algorithm 1, line
+            9); ``running`` over the last epoch's own forward passes, which costs no pass.
+    """
+
+    soft_labels_init: InitialSoftLabels = "none"
+    momentum: float = 0.0
+    history: History = "round"
+    missing: MissingSoftLabels = "keep"
+    source: Source = "post"
+
+    def __post_init__(self) -> None:
+        require_choices(
+            "SoftLabels",
+            soft_labels_init=(self.soft_labels_init, InitialSoftLabels),
+            history=(self.history, History),
+            missing=(self.missing, MissingSoftLabels),
+            source=(self.source, Source),
+        )
+        require(0 <= self.momentum < 1, "SoftLabels.momentum", "must be in [0, 1)", self.momentum)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What of the last layer is compared with the soft labels.
+
+    Args:
+        temperature: divides W Wᵀ, > 0; the paper has none (1). For study.
+        exclude_diagonal: compare the relations to the other classes only. For study.
+        bias: ``remove`` takes the bias off the last layer (the paper), ``keep`` leaves the model as it is (the public
+            code), ``always`` takes the bias off at weight 0, too: the control without the term but with the same model.
+    """
+
+    temperature: float = 1.0
+    exclude_diagonal: bool = False
+    bias: LastBias = "remove"
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, "Relation.temperature", "must be > 0", self.temperature)
+        require_choices("Relation", bias=(self.bias, LastBias))
 
 
 def class_relation_loss(
@@ -114,26 +169,16 @@ class SoftLabelRule(ArtifactRule):
     over everything that was ever sent.
 
     Args:
-        initial: the rows that are old in the first round.
-        momentum: m, in [0, 1).
-        history: ``round`` averages this round's soft labels, ``all`` all since the first round, pooled by samples.
-        missing: what becomes of a class that the average lacks: its row stays as it was (``keep``), becomes invalid
-            (``drop``), or, as long as nobody ever held the class, has the mean e_i (``one_hot``) and stays afterwards.
+        options: how they are averaged; the initial ones are the old rows of the first round.
     """
 
     in_parts = True
 
-    def __init__(
-        self,
-        initial: InitialSoftLabels = "none",
-        momentum: float = 0.0,
-        history: History = "round",
-        missing: MissingSoftLabels = "keep",
-    ) -> None:
-        self.initial = initial
-        self.momentum = momentum
-        self.history = history
-        self.missing = missing
+    def __init__(self, options: SoftLabels = SoftLabels()) -> None:
+        self.initial = options.soft_labels_init
+        self.momentum = options.momentum
+        self.history = options.history
+        self.missing = options.missing
         self._sum = ExactSum()
         self._count: Tensor | None = None  # [C] int64, samples in the average
         self._before: Tensor | int = 0  # [C] int64, samples of rounds that are not in the average
@@ -224,20 +269,9 @@ class ClassRelation(Term):
 
     Args:
         weight: μ, >= 0.
-        soft_labels_init: the global soft labels of the first round: ``none``, ``identity`` (the public code) or
-            ``uniform`` (1/C everywhere).
-        momentum: share of a row's last value in its next one, in [0, 1); the public code has 0.5.
-        history: ``round`` averages the participants' soft labels of the round, ``all`` pools everything that was ever
-            sent (the public code).
-        missing: what becomes of a class that the average lacks: its row stays (``keep``), becomes invalid (``drop``),
-            or is one-hot until somebody holds the class and stays afterwards (``one_hot``, the public code).
         decay_rounds: rounds (1-based) at whose start the weight is divided by 10; none by default.
-        source: ``post`` averages over the whole training part in eval mode after the fit; ``running`` averages the
-            predictions of the last epoch's own forward passes, which costs no pass.
-        temperature: divides W Wᵀ, > 0; the paper has none (1). For study.
-        exclude_diagonal: compare the relations to the other classes only. For study.
-        bias: ``remove`` takes the bias off the last layer, ``keep`` leaves the model as it is (the public code),
-            ``always`` takes the bias off at weight 0, too: the control that has no term but the same model.
+        soft_labels: how soft labels are made and averaged.
+        relation: what of the last layer is compared with them.
     """
 
     paper = "Liu et al., FedDW (arXiv:2412.04521, 2024)"
@@ -247,39 +281,17 @@ class ClassRelation(Term):
     def __init__(
         self,
         weight: float = 0.1,
-        soft_labels_init: InitialSoftLabels = "none",
-        momentum: float = 0.0,
-        history: History = "round",
-        missing: MissingSoftLabels = "keep",
         decay_rounds: list[int] | None = None,
-        source: Source = "post",
-        temperature: float = 1.0,
-        exclude_diagonal: bool = False,
-        bias: LastBias = "remove",
+        soft_labels: SoftLabels = SoftLabels(),
+        relation: Relation = Relation(),
     ) -> None:
         super().__init__(weight)
-        require_choices(
-            "ClassRelation",
-            soft_labels_init=(soft_labels_init, InitialSoftLabels),
-            history=(history, History),
-            missing=(missing, MissingSoftLabels),
-            source=(source, Source),
-            bias=(bias, LastBias),
-        )
-        require(0 <= momentum < 1, "ClassRelation.momentum", "must be in [0, 1)", momentum)
-        require(temperature > 0, "ClassRelation.temperature", "must be > 0", temperature)
         decay_rounds = list(decay_rounds or ())
         counted = all(round >= 1 for round in decay_rounds)
         require(counted, "ClassRelation.decay_rounds", "must be rounds, counted from 1", decay_rounds)
-        self.soft_labels_init = soft_labels_init
-        self.momentum = momentum
-        self.history = history
-        self.missing = missing
         self.decay_rounds = decay_rounds
-        self.source = source
-        self.temperature = temperature
-        self.exclude_diagonal = exclude_diagonal
-        self.bias = bias
+        self.options = soft_labels
+        self.relation = relation
         self._num_valid = 0
 
     soft_labels: Tensor  # [C, C], as received; invalid rows are zero
@@ -293,7 +305,7 @@ class ClassRelation(Term):
 
     def alter(self, model: SplitModel) -> None:
         """Take the last layer's bias away."""
-        if self.bias == "always" or (self.bias == "remove" and self.weight):
+        if self.relation.bias == "always" or (self.relation.bias == "remove" and self.weight):
             _last_layer(model).register_parameter("bias", None)
 
     @override
@@ -311,13 +323,13 @@ class ClassRelation(Term):
         if not self._num_valid:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         valid = None if self._num_valid == len(self.valid) else self.valid
-        weight = host.model.classification_layer.weight
-        return class_relation_loss(weight, self.soft_labels, valid, self.temperature, self.exclude_diagonal)
+        weight, how = host.model.classification_layer.weight, self.relation
+        return class_relation_loss(weight, self.soft_labels, valid, how.temperature, how.exclude_diagonal)
 
     @torch.no_grad()
     @override
     def observe(self, host: Host, out: Forward) -> None:
-        if self.source == "running" and host.fit.in_last_epoch:
+        if self.options.source == "running" and host.fit.in_last_epoch:
             predictions = torch.softmax(widened(out.logits), 1)
             self.sums = self.sums.to(accumulation_dtype(self.sums.device))
             self.sums.index_add_(0, out.y, predictions.to(self.sums.dtype))
@@ -327,7 +339,7 @@ class ClassRelation(Term):
     def receive(self, host: Host, message: Message) -> None:
         received = message.artifacts.get("soft_labels")
         if not isinstance(received, ClassMeans):
-            received = initial_soft_labels(self.soft_labels_init, len(self.valid))
+            received = initial_soft_labels(self.options.soft_labels_init, len(self.valid))
         self.soft_labels.copy_(torch.where(received.valid[:, None], received.mean, 0.0))
         self.valid.copy_(received.valid)
         self._num_valid = int(self.valid.sum())  # once a round: reading it in every step would wait for the device
@@ -336,7 +348,7 @@ class ClassRelation(Term):
 
     @override
     def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
-        if self.source == "running":
+        if self.options.source == "running":
             mean = (self.sums / self.seen.clamp(min=1)[:, None]).float()
             return {"soft_labels": ClassMeans(mean, self.seen.clone(), relates_classes=True)}
         collected = data.collected()
@@ -350,7 +362,7 @@ class ClassRelation(Term):
 
     @override
     def rules(self) -> Mapping[str, RuleFactory]:
-        return {"soft_labels": lambda: SoftLabelRule(self.soft_labels_init, self.momentum, self.history, self.missing)}
+        return {"soft_labels": lambda: SoftLabelRule(self.options)}
 
     def drawn(self, host: Host, message: Message) -> Mapping[str, np.ndarray]:
         """σ(W Wᵀ) of the global classification layer, beside the soft labels, if that is shared."""

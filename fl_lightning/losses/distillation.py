@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -31,6 +32,50 @@ Target = Literal["fused", "raw"]
 Attention = Literal["side", "inline"]
 Tap = Literal["block", "preact"]
 Parameters = Literal["private", "shared"]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How feature maps are attended to, fused and compared.
+
+    Args:
+        feature_target: ``fused`` compares fused student maps F* with the teacher's; ``raw`` the maps themselves.
+        mid_channels: channels to which the fusion brings all levels, >= 1.
+        smooth_convs: 3x3 convolutions after the fusion's sum, 1 or 2.
+        recursive: fuse with the fused map of the level above.
+        tie_fusion: one set of fusion convolutions for attention and feature maps.
+        reduction: ``mean`` over all of a map's values; ``sum`` over them, mean over the batch.
+        attention: ``side`` keeps CBAM out of the classification path; ``inline`` puts it into the body after every
+            block, so that predictions pass through it and it travels with the body.
+        tap: ``block`` takes a block's output, ``preact`` what enters its last ReLU.
+        parameters: attention and fusion stay with the client (``private``) or are averaged, too (``shared``).
+    """
+
+    feature_target: Target = "fused"
+    mid_channels: int = 64
+    smooth_convs: int = 1
+    recursive: bool = False
+    tie_fusion: bool = False
+    reduction: Reduction = "mean"
+    attention: Attention = "side"
+    tap: Tap = "block"
+    parameters: Parameters = "private"
+
+    def __post_init__(self) -> None:
+        require_choices(
+            "Distillation",
+            feature_target=(self.feature_target, Target),
+            reduction=(self.reduction, Reduction),
+            attention=(self.attention, Attention),
+            tap=(self.tap, Tap),
+            parameters=(self.parameters, Parameters),
+        )
+        require(self.mid_channels >= 1, "Distillation.mid_channels", "must be >= 1", self.mid_channels)
+        require(self.smooth_convs in (1, 2), "Distillation.smooth_convs", "must be 1 or 2", self.smooth_convs)
+
+    def fusion(self, channels: Sequence[int]) -> CrossLayerFusion:
+        """A fusion of maps with so many channels each."""
+        return CrossLayerFusion(channels, self.mid_channels, self.smooth_convs, self.recursive)
 
 
 class CrossLayerFusion(nn.Module):
@@ -129,59 +174,26 @@ class FeatureDistillation(Term):
 
     Args:
         weight: γ, >= 0.
-        feature_target: ``fused`` compares fused student maps F* with the teacher's; ``raw`` the maps themselves.
-        mid_channels: channels to which the fusion brings all levels.
-        smooth_convs: 3x3 convolutions after the fusion's sum, 1 or 2.
-        recursive: fuse with the fused map of the level above.
-        tie_fusion: one set of fusion convolutions for attention and feature maps.
-        reduction: ``mean`` over all of a map's values; ``sum`` over them, mean over the batch.
-        attention: ``side`` keeps CBAM out of the classification path; ``inline`` puts it into the body after every
-            block, so that predictions pass through it and it travels with the body.
-        tap: ``block`` takes a block's output, ``preact`` what enters its last ReLU.
-        parameters: attention and fusion stay with the client (``private``) or are averaged, too (``shared``).
+        distillation: how maps are attended to, fused and compared.
     """
 
     paper = "Jin et al., IJCAI 2025"
     reaches = ("model.body",)
 
-    def __init__(
-        self,
-        weight: float = 1.0,
-        feature_target: Target = "fused",
-        mid_channels: int = 64,
-        smooth_convs: int = 1,
-        recursive: bool = False,
-        tie_fusion: bool = False,
-        reduction: Reduction = "mean",
-        attention: Attention = "side",
-        tap: Tap = "block",
-        parameters: Parameters = "private",
-    ) -> None:
+    def __init__(self, weight: float = 1.0, distillation: Distillation = Distillation()) -> None:
         super().__init__(weight)
-        require_choices(
-            "FeatureDistillation",
-            feature_target=(feature_target, Target),
-            reduction=(reduction, Reduction),
-            attention=(attention, Attention),
-            tap=(tap, Tap),
-            parameters=(parameters, Parameters),
-        )
-        require(mid_channels >= 1, "FeatureDistillation.mid_channels", "must be >= 1", mid_channels)
-        require(smooth_convs in (1, 2), "FeatureDistillation.smooth_convs", "must be 1 or 2", smooth_convs)
-        self.feature_target = feature_target
-        self.fusion_options = {"mid_channels": mid_channels, "smooth_convs": smooth_convs, "recursive": recursive}
-        self.tie_fusion = tie_fusion
-        self.reduction = reduction
-        self.inline = attention == "inline"
-        self.tap = tap
-        self.shared = ("cbam", "attention_fusion", "feature_fusion") if parameters == "shared" else ()  # type: ignore[misc]
+        self.options = distillation
+        self.inline = distillation.attention == "inline"
+        self.preact = distillation.tap == "preact"
+        if distillation.parameters == "shared":
+            self.shared = ("cbam", "attention_fusion", "feature_fusion")  # type: ignore[misc]
         self._taught = False
 
     has_teacher: Tensor  # bool, whether the client has finished a local fit
 
     def alter(self, model: SplitModel) -> None:
         """Cut the body into finer stages where maps are tapped inside a block, or attention stands between two."""
-        if self.weight and (self.inline or self.tap == "preact"):
+        if self.weight and (self.inline or self.preact):
             self._restage(model.body, model.feature_shapes())
 
     @override
@@ -189,18 +201,18 @@ class FeatureDistillation(Term):
         if not self.weight:  # the method without the term: no parameters, no state
             return
         body = host.model.body
-        self.step = 2 if self.inline or self.tap == "preact" else 1
+        self.step = 2 if self.inline or self.preact else 1
         shapes = host.model.feature_shapes()
-        if self.tap == "preact":  # (before ReLU, after it), with attention in between where it is inline
+        if self.preact:  # (before ReLU, after it), with attention in between where it is inline
             self.step = 3 if self.inline else 2
         channels = [_map_channels(shape) for shape in shapes[:: self.step]]
         where = f"{type(host.model).__name__} has no feature map to distil; set the weight (gamma) to 0"
         require(bool(channels), "model", where)
         self.cbam = nn.ModuleList() if self.inline else nn.ModuleList(CBAM(size) for size in channels)
-        self.attention_fusion = CrossLayerFusion(channels, **self.fusion_options)  # type: ignore[arg-type]
-        if self.feature_target == "fused":
-            tied = self.attention_fusion
-            self.feature_fusion = tied if self.tie_fusion else CrossLayerFusion(channels, **self.fusion_options)  # type: ignore[arg-type]
+        self.attention_fusion = self.options.fusion(channels)
+        if self.options.feature_target == "fused":
+            tied = self.options.tie_fusion
+            self.feature_fusion = self.attention_fusion if tied else self.options.fusion(channels)
         self.teacher = copy.deepcopy(body).requires_grad_(False)
         if type(body) is Body:
             self.teacher.neck = nn.Identity()  # only maps are compared
@@ -214,16 +226,16 @@ class FeatureDistillation(Term):
             tail: list[nn.Module] = []
             rule = "inline needs feature maps [C, H, W], which this model's are not; use side"
             require(not self.inline or len(shape) == 3, "FeatureDistillation.attention", rule, "inline")
-            if self.tap == "preact":
+            if self.preact:
                 ends = isinstance(stage, nn.Sequential) and isinstance(stage[-1], nn.ReLU)
                 if not ends:
                     rule = "preact needs stages that end in a ReLU, which this model's do not; use block"
-                    raise ConfigError("FeatureDistillation.tap", rule, self.tap)
+                    raise ConfigError("FeatureDistillation.distillation.tap", rule, self.options.tap)
                 assert isinstance(stage, nn.Sequential)
                 stage, tail = stage[:-1], [nn.ReLU()]  # not in place: the tapped map must stay
             attention = [CBAM(_map_channels(shape))] if self.inline else []
             stages += [stage, *attention, *tail]
-        require(bool(stages), "FeatureDistillation.attention", "inline and preact need a body made of stages")
+        require(bool(stages), "FeatureDistillation.distillation", "inline and preact need a body made of stages")
         body.stages = nn.ModuleList(stages)
 
     def train(self, mode: bool = True) -> FeatureDistillation:
@@ -246,9 +258,9 @@ class FeatureDistillation(Term):
             target_maps, target_attention = out.through(self._teach, out.x)
         maps, attention = out.through(self._maps, out.features, self.cbam)
         fused_attention = out.through(self.attention_fusion, attention)
-        fused_maps = out.through(self.feature_fusion, maps) if self.feature_target == "fused" else maps
-        of_attention = feature_distillation_loss(fused_attention, target_attention, self.reduction)
-        return of_attention + feature_distillation_loss(fused_maps, target_maps, self.reduction)
+        fused_maps = out.through(self.feature_fusion, maps) if self.options.feature_target == "fused" else maps
+        of_attention = feature_distillation_loss(fused_attention, target_attention, self.options.reduction)
+        return of_attention + feature_distillation_loss(fused_maps, target_maps, self.options.reduction)
 
     def _teach(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         return self._maps(self.teacher.forward_features(x)[0], self.teacher_cbam)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,6 +33,37 @@ ClassPrior = Literal["uniform", "local"]
 PosteriorClasses = Literal["all", "present"]
 LARGEST_LOG_VARIANCE = 6.0  # and −6 the smallest: without a floor the likelihood has no bound
 RAREST_CLASS = 1e-6  # prior of a class that the client does not hold
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the class Gaussians are trained for, and how they are merged.
+
+    Args:
+        likelihood_weight: λ of L_PR = L_cls + λ L_log, >= 0.
+        ema: α in [0, 1], what is kept of the own class Gaussians; 1 ignores the received ones, 0 copies them.
+        ema_when: move the class Gaussians once a ``round``, or before every local ``step``.
+        class_prior: p(k) of L_cls (Eq. 6): ``uniform``, or the ``local`` label frequency (at least 1e-6).
+        posterior_classes: classes in the denominator of L_cls: ``all``, or those ``present`` locally.
+        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
+    """
+
+    likelihood_weight: float = 1.0
+    ema: float = 0.99
+    ema_when: EMAWhen = "round"
+    class_prior: ClassPrior = "uniform"
+    posterior_classes: PosteriorClasses = "all"
+    update_absent: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.likelihood_weight >= 0, "Mixture.likelihood_weight", "must be >= 0", self.likelihood_weight)
+        require(0 <= self.ema <= 1, "Mixture.ema", "must be in [0, 1]", self.ema)
+        require_choices(
+            "Mixture",
+            ema_when=(self.ema_when, EMAWhen),
+            class_prior=(self.class_prior, ClassPrior),
+            posterior_classes=(self.posterior_classes, PosteriorClasses),
+        )
 
 
 def gaussian_log_density(z: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
@@ -121,45 +153,17 @@ class GaussianMixture(Term):
 
     Args:
         weight: factor of L_PR, >= 0.
-        likelihood_weight: λ, >= 0.
-        ema: α in [0, 1], what is kept of the own statistics; 1 ignores the received ones, 0 copies them.
-        ema_when: move once a ``round``, or before every local ``step``.
-        class_prior: p(k) of Eq. 6: ``uniform``, or the ``local`` label frequency (at least 1e-6).
-        posterior_classes: which classes stand in the denominator of Eq. 6: ``all``, or those ``present`` locally.
-        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
+        mixture: what the class Gaussians are trained for, and how they are merged.
         size: D; null takes the model's embedding size.
     """
 
     paper = "Guo et al., DRDFL (2025)"
     reaches = ("model.body",)
 
-    def __init__(
-        self,
-        weight: float = 1.0,
-        likelihood_weight: float = 1.0,
-        ema: float = 0.99,
-        ema_when: EMAWhen = "round",
-        class_prior: ClassPrior = "uniform",
-        posterior_classes: PosteriorClasses = "all",
-        update_absent: bool = False,
-        size: int | None = None,
-    ) -> None:
+    def __init__(self, weight: float = 1.0, mixture: Mixture = Mixture(), size: int | None = None) -> None:
         super().__init__(weight)
-        require(likelihood_weight >= 0, "GaussianMixture.likelihood_weight", "must be >= 0", likelihood_weight)
-        require(0 <= ema <= 1, "GaussianMixture.ema", "must be in [0, 1]", ema)
-        require_choices(
-            "GaussianMixture",
-            ema_when=(ema_when, EMAWhen),
-            class_prior=(class_prior, ClassPrior),
-            posterior_classes=(posterior_classes, PosteriorClasses),
-        )
         require(size is None or size >= 1, "GaussianMixture.size", "must be >= 1 or null", size)
-        self.likelihood_weight = likelihood_weight
-        self.ema = ema
-        self.ema_when = ema_when
-        self.class_prior = class_prior
-        self.posterior_classes = posterior_classes
-        self.update_absent = update_absent
+        self.options = mixture
         self.size = size
         self._told = False
         self._heard = False
@@ -204,11 +208,11 @@ class GaussianMixture(Term):
         """L_cls and L_log of a mini-batch, on ``out.z``."""
         if not self._told:
             self.class_count += torch.bincount(out.y, minlength=len(self.class_count))
-        if self.ema_when == "step" and self._heard and self.training:
+        if self.options.ema_when == "step" and self._heard and self.training:
             self._move()
         mean: Tensor = self.class_mean
         log_variance: Tensor = self.class_log_variance
-        if not self.update_absent:
+        if not self.options.update_absent:
             self.resting_mean.copy_(mean.detach())
             self.resting_log_variance.copy_(log_variance.detach())
             held = (self.class_count > 0)[:, None]
@@ -218,22 +222,23 @@ class GaussianMixture(Term):
 
     def combined(self, classification: Tensor, likelihood: Tensor) -> Tensor:
         """L_PR of its two parts."""
-        return classification if self.likelihood_weight == 0 else classification + self.likelihood_weight * likelihood
+        weight = self.options.likelihood_weight
+        return classification if weight == 0 else classification + weight * likelihood
 
     def _log_prior(self) -> Tensor | None:
-        if self.class_prior == "uniform" and self.posterior_classes == "all":
+        if self.options.class_prior == "uniform" and self.options.posterior_classes == "all":
             return None
         count = self.class_count.float()  # in half precision a quotient of integers would be narrow
         frequency = count / count.sum().clamp(min=1)
-        prior = frequency.clamp(min=RAREST_CLASS) if self.class_prior == "local" else torch.ones_like(frequency)
-        absent = (self.class_count == 0) & (self.posterior_classes == "present")
+        prior = frequency.clamp(min=RAREST_CLASS) if self.options.class_prior == "local" else torch.ones_like(frequency)
+        absent = (self.class_count == 0) & (self.options.posterior_classes == "present")
         return prior.log().masked_fill(absent, -torch.inf)
 
     @torch.no_grad()
     def observe(self, host: Host, out: Forward) -> None:
         """Clamp what is stored, so that what travels is what the density sees, and put absent classes' rows back."""
         self.class_log_variance.clamp_(-LARGEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
-        if not self.update_absent:  # weight decay or momentum would move them without a gradient
+        if not self.options.update_absent:  # weight decay or momentum would move them without a gradient
             held = (self.class_count > 0)[:, None]
             self.class_mean.copy_(torch.where(held, self.class_mean, self.resting_mean))
             self.class_log_variance.copy_(torch.where(held, self.class_log_variance, self.resting_log_variance))
@@ -255,7 +260,7 @@ class GaussianMixture(Term):
             if self.finished_fits == 0 and host.facts.is_newcomer:
                 self.class_mean.copy_(mean)
                 self.class_log_variance.copy_(log_variance)
-            elif self.ema_when == "round":
+            elif self.options.ema_when == "round":
                 self._move()
         self.resting_mean.copy_(self.class_mean)  # a phase without the term must find its own, not another client's
         self.resting_log_variance.copy_(self.class_log_variance)
@@ -264,10 +269,10 @@ class GaussianMixture(Term):
     def _move(self) -> None:
         """Line 6 of Algorithm 1; variances are averaged as variances, and where they are equal keep every bit."""
         own, received = self.class_log_variance, self.received_log_variance
-        moved = moved_average(widened(own).exp(), widened(received).exp(), self.ema).log()
-        unmoved = own == received if self.ema < 1 else torch.ones_like(own, dtype=torch.bool)
-        own.copy_(torch.where(unmoved, own, received if self.ema == 0 else moved))
-        self.class_mean.copy_(moved_average(self.class_mean, self.received_mean, self.ema))
+        moved = moved_average(widened(own).exp(), widened(received).exp(), self.options.ema).log()
+        unmoved = own == received if self.options.ema < 1 else torch.ones_like(own, dtype=torch.bool)
+        own.copy_(torch.where(unmoved, own, received if self.options.ema == 0 else moved))
+        self.class_mean.copy_(moved_average(self.class_mean, self.received_mean, self.options.ema))
 
     @override
     def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:

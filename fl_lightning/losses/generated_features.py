@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,23 @@ if TYPE_CHECKING:
 
 DECAY = 0.98  # a round
 SMALLEST_GENERATED, SMALLEST_ALIGNED = 1e-4, 0.15
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Sizes of the generator; FedPA's public code has 64 and 512 for CIFAR-100.
+
+    Args:
+        noise_size: E, the size of ε ~ U(0, 1), >= 1.
+        hidden: H, the generator's width, >= 1.
+    """
+
+    noise_size: int = 32
+    hidden: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 1, f"Generator.{name}", "must be >= 1", value)
 
 
 def faded(weight: float, smallest: float, round: int) -> float:
@@ -153,8 +171,7 @@ class GeneratedFeatures(FirstSteps):
         weight: a_1, >= 0.
         steps: local steps of a fit in which the term counts, >= 1.
         collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
-        noise_size: E, the size of ε, >= 1.
-        hidden: H, the generator's width, >= 1.
+        generator: the generator's sizes.
         batch_size: generated embeddings a step, >= 1; null takes as many as the mini-batch has samples (r = 1).
     """
 
@@ -166,18 +183,14 @@ class GeneratedFeatures(FirstSteps):
         weight: float = 25.0,
         steps: int = 20,
         collection: Collection = "post",
-        noise_size: int = 32,
-        hidden: int = 256,
+        generator: Generator = Generator(),
         batch_size: int | None = None,
     ) -> None:
         super().__init__(weight, steps, collection)
-        require(noise_size >= 1, "GeneratedFeatures.noise_size", "must be >= 1", noise_size)
-        require(hidden >= 1, "GeneratedFeatures.hidden", "must be >= 1", hidden)
         require(
             batch_size is None or batch_size >= 1, "GeneratedFeatures.batch_size", "must be >= 1 or null", batch_size
         )
-        self.noise_size = noise_size
-        self.hidden = hidden
+        self.sizes = generator
         self.batch_size = batch_size
         self._has_generator = False
 
@@ -187,7 +200,7 @@ class GeneratedFeatures(FirstSteps):
     @override
     def setup(self, host: Host) -> None:
         super().setup(host)
-        sizes = host.model.num_classes, host.model.embedding_size, self.noise_size, self.hidden
+        sizes = host.model.num_classes, host.model.embedding_size, self.sizes.noise_size, self.sizes.hidden
         self.register_buffer("generator", torch.zeros(num_generator_values(*sizes)), persistent=False)
 
     @override
@@ -204,7 +217,7 @@ class GeneratedFeatures(FirstSteps):
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
         size = self.batch_size or len(out.y)
         y = self.classes[torch.randint(len(self.classes), (size,), device=out.z.device)]
-        noise = torch.rand(size, self.noise_size, device=out.z.device).to(self.generator.dtype)
+        noise = torch.rand(size, self.sizes.noise_size, device=out.z.device).to(self.generator.dtype)
         with torch.no_grad():
             z = generate(self.generator, noise, y, *self.prototypes.shape)
         ratio = size / len(out.y)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -203,6 +204,31 @@ def _check_sizes(name: str, z: Tensor, prototypes: Tensor) -> None:
 def _masked_difference(z: Tensor, y: Tensor, prototypes: Tensor, valid: Tensor | None) -> Tensor:
     difference = widened(z) - widened(prototypes)[y]
     return difference if valid is None else torch.where(valid[y][:, None], difference, 0.0)
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """How class prototypes are made and averaged.
+
+    Args:
+        collection: ``post`` averages embeddings over the training part in eval mode after the fit, ``running`` over the
+            last epoch's own forward passes (the public codes).
+        weighting: ``count`` weighs clients' prototypes by samples, ``uniform`` is the plain mean of FedProto's public
+            code, ``count_over_holders`` its printed formula, which shrinks prototypes by the number of holders.
+        missing: a class that no participant held keeps its prototype (``keep``) or becomes invalid (``drop``).
+    """
+
+    collection: Collection = "post"
+    weighting: ClassWeighting = "count"
+    missing: MissingClass = "keep"
+
+    def __post_init__(self) -> None:
+        require_choices(
+            "Prototypes",
+            collection=(self.collection, Collection),
+            weighting=(self.weighting, ClassWeighting),
+            missing=(self.missing, MissingClass),
+        )
 
 
 class PrototypeTerm(Term, ABC):

@@ -9,6 +9,7 @@ the choice is a switch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -25,7 +26,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.adversarial import Adversarial, UniformAdversarial
-from fl_lightning.losses.gaussian_mixture import ClassPrior, EMAWhen, GaussianMixture, PosteriorClasses
+from fl_lightning.losses.gaussian_mixture import GaussianMixture, Mixture
 from fl_lightning.losses.variational import (
     KLToStandardNormal,
     Latent,
@@ -50,6 +51,102 @@ Moments = Literal["own", "shared"]
 PredictFrom = Literal["reconstruction", "input", "both"]
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The losses' weights.
+
+    Args:
+        mixture_weight: factor of L_PR = L_cls + λ L_log, >= 0; 0 is the ablation without it, which sends no Gaussians.
+        kl_weight: factor of L_kl, >= 0; with the two adversarial weights 0, too, the ablation without L_GL.
+        adversarial_weight: factor of L_adv (adversary), >= 0.
+        uniform_weight: factor of L_adv^u (Learngene), >= 0.
+        reconstruction_weight: factor of L_rec, >= 0.
+    """
+
+    mixture_weight: float = 1.0
+    kl_weight: float = 1.0
+    adversarial_weight: float = 1.0
+    uniform_weight: float = 1.0
+    reconstruction_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 0, f"method.weights.{name}", "must be >= 0", value)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The two latents, and what must not be read off the shared one.
+
+    Args:
+        personal_size: size of PersonaNet's embedding z_p, >= 1.
+        shared_size: size of the Learngene's latent z_l, >= 1.
+        adversary_classes: classes among which the adversary chooses: ``all``, or those ``present`` locally.
+    """
+
+    personal_size: int = 64
+    shared_size: int = 16
+    adversary_classes: AdversaryClasses = "all"
+
+    def __post_init__(self) -> None:
+        require(self.personal_size >= 1, "method.latents.personal_size", "must be >= 1", self.personal_size)
+        require(self.shared_size >= 1, "method.latents.shared_size", "must be >= 1", self.shared_size)
+        require_choices("method.latents", adversary_classes=(self.adversary_classes, AdversaryClasses))
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Reconstructions: their loss, their noise, and whether they are what is classified.
+
+    Args:
+        reconstruction_reduction: ``sum`` of squares over an image's values, or their ``mean``.
+        noise_std: standard deviation of the noise on reconstructions, >= 0.
+        predict_from: what the classifier sees in the headline accuracy; all three are logged. ``both`` is the mean of
+            the probabilities from reconstruction and input.
+        test_noise: whether reconstructions get noise in predictions, too.
+    """
+
+    reconstruction_reduction: Reduction = "sum"
+    noise_std: float = 0.1
+    predict_from: PredictFrom = "reconstruction"
+    test_noise: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.noise_std >= 0, "method.decoding.noise_std", "must be >= 0", self.noise_std)
+        require_choices(
+            "method.decoding",
+            reconstruction_reduction=(self.reconstruction_reduction, Reduction),
+            predict_from=(self.predict_from, PredictFrom),
+        )
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Which loss trains what, and in which order.
+
+    Args:
+        grad_flow: what L_rec reaches: decoder and both encoders (``elbo``), or the decoder alone (``literal``: line 17
+            of Algorithm 1, under which the Learngene learns nothing of the images); ``full`` is ``elbo`` with the
+            cross-entropy of the noisy reconstruction reaching decoder and encoders, too.
+        update_order: one step a loss in Algorithm 1's order (``sequential``), or one forward and backward pass for all
+            (``joint``), which is cheaper and not the same.
+        personanet_moments: whether PersonaNet's L_rec step has optimizer moments of its ``own`` or ``shared`` ones with
+            its L_PR step, which the larger L_rec then decides; `update_order` ``joint`` has one step and one set.
+    """
+
+    grad_flow: GradFlow = "elbo"
+    update_order: UpdateOrder = "sequential"
+    personanet_moments: Moments = "own"
+
+    def __post_init__(self) -> None:
+        require_choices(
+            "method.updates",
+            grad_flow=(self.grad_flow, GradFlow),
+            update_order=(self.update_order, UpdateOrder),
+            personanet_moments=(self.personanet_moments, Moments),
+        )
+
+
 class DRDFL(Method):
     """A private class-discriminative encoder and a shared class-invariant one, merged by a private decoder.
 
@@ -59,32 +156,11 @@ class DRDFL(Method):
 
     Args:
         model: the private local classifier ω, on images of 8x8 or more; ResNet18 in the paper.
-        mixture_weight: factor of L_PR = L_cls + λ L_log, >= 0; 0 is the ablation without it, which sends no Gaussians.
-        likelihood_weight: λ, >= 0.
-        kl_weight: factor of L_kl, >= 0; with the two adversarial weights 0, too, the ablation without L_GL.
-        adversarial_weight: factor of L_adv (adversary), >= 0.
-        uniform_weight: factor of L_adv^u (Learngene), >= 0.
-        reconstruction_weight: factor of L_rec, >= 0.
-        reconstruction_reduction: ``sum`` of squares over an image's values, or their ``mean``.
-        ema: α in [0, 1], what is kept of the own class Gaussians.
-        ema_when: move the class Gaussians once a ``round``, or before every local ``step``.
-        noise_std: standard deviation of the noise on reconstructions, >= 0.
-        personal_size: size of PersonaNet's embedding z_p, >= 1.
-        shared_size: size of the Learngene's latent z_l, >= 1.
-        class_prior: p(k) of L_cls: ``uniform``, or the ``local`` label frequency.
-        posterior_classes: classes in the denominator of L_cls: ``all``, or those ``present`` locally.
-        adversary_classes: classes among which the adversary chooses: ``all``, or those ``present`` locally.
-        update_absent: whether the Gaussians of classes that the client does not hold are trained, too.
-        grad_flow: what L_rec reaches: decoder and both encoders (``elbo``), or the decoder alone (``literal``: line 17
-            of Algorithm 1, under which the Learngene learns nothing of the images); ``full`` is ``elbo`` with the
-            cross-entropy of the noisy reconstruction reaching decoder and encoders, too.
-        update_order: one step a loss in Algorithm 1's order (``sequential``), or one forward and backward pass for all
-            (``joint``), which is cheaper and not the same.
-        personanet_moments: whether PersonaNet's L_rec step has optimizer moments of its ``own`` or ``shared`` ones with
-            its L_PR step, which the larger L_rec then decides; `update_order` ``joint`` has one step and one set.
-        predict_from: what the classifier sees in the headline accuracy; all three are logged. ``both`` is the mean of
-            the probabilities from reconstruction and input.
-        test_noise: whether reconstructions get noise in predictions, too.
+        weights: the losses' weights.
+        mixture: what the class Gaussians are trained for, and how they are merged.
+        latents: the two latents, and what must not be read off the shared one.
+        decoding: reconstructions: their loss, their noise, and whether they are what is classified.
+        updates: which loss trains what, and in which order.
         extra_terms: terms added to the classifier's loss.
     """
 
@@ -96,87 +172,35 @@ class DRDFL(Method):
     def __init__(
         self,
         model: SplitModel,
-        mixture_weight: float = 1.0,
-        likelihood_weight: float = 1.0,
-        kl_weight: float = 1.0,
-        adversarial_weight: float = 1.0,
-        uniform_weight: float = 1.0,
-        reconstruction_weight: float = 1.0,
-        reconstruction_reduction: Reduction = "sum",
-        ema: float = 0.99,
-        ema_when: EMAWhen = "round",
-        noise_std: float = 0.1,
-        personal_size: int = 64,
-        shared_size: int = 16,
-        class_prior: ClassPrior = "uniform",
-        posterior_classes: PosteriorClasses = "all",
-        adversary_classes: AdversaryClasses = "all",
-        update_absent: bool = False,
-        grad_flow: GradFlow = "elbo",
-        update_order: UpdateOrder = "sequential",
-        personanet_moments: Moments = "own",
-        predict_from: PredictFrom = "reconstruction",
-        test_noise: bool = False,
+        weights: Weights = Weights(),
+        mixture: Mixture = Mixture(),
+        latents: Latents = Latents(),
+        decoding: Decoding = Decoding(),
+        updates: Updates = Updates(),
         extra_terms: list[Term] | None = None,
     ) -> None:
-        for key, value in (
-            ("mixture_weight", mixture_weight),
-            ("likelihood_weight", likelihood_weight),
-            ("kl_weight", kl_weight),
-            ("adversarial_weight", adversarial_weight),
-            ("uniform_weight", uniform_weight),
-            ("reconstruction_weight", reconstruction_weight),
-            ("noise_std", noise_std),
-        ):
-            require(value >= 0, f"method.{key}", "must be >= 0", value)
-        require(0 <= ema <= 1, "method.ema", "must be in [0, 1]", ema)
-        require(personal_size >= 1, "method.personal_size", "must be >= 1", personal_size)
-        require(shared_size >= 1, "method.shared_size", "must be >= 1", shared_size)
-        require_choices(
-            "method",
-            reconstruction_reduction=(reconstruction_reduction, Reduction),
-            ema_when=(ema_when, EMAWhen),
-            class_prior=(class_prior, ClassPrior),
-            posterior_classes=(posterior_classes, PosteriorClasses),
-            adversary_classes=(adversary_classes, AdversaryClasses),
-            grad_flow=(grad_flow, GradFlow),
-            update_order=(update_order, UpdateOrder),
-            personanet_moments=(personanet_moments, Moments),
-            predict_from=(predict_from, PredictFrom),
-        )
         require_image("DRDFL", model.input_shape)
-        mixture = GaussianMixture(
-            mixture_weight,
-            likelihood_weight,
-            ema,
-            ema_when,
-            class_prior,
-            posterior_classes,
-            update_absent,
-            size=personal_size,
-        )
+        gaussians = GaussianMixture(weights.mixture_weight, mixture, latents.personal_size)
         own = [
-            mixture,
-            KLToStandardNormal(kl_weight),
-            Adversarial(adversarial_weight),
-            UniformAdversarial(uniform_weight),
-            Reconstruction(reconstruction_weight, reconstruction_reduction),
+            gaussians,
+            KLToStandardNormal(weights.kl_weight),
+            Adversarial(weights.adversarial_weight),
+            UniformAdversarial(weights.uniform_weight),
+            Reconstruction(weights.reconstruction_weight, decoding.reconstruction_reduction),
         ]
         super().__init__(model, terms=own, extra_terms=extra_terms)
-        self.personanet = ConvEncoder(model.input_shape, personal_size)  # ψ
-        self.learngene = VariationalEncoder(model.input_shape, shared_size)  # φ
-        self.decoder = ConvDecoder(personal_size + shared_size, model.input_shape)  # θ; ω is the model
-        self.adversary = LatentClassifier(shared_size, model.num_classes)
+        self.personanet = ConvEncoder(model.input_shape, latents.personal_size)  # ψ
+        self.learngene = VariationalEncoder(model.input_shape, latents.shared_size)  # φ
+        self.decoder = ConvDecoder(latents.personal_size + latents.shared_size, model.input_shape)  # θ; ω is the model
+        self.adversary = LatentClassifier(latents.shared_size, model.num_classes)
         self.register_buffer("held", torch.zeros(model.num_classes, dtype=torch.bool), persistent=False)
         self.register_buffer("finished_fits", torch.zeros((), dtype=torch.long))
-        self.mixture = [mixture]  # in a list, so that it is not registered a second time
-        self.noise_std = noise_std
-        self.adversary_classes = adversary_classes
-        self.grad_flow = grad_flow
-        self.sequential = update_order == "sequential"
-        self.own_moments = personanet_moments == "own" and self.sequential
-        self.predict_from = predict_from
-        self.test_noise = test_noise
+        self.mixture = [gaussians]  # in a list, so that it is not registered a second time
+        self.adversary_classes = latents.adversary_classes
+        self.decoding = decoding
+        self.grad_flow = updates.grad_flow
+        self.sequential = updates.update_order == "sequential"
+        self.own_moments = updates.personanet_moments == "own" and self.sequential
 
     held: Tensor  # [C] bool, classes of the client's training part
     finished_fits: Tensor  # int64; 0 marks a client that never took part
@@ -330,7 +354,7 @@ class DRDFL(Method):
     def _classify(self, step: Step, reconstruction: Tensor) -> tuple[Forward, dict[str, Tensor]]:
         """L_ce (Eq. 12) on inputs and noisy reconstructions, and the extra terms on the inputs."""
         out = step.forward()
-        noisy = reconstruction + self.noise_std * torch.randn_like(reconstruction)
+        noisy = reconstruction + self.decoding.noise_std * torch.randn_like(reconstruction)
         noisy_out = step.forward(noisy if self.grad_flow == "full" else noisy.detach())
         extra = {id(term) for term in self.terms.extra}
         values = step.values(out, [self.terms.cross_entropy, *(term for term in step.terms if id(term) in extra)])
@@ -350,14 +374,15 @@ class DRDFL(Method):
             "input": lambda seen: seen.logits(self.model),
         }
         ways["both"] = lambda seen: (_shares(ways["reconstruction"](seen)) + _shares(ways["input"](seen))) / 2
-        others = {name: Predictor(way, ()) for name, way in ways.items() if name != self.predict_from}
-        return {self.predict_from: Predictor(ways[self.predict_from]), **others}
+        headline = self.decoding.predict_from
+        others = {name: Predictor(way, ()) for name, way in ways.items() if name != headline}
+        return {headline: Predictor(ways[headline]), **others}
 
     def _from_reconstruction(self, x: Tensor) -> Tensor:
         reconstruction = self._decode(self.personanet(x), self.learngene(x)[0])
-        if self.test_noise:  # from a stream of its own: an evaluation must not change what is trained
+        if self.decoding.test_noise:  # from a stream of its own: an evaluation must not change what is trained
             noise = torch.randn(reconstruction.shape, generator=torch_generator(0, "test noise"), dtype=torch.float32)
-            reconstruction = reconstruction + self.noise_std * noise.to(reconstruction)
+            reconstruction = reconstruction + self.decoding.noise_std * noise.to(reconstruction)
         return self.model(reconstruction)
 
 

@@ -7,21 +7,45 @@ weights nor the temperature; the defaults are ours.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fl_lightning.core.aggregation import ClassWeighting, MissingClass
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
-from fl_lightning.losses.distillation import Attention, FeatureDistillation, Parameters, Reduction, Tap, Target
-from fl_lightning.losses.prototype import Distance, PrototypeAlignment, PrototypeContrast
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation, Reduction
+from fl_lightning.losses.prototype import Distance, PrototypeAlignment, PrototypeContrast, Prototypes
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
     from fl_lightning.core.step import Step
 
 Alternation = Literal["epoch", "batch"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the paper is read where it leaves something open.
+
+    Args:
+        temperature: τ of the contrast, > 0.
+        alternation: ``epoch`` trains all head epochs, then all body epochs; ``batch`` takes a head step and a body step
+            on every batch, for `body_epochs` epochs.
+        align_reduction: ``mean`` over the embedding's features; ``sum`` is the printed form, D times as much.
+    """
+
+    temperature: float = 0.5
+    alternation: Alternation = "epoch"
+    align_reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        require(self.temperature > 0, "method.reading.temperature", "must be > 0", self.temperature)
+        require_choices(
+            "method.reading",
+            alternation=(self.alternation, Alternation),
+            align_reduction=(self.align_reduction, Reduction),
+        )
 
 
 class FedCPD(Method):
@@ -35,23 +59,11 @@ class FedCPD(Method):
         alpha: weight of the prototype alignment, >= 0.
         beta: weight of the prototype contrast, >= 0. Its gradient grows as 1/‖z‖: 1 is far too strong.
         gamma: weight of the feature distillation, >= 0.
-        temperature: τ of the contrast, > 0.
         head_epochs: epochs of the head phase, >= 0.
         body_epochs: epochs of the body phase, >= 0; null takes `federation.local_epochs`.
-        alternation: ``epoch`` trains all head epochs, then all body epochs; ``batch`` takes a head step and a body step
-            on every batch, for `body_epochs` epochs.
-        align_reduction: ``mean`` over the embedding's features; ``sum`` is the printed form, D times as much.
-        weighting: how the server weighs clients' prototypes: by samples (``count``) or all alike (``uniform``).
-        missing: a class that no participant held keeps its prototype (``keep``) or becomes invalid (``drop``).
-        feature_target: compare the student's ``fused`` or ``raw`` feature maps with the teacher's.
-        mid_channels: channels to which the fusion brings all levels.
-        smooth_convs: 3x3 convolutions after the fusion's sum, 1 or 2.
-        recursive: fuse with the fused map of the level above.
-        tie_fusion: one set of fusion convolutions for attention and feature maps.
-        distillation_reduction: ``mean`` over a map's values; ``sum`` over them, mean over the batch.
-        attention: CBAM beside the classification path (``side``) or in it (``inline``).
-        tap: maps are taken after a block (``block``) or before its last ReLU (``preact``).
-        distillation_parameters: attention and fusion stay at home (``private``) or are averaged, too (``shared``).
+        prototypes: how prototypes are made and averaged.
+        distillation: how feature maps are attended to, fused and compared.
+        reading: how the paper is read where it leaves something open.
         extra_terms: terms added to the loss.
     """
 
@@ -64,52 +76,27 @@ class FedCPD(Method):
         alpha: float = 1.0,
         beta: float = 0.01,
         gamma: float = 1.0,
-        temperature: float = 0.5,
         head_epochs: int = 1,
         body_epochs: int | None = None,
-        alternation: Alternation = "epoch",
-        align_reduction: Reduction = "mean",
-        weighting: ClassWeighting = "count",
-        missing: MissingClass = "keep",
-        feature_target: Target = "fused",
-        mid_channels: int = 64,
-        smooth_convs: int = 1,
-        recursive: bool = False,
-        tie_fusion: bool = False,
-        distillation_reduction: Reduction = "mean",
-        attention: Attention = "side",
-        tap: Tap = "block",
-        distillation_parameters: Parameters = "private",
+        prototypes: Prototypes = Prototypes(),
+        distillation: Distillation = Distillation(),
+        reading: Reading = Reading(),
         extra_terms: list[Term] | None = None,
     ) -> None:
         for key, weight in (("alpha", alpha), ("beta", beta), ("gamma", gamma)):
             require(weight >= 0, f"method.{key}", "must be >= 0", weight)
         require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
         require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
-        require_choices(
-            "method",
-            alternation=(alternation, Alternation),
-            align_reduction=(align_reduction, Reduction),
-        )
-        distance: Distance = "sample_mse" if align_reduction == "mean" else "sample_sq"
-        distillation = FeatureDistillation(
-            gamma,
-            feature_target=feature_target,
-            mid_channels=mid_channels,
-            smooth_convs=smooth_convs,
-            recursive=recursive,
-            tie_fusion=tie_fusion,
-            reduction=distillation_reduction,
-            attention=attention,
-            tap=tap,
-            parameters=distillation_parameters,
-        )
-        align = PrototypeAlignment(alpha, distance, weighting=weighting, missing=missing)
-        contrast = PrototypeContrast(beta, temperature, weighting=weighting, missing=missing)
-        super().__init__(model, terms=[align, contrast, distillation], extra_terms=extra_terms)
+        distance: Distance = "sample_mse" if reading.align_reduction == "mean" else "sample_sq"
+        own: list[Term] = [
+            PrototypeAlignment(alpha, distance, **vars(prototypes)),
+            PrototypeContrast(beta, reading.temperature, **vars(prototypes)),
+            FeatureDistillation(gamma, distillation),
+        ]
+        super().__init__(model, terms=own, extra_terms=extra_terms)
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs
-        self.alternation = alternation
+        self.alternation = reading.alternation
 
     def phases(self) -> list[Phase]:
         """The head under a body that rests, then the body; or both in turn on every batch."""

@@ -8,6 +8,7 @@ reconstruction. FedCVAE of Gu and Yang (2021) and of Heinbaugh et al. (2023) are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -34,6 +35,25 @@ if TYPE_CHECKING:
     from fl_lightning.core.step import Step
 
 GeneratedClasses = Literal["present", "all"]
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Epochs of a local fit's three parts, each >= 0; null takes `federation.local_epochs`.
+
+    Args:
+        prior_epochs: of g.
+        cvae_epochs: of E and D.
+        classifier_epochs: of C.
+    """
+
+    prior_epochs: int | None = None
+    cvae_epochs: int | None = None
+    classifier_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in vars(self).items():
+            require(count is None or count >= 0, f"method.epochs.{name}", "must be >= 0 or null", count)
 
 
 class FedCVAE(Method):
@@ -64,9 +84,7 @@ class FedCVAE(Method):
         variance_floor: least s², > 0.
         generated_classes: y' uniform over the classes ``present`` in the client's training part, or over ``all``; the
             prior of an absent class is N(0, 1).
-        prior_epochs: epochs of g, >= 0; null takes `federation.local_epochs`.
-        cvae_epochs: epochs of E and D, >= 0; null likewise.
-        classifier_epochs: epochs of C, >= 0; null likewise.
+        epochs: epochs of a local fit's three parts.
         extra_terms: terms added to the classifier's loss, on the client's own images.
     """
 
@@ -84,9 +102,7 @@ class FedCVAE(Method):
         width: int = 64,
         variance_floor: float = 1e-2,
         generated_classes: GeneratedClasses = "present",
-        prior_epochs: int | None = None,
-        cvae_epochs: int | None = None,
-        classifier_epochs: int | None = None,
+        epochs: Epochs = Epochs(),
         extra_terms: list[Term] | None = None,
     ) -> None:
         for key, value, least in (
@@ -99,9 +115,6 @@ class FedCVAE(Method):
             require(value >= least, f"method.{key}", f"must be >= {least}", value)
         require(variance_floor > 0, "method.variance_floor", "must be > 0", variance_floor)
         require_choices("method", generated_classes=(generated_classes, GeneratedClasses))
-        epochs = {"prior": prior_epochs, "cvae": cvae_epochs, "classifier": classifier_epochs}
-        for phase, count in epochs.items():
-            require(count is None or count >= 0, f"method.{phase}_epochs", "must be >= 0 or null", count)
         require_image("FedCVAE", model.input_shape)
         super().__init__(model, extra_terms=extra_terms)
         self.prior = PriorNetwork(model.input_shape, model.num_classes, latent_size, width)  # g
@@ -140,10 +153,11 @@ class FedCVAE(Method):
 
     @override
     def phases(self) -> list[Phase]:
+        own = self.epochs
         return [
-            Phase("prior", ("prior",), self.epochs["prior"], terms=(), resting=("encoder", "decoder")),
-            Phase("cvae", ("encoder", "decoder"), self.epochs["cvae"], terms=(), resting=("prior",)),
-            Phase("classifier", ("model", "terms"), self.epochs["classifier"], resting=("prior", "encoder", "decoder")),
+            Phase("prior", ("prior",), own.prior_epochs, terms=(), resting=("encoder", "decoder")),
+            Phase("cvae", ("encoder", "decoder"), own.cvae_epochs, terms=(), resting=("prior",)),
+            Phase("classifier", ("model", "terms"), own.classifier_epochs, resting=("prior", "encoder", "decoder")),
         ]
 
     def _enter_phase(self, phase: Phase) -> None:

@@ -40,6 +40,27 @@ if TYPE_CHECKING:
 PASSES = 3  # of one epoch of the first phase: mixup, reconstruction, the split
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Weights of the first phase's losses.
+
+    Args:
+        reconstruction_weight: c_re, >= 0.
+        protected_weight: c_ce, >= 0.
+        kl_weight: c_kl, >= 0.
+        classification_weight: c_x, >= 0.
+    """
+
+    reconstruction_weight: float = 5.0
+    protected_weight: float = 2.0
+    kl_weight: float = 0.005
+    classification_weight: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 0, f"method.weights.{name}", "must be >= 0", value)
+
+
 @artifact
 @dataclass(frozen=True)
 class KeptRows(Structured):
@@ -89,10 +110,7 @@ class FedFed(Method):
         feature_epochs: epochs of a local fit in the first phase, >= 1; each is three passes.
         feature_lr: learning rate of the first phase's AdamW, >= 0; the second has the configured optimizer.
         feature_weight_decay: its weight decay, >= 0.
-        reconstruction_weight: c_re, >= 0.
-        protected_weight: c_ce, >= 0.
-        kl_weight: c_kl, >= 0.
-        classification_weight: c_x, >= 0.
+        weights: weights of the first phase's losses.
         noise_stds: standard deviations of the noise on the two copies, on the [0, 1] scale of pixels, >= 0.
         mixup: both parameters of the Beta distribution of mixup's λ, > 0.
         latent_size: D of the autoencoder, >= 1; null takes as many as its maps have values.
@@ -109,10 +127,7 @@ class FedFed(Method):
         feature_epochs: int = 1,
         feature_lr: float = 1e-3,
         feature_weight_decay: float = 1e-6,
-        reconstruction_weight: float = 5.0,
-        protected_weight: float = 2.0,
-        kl_weight: float = 0.005,
-        classification_weight: float = 0.4,
+        weights: Weights = Weights(),
         noise_stds: tuple[float, float] = (0.15, 0.25),
         mixup: float = 2.0,
         latent_size: int | None = None,
@@ -121,15 +136,8 @@ class FedFed(Method):
         require(feature_rounds >= 0, "method.feature_rounds", "must be >= 0", feature_rounds)
         require(feature_epochs >= 1, "method.feature_epochs", "must be >= 1", feature_epochs)
         require(mixup > 0, "method.mixup", "must be > 0", mixup)
-        for key, value in (
-            ("feature_lr", feature_lr),
-            ("feature_weight_decay", feature_weight_decay),
-            ("reconstruction_weight", reconstruction_weight),
-            ("protected_weight", protected_weight),
-            ("kl_weight", kl_weight),
-            ("classification_weight", classification_weight),
-        ):
-            require(value >= 0, f"method.{key}", "must be >= 0", value)
+        require(feature_lr >= 0, "method.feature_lr", "must be >= 0", feature_lr)
+        require(feature_weight_decay >= 0, "method.feature_weight_decay", "must be >= 0", feature_weight_decay)
         noise_stds = tuple(noise_stds)  # type: ignore[assignment]
         two = len(noise_stds) == 2 and min(noise_stds) >= 0
         require(two, "method.noise_stds", "must be two numbers >= 0", list(noise_stds))
@@ -142,10 +150,10 @@ class FedFed(Method):
         self.feature_lr = feature_lr
         self.feature_weight_decay = feature_weight_decay
         self.weights = {
-            "reconstruction": reconstruction_weight,
-            "kl": kl_weight,
-            "cross_entropy_protected": protected_weight,
-            "cross_entropy": classification_weight,
+            "reconstruction": weights.reconstruction_weight,
+            "kl": weights.kl_weight,
+            "cross_entropy_protected": weights.protected_weight,
+            "cross_entropy": weights.classification_weight,
         }
         self.noise_stds = noise_stds
         self.mixup = mixup

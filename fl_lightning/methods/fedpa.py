@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from fl_lightning.losses.generated_features import (
     SMALLEST_GENERATED,
     EarlyAlignment,
     GeneratedFeatures,
+    Generator,
     diversity_loss,
     faded,
     label_shares,
@@ -38,6 +39,31 @@ from fl_lightning.losses.generated_features import (
 from fl_lightning.losses.prototype import Collection, prototype_alignment_loss
 from fl_lightning.models.generator import FeatureGenerator
 from fl_lightning.models.split import SplitModel
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the server trains the generator.
+
+    Args:
+        server_steps: steps of the generator a round, >= 1.
+        server_batch: generated embeddings a step, >= 2.
+        server_lr: learning rate of the generator's Adam in the first round, >= 0, times 0.98 a round; 1e-4 for CIFAR.
+        server_weight_decay: its weight decay, >= 0.
+        repulsion: ρ, >= 0.
+    """
+
+    server_steps: int = 50
+    server_batch: int = 32
+    server_lr: float = 3e-4
+    server_weight_decay: float = 1e-2
+    repulsion: float = 0.15
+
+    def __post_init__(self) -> None:
+        least = {"server_steps": 1, "server_batch": 2}
+        for name, value in vars(self).items():
+            smallest = least.get(name, 0)
+            require(value >= smallest, f"method.training.{name}", f"must be >= {smallest}", value)
 
 
 class FedPA(Method):
@@ -57,15 +83,10 @@ class FedPA(Method):
         prototype_weight: b_1, >= 0.
         steps: local steps of a fit in which the two terms count, >= 1.
         generated_batch: generated embeddings a local step, >= 1; null takes as many as the mini-batch has samples.
-        repulsion: ρ, >= 0.
-        noise_size: size of ε ~ U(0, 1), >= 1; 64 for CIFAR-100 in the public code.
-        hidden: the generator's width, >= 1; 512 for CIFAR-100.
-        server_steps: steps of the generator a round, >= 1.
-        server_batch: generated embeddings a step of the generator, >= 2.
-        server_lr: learning rate of the generator's Adam in the first round, >= 0, times 0.98 a round; 1e-4 for CIFAR.
-        server_weight_decay: its weight decay, >= 0.
         collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the fit's own
             forward passes, of all its epochs (the public code).
+        generator: the generator's sizes.
+        training: how the server trains it.
         extra_terms: terms added to the loss.
     """
 
@@ -79,47 +100,34 @@ class FedPA(Method):
         prototype_weight: float = 5.0,
         steps: int = 20,
         generated_batch: int | None = None,
-        repulsion: float = 0.15,
-        noise_size: int = 32,
-        hidden: int = 256,
-        server_steps: int = 50,
-        server_batch: int = 32,
-        server_lr: float = 3e-4,
-        server_weight_decay: float = 1e-2,
         collection: Collection = "post",
+        generator: Generator = Generator(),
+        training: Training = Training(),
         extra_terms: list[Term] | None = None,
     ) -> None:
         for key, value, least in (
             ("generator_weight", generator_weight, 0),
             ("prototype_weight", prototype_weight, 0),
-            ("repulsion", repulsion, 0),
-            ("server_lr", server_lr, 0),
-            ("server_weight_decay", server_weight_decay, 0),
             ("steps", steps, 1),
-            ("noise_size", noise_size, 1),
-            ("hidden", hidden, 1),
-            ("server_steps", server_steps, 1),
-            ("server_batch", server_batch, 2),
         ):
             require(value >= least, f"method.{key}", f"must be >= {least}", value)
         some = generated_batch is None or generated_batch >= 1
         require(some, "method.generated_batch", "must be >= 1 or null", generated_batch)
         require_choices("method", collection=(collection, Collection))
-        generated = GeneratedFeatures(generator_weight, steps, collection, noise_size, hidden, generated_batch)
+        generated = GeneratedFeatures(generator_weight, steps, collection, generator, generated_batch)
         align = EarlyAlignment(prototype_weight, steps, collection)
         generated.whole_fit = align.whole_fit = True
         super().__init__(model, terms=[generated, align], extra_terms=extra_terms)
         self.generator_weight = generator_weight
-        self.generator_sizes = (model.num_classes, model.embedding_size, noise_size, hidden)
-        self.server_options = (server_steps, server_batch, server_lr, server_weight_decay, repulsion)
+        self.generator_sizes = (model.num_classes, model.embedding_size, generator.noise_size, generator.hidden)
+        self.training_options = training
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
         if not self.generator_weight:
             return super().make_server(initial, facts)
         head = copy.deepcopy(self.model.head).eval().requires_grad_(False)
-        weight, sizes = self.generator_weight, self.generator_sizes
-        return GeneratorServer(initial, head, sizes, weight, *self.server_options)
+        return GeneratorServer(initial, head, self.generator_sizes, self.generator_weight, self.training_options)
 
 
 class GeneratorServer(TrainingServer):
@@ -133,21 +141,13 @@ class GeneratorServer(TrainingServer):
         head: nn.Module,
         sizes: tuple[int, int, int, int],
         weight: float,
-        steps: int,
-        batch_size: int,
-        lr: float,
-        weight_decay: float,
-        repulsion: float,
+        options: Training,
     ) -> None:
         super().__init__(initial)
         self.head = head
         self.sizes = sizes
         self.weight = weight
-        self.steps = steps
-        self.batch_size = batch_size
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.repulsion = repulsion
+        self.options = options
 
     @override
     def build(self) -> nn.Module:
@@ -155,7 +155,7 @@ class GeneratorServer(TrainingServer):
 
     @override
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        return Adam(parameters, lr=self.lr, weight_decay=self.weight_decay)
+        return Adam(parameters, lr=self.options.server_lr, weight_decay=self.options.server_weight_decay)
 
     def train(self, messages: Mapping[int, Message]) -> None:
         """The generator's steps of one round, on frozen heads in eval mode."""
@@ -164,12 +164,13 @@ class GeneratorServer(TrainingServer):
         shares, classes = label_shares(counts), counts.sum(0).nonzero().flatten()
         heads = stacked_heads(messages)
         self.head.to(self.device, torch.float32)
+        size = self.options.server_batch
         for group in self.network_optimizer.param_groups:
-            group["lr"] = self.lr * DECAY ** (self.round - 1)
+            group["lr"] = self.options.server_lr * DECAY ** (self.round - 1)
         self.network.train()
-        for _ in range(self.steps):
-            y = classes[torch.randint(len(classes), (self.batch_size,), device=self.device)]
-            noise = torch.rand(self.batch_size, self.sizes[2], device=self.device)
+        for _ in range(self.options.server_steps):
+            y = classes[torch.randint(len(classes), (size,), device=self.device)]
+            noise = torch.rand(size, self.sizes[2], device=self.device)
             self.network_optimizer.zero_grad()
             self.generator_loss(self.network(noise, y), noise, y, heads, shares).backward()
             self.network_optimizer.step()
@@ -191,7 +192,8 @@ class GeneratorServer(TrainingServer):
         loss = faded(self.weight, SMALLEST_GENERATED, self.round) * (shares[:, y] * losses).mean(1).sum()
         old = received_prototypes(self.message)
         if old is not None:
-            loss = loss - self.repulsion * prototype_alignment_loss(features, y, old.mean, old.valid, average="valid")
+            distance = prototype_alignment_loss(features, y, old.mean, old.valid, average="valid")
+            loss = loss - self.options.repulsion * distance
         return loss + diversity_loss(features, noise, y)
 
     def publish(self, message: Message) -> Message:

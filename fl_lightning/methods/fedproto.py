@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.aggregation import ClassWeighting, MissingClass
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.method import Figure, Method, Predictor, Seen
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require_choices
-from fl_lightning.losses.prototype import Collection, Distance, PrototypeAlignment, prototype_distances
+from fl_lightning.losses.prototype import Distance, PrototypeAlignment, Prototypes, prototype_distances
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -43,11 +42,7 @@ class FedProto(Method):
     Args:
         weight: λ of the prototype term, >= 0; the paper's: 1 (MNIST, FEMNIST), 0.1 (CIFAR-10).
         distance: form of the prototype term; λ was tuned with ``sample_mse``.
-        collection: ``post`` averages embeddings over the training part after the fit, ``running`` over the last epoch's
-            own forward passes (the public code).
-        weighting: ``count`` weighs clients' prototypes by samples, ``uniform`` is the public code's plain mean,
-            ``count_over_holders`` the printed formula, which shrinks prototypes by the number of holders.
-        missing: a class that no participant held keeps its prototype (``keep``) or becomes invalid (``drop``).
+        prototypes: how prototypes are made and averaged.
         download: ``all`` valid prototypes, or only those of classes the client uploaded (``local``).
         candidates: what nearest-prototype inference may predict on the client's own test split: all valid classes
             (``global``) or those of its training part (``local``, the public code; use it for n-way k-shot tasks).
@@ -63,9 +58,7 @@ class FedProto(Method):
         model: SplitModel,
         weight: float = 1.0,
         distance: Distance = "sample_mse",
-        collection: Collection = "post",
-        weighting: ClassWeighting = "count",
-        missing: MissingClass = "keep",
+        prototypes: Prototypes = Prototypes(),
         download: Download = "all",
         candidates: Candidates = "global",
         inference: Inference = "prototype",
@@ -77,7 +70,7 @@ class FedProto(Method):
             candidates=(candidates, Candidates),
             inference=(inference, Inference),
         )
-        alignment = PrototypeAlignment(weight, distance, collection, weighting, missing)
+        alignment = PrototypeAlignment(weight, distance, **vars(prototypes))
         alignment.predicts = True  # at weight 0 there is no pull, but still the nearest prototype
         super().__init__(model, terms=[alignment], extra_terms=extra_terms)
         self.alignment = [alignment]  # in a list, so that it is not registered a second time

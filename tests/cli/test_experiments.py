@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning import catalog
 from fl_lightning.command_line import CommandLine
 from fl_lightning.configuration import import_class, short_name
+from fl_lightning.core.client import ClientModule
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import Experiment
 from fl_lightning.parser import config_parser, parse_config, plain_config
 from fl_lightning.precheck import FILLED_IN, check_names
@@ -86,8 +90,8 @@ def check(argv):
     """Parse everything, and build all that can be built without data: clients, optimizer, federation, exchange."""
     experiment = without_data(resolved(argv))
     for architecture in set(experiment.architecture or [0]):
-        client = experiment._make_client(architecture)
-        assert client.phases()
+        client = ClientModule(experiment._make_method(architecture))
+        assert client.method.phases()
         experiment._make_optimizer(client.parameters())
     return experiment
 
@@ -105,7 +109,7 @@ def test_experiment_is_built_as_its_first_lines_say(file):
     for argv in shown:
         assert file in argv
         experiment = check(argv)
-        assert experiment.loop.rounds >= 1
+        assert experiment.loop.settings.rounds >= 1
         assert experiment.folder.parts[0] == "runs"
     if is_whole(file):
         assert shown[0] == ["--config", file]
@@ -117,7 +121,43 @@ def test_other_methods_take_over_an_experiment(file, options):
     method = check(["--config", file, *options]).config["method"]
     parameters = inspect.signature(import_class(method["class_path"])).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
-    assert method["init_args"] == defaults
+    assert method["init_args"] == {name: asdict(own) if is_dataclass(own) else own for name, own in defaults.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        ("FedCPD", "mid_channels", "distillation.mid_channels"),
+        ("FedCPD", "distillation_reduction", "distillation.reduction"),
+        ("FedCPD", "distillation_parameters", "distillation.parameters"),
+        ("FedCPD", "alternation", "reading.alternation"),
+        ("FedCPD", "temperature", "reading.temperature"),
+        ("FedCPD", "weighting", "prototypes.weighting"),
+        ("FedDW", "soft_labels_init", "soft_labels.soft_labels_init"),
+        ("FedDW", "history", "soft_labels.history"),
+        ("FedDW", "bias", "relation.bias"),
+        ("FedProto", "collection", "prototypes.collection"),
+        ("DRDFL", "kl_weight", "weights.kl_weight"),
+        ("DRDFL", "ema", "mixture.ema"),
+        ("DRDFL", "predict_from", "decoding.predict_from"),
+        ("DRDFL", "personal_size", "latents.personal_size"),
+        ("DRDFL", "update_order", "updates.update_order"),
+        ("FedFed", "protected_weight", "weights.protected_weight"),
+        ("FedCVAE", "cvae_epochs", "epochs.cvae_epochs"),
+        ("FedPA", "hidden", "generator.hidden"),
+        ("FedPA", "server_lr", "training.server_lr"),
+    ],
+)
+def test_option_that_has_moved_into_a_section_is_named_with_its_new_place(method, old, new):
+    with pytest.raises(ConfigError, match=rf"^method\.{old}: has moved, it is {new} of {method} now$"):
+        check_names(CommandLine(["--method", method, f"--method.{old}", "1"]))
+
+
+def test_no_constructor_has_more_than_ten_parameters():
+    """Of methods and terms: more of them are sections, which a reader can take in one at a time."""
+    for kind in ("methods", "terms"):
+        for entry in catalog.entries(kind):
+            assert len(inspect.signature(import_class(entry.class_path)).parameters) <= 10, entry.name
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -148,7 +188,7 @@ def test_every_overlay_of_fedproto_suits_every_data_set():
             config = resolved(argv)
             assert len(config["model"]) == (2 if base == "cifar10" else 3)
             assert config["data"]["partition"]["init_args"]["n"] == 5
-        assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.newcomers.clients == 5
+        assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.settings.newcomers.clients == 5
 
 
 @pytest.mark.parametrize("readme", ["README.md", "experiments/README.md"])

@@ -9,7 +9,8 @@ import torch
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.federation import transport
 from fl_lightning.federation.launch import Team, launch
-from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
+from fl_lightning.losses.distillation import Distillation
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
@@ -30,12 +31,17 @@ CASES = {
     "FedDW": (FedDW, {}),
     "running sums": (
         FedAvg,
-        {"extra_terms": [PrototypeAlignment(collection="running"), ClassRelation(source="running")]},
+        {
+            "extra_terms": [
+                PrototypeAlignment(collection="running"),
+                ClassRelation(soft_labels=SoftLabels(source="running")),
+            ]
+        },
     ),
     "Per-FedAvg FO": (PerFedAvg, {"alpha": 0.5}),
     "Per-FedAvg HF": (PerFedAvg, {"alpha": 0.5, "beta": 0.2, "approximation": "HF", "delta": 0.1}),
     "FedCRL": (FedCRL, {}),
-    "FedCPD": (FedCPD, {"mid_channels": 4}),
+    "FedCPD": (FedCPD, {"distillation": Distillation(mid_channels=4)}),
     "DRDFL": (DRDFL, {}),
 }
 ALIKE = ("FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")

@@ -13,7 +13,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.settings import Newcomers
-from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 
@@ -93,13 +93,13 @@ def test_newcomer_that_was_not_drawn_yet_counts_with_its_initial_model(mlp, run_
 
 @pytest.mark.parametrize(("kind", "killed_after"), [("FedAvg", 1), ("FedAvg", 2), ("FedAvg", 3), ("DRDFL", 2)])
 def test_run_resumes_exactly_across_the_joining_round(kind, killed_after, mlp, make_data, assert_resumes):
-    make = {"FedAvg": lambda: FedAvg(mlp()), "DRDFL": lambda: DRDFL(mlp(), personal_size=3, shared_size=2)}[kind]
+    make = {"FedAvg": lambda: FedAvg(mlp()), "DRDFL": lambda: DRDFL(mlp(), latents=Latents(3, 2))}[kind]
     assert_resumes(make, killed_after, rounds=4, optimizer=adam, data=make_data(batch_size=32), **LAST_JOINS)
 
 
 def test_drdfl_newcomer_starts_from_its_predecessor_s_learngene_and_gaussians(mlp, make_data, set_up_federation):
     """A plain copy; founders average."""
-    make = lambda: DRDFL(mlp(), personal_size=3, shared_size=2)  # noqa: E731
+    make = lambda: DRDFL(mlp(), latents=Latents(3, 2))  # noqa: E731
     loop = set_up_federation(make, rounds=4, data=make_data(batch_size=32), optimizer=adam, **LAST_JOINS)
     for _ in range(2):
         loop.advance()

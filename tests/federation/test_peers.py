@@ -14,7 +14,7 @@ from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.dispfl import DisPFL
-from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.fednova import FedNova
@@ -127,7 +127,7 @@ class Placed(DRDFL):
     """Its Learngene is 4 m from the start, and again after its first fit where the test wants that."""
 
     def __init__(self, model, value, again):
-        super().__init__(model, personal_size=3, shared_size=2)
+        super().__init__(model, latents=Latents(3, 2))
         self.value, self.again = value, again
         self.place()
 

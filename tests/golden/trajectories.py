@@ -17,6 +17,12 @@ from fl_lightning.data.partitions import Dirichlet
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.settings import Federation
+from fl_lightning.losses.class_relation import Relation, SoftLabels
+from fl_lightning.losses.distillation import Distillation
+from fl_lightning.losses.gaussian_mixture import Mixture
+from fl_lightning.losses.prototype import Prototypes
+from fl_lightning.methods.drdfl import Latents, Updates
+from fl_lightning.methods.fedcpd import Reading
 
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
@@ -26,26 +32,36 @@ OPTIONS = {
     "FedProc": {"anneal_rounds": 100},
     "DisPFL": {"anneal_rounds": 500},
     "DisPFL: random": {"anneal_rounds": 5, "regrow": "random", "density": 0.3},
-    "DRDFL: joint": {"update_order": "joint", "ema_when": "step", "posterior_classes": "present"},
-    "DRDFL: full": {"grad_flow": "full", "class_prior": "local", "adversary_classes": "present"},
+    "DRDFL: joint": {
+        "updates": Updates(update_order="joint"),
+        "mixture": Mixture(ema_when="step", posterior_classes="present"),
+    },
+    "DRDFL: full": {
+        "updates": Updates(grad_flow="full"),
+        "mixture": Mixture(class_prior="local"),
+        "latents": Latents(adversary_classes="present"),
+    },
     "FedALA: two layers": {"layers": 2, "share": 0.5},
-    "FedCPD: batch": {"alternation": "batch", "mid_channels": 16},
-    "FedCPD: inline": {"attention": "inline", "distillation_parameters": "shared", "mid_channels": 8},
-    "FedCPD: raw": {"feature_target": "raw", "align_reduction": "sum", "weighting": "uniform", "mid_channels": 8},
+    "FedCPD: batch": {"reading": Reading(alternation="batch"), "distillation": Distillation(mid_channels=16)},
+    "FedCPD: inline": {"distillation": Distillation(attention="inline", parameters="shared", mid_channels=8)},
+    "FedCPD: raw": {
+        "distillation": Distillation(feature_target="raw", mid_channels=8),
+        "reading": Reading(align_reduction="sum"),
+        "prototypes": Prototypes(weighting="uniform"),
+    },
     "FedDW: public code": {
-        "soft_labels_init": "identity",
-        "momentum": 0.5,
-        "history": "all",
-        "missing": "one_hot",
+        "soft_labels": SoftLabels("identity", momentum=0.5, history="all", missing="one_hot", source="running"),
         "decay_rounds": [3],
-        "bias": "keep",
-        "source": "running",
+        "relation": Relation(bias="keep"),
     },
     "FedDistill: running": {"averages": "running", "stale": "drop"},
     "FedNova: mu, momentum": {"mu": 0.1, "server_momentum": 0.5},
     "FedPA: running": {"collection": "running", "generated_batch": 8},
     "FedPer: two layers": {"head_layers": 2},
-    "FedProto: running": {"collection": "running", "distance": "batch_proto_l2", "weighting": "uniform"},
+    "FedProto: running": {
+        "prototypes": Prototypes(collection="running", weighting="uniform"),
+        "distance": "batch_proto_l2",
+    },
     "FedProto: local": {"download": "local", "candidates": "local", "inference": "classifier"},
     "FeSEM: random": {"start": "random", "mu": 0.1, "weighting": "samples"},
     "MOON: projection": {"projection": 8, "previous_models": 2},

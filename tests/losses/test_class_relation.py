@@ -5,16 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sections import sectioned
 from torch import nn
 
-from fl_lightning.core.client import Collected
+from fl_lightning.configuration import build
+from fl_lightning.core.facts import Facts, Fit
+from fl_lightning.core.forward import Forward
+from fl_lightning.core.host import Collected
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.server import Server
-from fl_lightning.core.term import CrossEntropy, Forward
+from fl_lightning.core.term import CrossEntropy
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.class_relation import ClassRelation, SoftLabelRule, class_relation_loss
+from fl_lightning.federation.graphs import DirectedGraph
+from fl_lightning.federation.peers import Ring
+from fl_lightning.losses.class_relation import ClassRelation, Relation, SoftLabelRule, SoftLabels, class_relation_loss
+from fl_lightning.methods.fedavg import FedAvg
 
-PUBLIC_CODE = {"initial": "identity", "momentum": 0.5, "history": "all", "missing": "one_hot"}
+PUBLIC_CODE = {"soft_labels_init": "identity", "momentum": 0.5, "history": "all", "missing": "one_hot"}
 W = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0]])
 SL = torch.tensor([[0.8, 0.1, 0.1], [0.05, 0.9, 0.05], [0.2, 0.2, 0.6]])
 EYE = torch.eye(3)
@@ -186,7 +193,7 @@ TWO = soft([[0.5, 0.3, 0.2], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [30, 0, 0])
 
 
 def server_of(**options):
-    return Server(Message(), {"soft_labels": lambda: SoftLabelRule(**options)})
+    return Server(Message(), {"soft_labels": lambda: SoftLabelRule(SoftLabels(**options))})
 
 
 def after(server, *uploads):
@@ -227,7 +234,7 @@ def test_momentum_starts_with_the_first_mean_where_there_is_no_initial_row():
 
 @pytest.mark.parametrize(("initial", "row"), [("identity", [0, 0, 1]), ("uniform", [1 / 3] * 3)])
 def test_initial_rows_stand_until_a_class_is_held(initial, row):
-    merged = after(server_of(initial=initial), ONE)
+    merged = after(server_of(soft_labels_init=initial), ONE)
     assert merged.valid.all()
     assert merged.mean[2].tolist() == pytest.approx(row)
     assert merged.mean[0].tolist() == pytest.approx([0.7, 0.2, 0.1])
@@ -288,10 +295,16 @@ def test_soft_labels_of_different_sizes_are_refused():
 # --- the term ----------------------------------------------
 
 
-def client_of(mlp, logits=None, y=None, num_classes=3):
-    client = SimpleNamespace(model=mlp(hidden=(), shape=(2,), num_classes=num_classes), last_epoch=True)
-    client.collect = lambda data: Collected(logits, logits, y)
-    return client
+def host_of(mlp, num_classes=3):
+    """What a term sees of a method, in the last epoch of a fit."""
+    return SimpleNamespace(model=mlp(hidden=(), shape=(2,), num_classes=num_classes), fit=Fit(epochs=1))
+
+
+def fitted(host, term):
+    """The term as a client would have it."""
+    term.alter(host.model)
+    term.setup(host)
+    return term
 
 
 @pytest.fixture
@@ -303,13 +316,13 @@ def spec_batch():
 @pytest.mark.parametrize("source", ["post", "running"])
 def test_local_soft_labels_match_the_specification(mlp, spec_batch, source):
     logits, y = spec_batch
-    client = client_of(mlp, logits, y)
-    term = ClassRelation(source=source)
-    term.setup(client)
-    term.receive(client, Message())
+    host = host_of(mlp)
+    term = fitted(host, ClassRelation(soft_labels=SoftLabels(source=source)))
+    term.receive(host, Message())
     for part in (slice(0, 2), slice(2, 3)):
-        term.observe(client, Forward(logits[part], y[part], [], logits[part], logits[part]))
-    sent = term.send(client, None)["soft_labels"]
+        term.observe(host, Forward(logits[part], y[part], [], logits[part], logits[part]))
+    data = SimpleNamespace(collected=lambda: Collected(logits, logits, y))
+    sent = term.send(host, data)["soft_labels"]
     assert sent.mean.flatten().tolist() == near([0.4995, 0.3413, 0.1592, 0.5761, 0.2119, 0.2119, 0, 0, 0])
     assert sent.count.tolist() == [2, 1, 0]
     assert sent.num_params == 2 * (3 + 1)
@@ -318,62 +331,106 @@ def test_local_soft_labels_match_the_specification(mlp, spec_batch, source):
 
 def test_running_soft_labels_forget_the_client_before_and_all_but_the_last_epoch(mlp, spec_batch):
     logits, y = spec_batch
-    client = client_of(mlp)
-    term = ClassRelation(source="running")
-    term.setup(client)
+    host = host_of(mlp)
+    host.fit = Fit(epochs=2)
+    term = fitted(host, ClassRelation(soft_labels=SoftLabels(source="running")))
     out = Forward(logits, y, [], logits, logits.clone().requires_grad_())
-    term.observe(client, out)
-    term.receive(client, Message())
-    assert not term.send(client, None)["soft_labels"].valid.any()
-    client.last_epoch = False
-    term.observe(client, out)
-    client.last_epoch = True
-    term.observe(client, out)
-    sent = term.send(client, None)["soft_labels"]
+    host.fit.epoch = 1
+    term.observe(host, out)
+    term.receive(host, Message())
+    assert not term.send(host, None)["soft_labels"].valid.any()
+    for epoch in (0, 1):
+        host.fit.epoch = epoch
+        term.observe(host, out)
+    sent = term.send(host, None)["soft_labels"]
     assert sent.count.tolist() == [2, 1, 0]
     assert not sent.mean.requires_grad
 
 
 def test_term_is_the_loss_of_what_it_received(mlp):
-    client = client_of(mlp)
-    term = ClassRelation(temperature=2.0)
-    term.setup(client)
-    weight = client.model.classification_layer.weight
+    host = host_of(mlp)
+    term = fitted(host, ClassRelation(relation=Relation(temperature=2.0)))
+    weight = host.model.classification_layer.weight
     out = SimpleNamespace(z=torch.zeros(1, 2))
     for count in ([1, 1, 1], [1, 0, 1]):
         received = ClassMeans(SL.clone(), torch.tensor(count))
-        term.receive(client, Message({}, {"soft_labels": received}))
-        assert term(client, out) == class_relation_loss(weight, SL, received.valid, temperature=2.0)
+        term.receive(host, Message({}, {"soft_labels": received}))
+        assert term(host, out) == class_relation_loss(weight, SL, received.valid, temperature=2.0)
         term.soft_labels.zero_()
         assert torch.equal(received.mean, SL)
-    term.receive(client, Message())
-    assert term(client, out).item() == 0
-    assert not term(client, out).requires_grad
+    term.receive(host, Message())
+    assert term(host, out).item() == 0
+    assert not term(host, out).requires_grad
     assert list(term.state_dict()) == []
 
 
 @pytest.mark.parametrize(("initial", "rows"), [("identity", EYE), ("uniform", torch.full((3, 3), 1 / 3))])
 def test_term_has_initial_soft_labels_from_the_first_round(mlp, initial, rows):
-    client = client_of(mlp)
-    term = ClassRelation(soft_labels_init=initial)
-    term.setup(client)
-    term.receive(client, Message())
-    weight = client.model.classification_layer.weight
-    assert term(client, SimpleNamespace(z=weight)) == class_relation_loss(weight, rows)
+    host = host_of(mlp)
+    term = fitted(host, ClassRelation(soft_labels=SoftLabels(initial)))
+    term.receive(host, Message())
+    weight = host.model.classification_layer.weight
+    assert term(host, SimpleNamespace(z=weight)) == class_relation_loss(weight, rows)
 
 
 def test_weight_is_divided_by_ten_at_the_start_of_the_rounds_asked_for():
     term = ClassRelation(0.1, decay_rounds=[9, 18, 27, 36, 45])
-    weights = [term.weight_at(round) for round in (1, 8, 9, 17, 18, 45, 50)]
+    weights = [term.weight_at(Facts(round=round)) for round in (1, 8, 9, 17, 18, 45, 50)]
     assert weights == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 1e-6, 1e-6], rel=1e-12)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
-def test_last_bias_is_removed_or_kept(mlp, weight):
-    for bias in ("remove", "keep"):
-        client = client_of(mlp)
-        ClassRelation(weight, bias=bias).setup(client)
-        assert ("head.bias" in client.model.state_dict()) == (bias == "keep")
+@pytest.mark.parametrize("bias", ["remove", "keep", "always"])
+def test_last_bias_is_removed_or_kept(mlp, weight, bias):
+    """At weight 0 the model stays as it is, unless the control is asked for."""
+    host = host_of(mlp)
+    before = set(host.model.state_dict())
+    fitted(host, ClassRelation(weight, relation=Relation(bias=bias)))
+    removed = bias == "always" or (bias == "remove" and weight > 0)
+    assert before - set(host.model.state_dict()) == ({"head.bias"} if removed else set())
+
+
+def test_at_weight_0_it_changes_nothing_and_the_control_is_the_model_without_the_bias(
+    mlp, run_federation, outcome, assert_identical
+):
+    def without_bias():
+        model = mlp()
+        model.head.bias = None
+        return model
+
+    def run(model, **options):
+        terms = [ClassRelation(0.0, relation=Relation(**options))] if options else None
+        return outcome(run_federation(lambda: FedAvg(model(), extra_terms=terms), rounds=2))
+
+    assert_identical(run(mlp, bias="remove"), run(mlp))
+    assert_identical(run(mlp, bias="always"), run(without_bias))
+
+
+@pytest.mark.parametrize("exchange", [Ring, lambda: Ring("sequential"), lambda: DirectedGraph(2)])
+def test_it_runs_without_a_server(mlp, run_federation, exchange):
+    method = lambda: FedAvg(mlp(), extra_terms=[ClassRelation(5.0)])  # noqa: E731
+    loop = run_federation(method, rounds=3, exchange=exchange())
+    assert loop.diary.rows[-1]["loss/class_relation"] > 0
+    heard = loop.exchange.inbox(0).artifacts["soft_labels"]
+    assert heard.valid[loop.data.clients[0].held_classes].all()
+    torch.testing.assert_close(heard.mean[heard.valid].sum(1), torch.ones(int(heard.valid.sum())))
+
+
+def test_in_a_ring_own_soft_labels_and_the_predecessors_are_merged_by_samples(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp(), extra_terms=[ClassRelation(5.0)]), rounds=1, exchange=Ring())
+    own, other = (loop.diary.sent[1, client].artifacts["soft_labels"] for client in (0, 3))
+    heard = loop.exchange.inbox(0).artifacts["soft_labels"]
+    count = own.count + other.count
+    assert torch.equal(heard.valid, count > 0)
+    sums = own.mean * own.count[:, None] + other.mean * other.count[:, None]
+    torch.testing.assert_close(heard.mean[heard.valid], (sums / count[:, None])[heard.valid])
+
+
+@pytest.mark.parametrize("options", [{"history": "all"}, {"missing": "one_hot"}])
+def test_memory_of_all_rounds_needs_a_server(mlp, set_up_federation, options):
+    terms = [ClassRelation(soft_labels=SoftLabels(**options))]
+    with pytest.raises(ConfigError, match=r"^federation\.exchange: .* cannot do without its server"):
+        set_up_federation(lambda: FedAvg(mlp(), extra_terms=terms), exchange=Ring())
 
 
 @pytest.mark.parametrize(
@@ -385,17 +442,17 @@ def test_last_bias_is_removed_or_kept(mlp, weight):
     ],
 )
 def test_head_whose_last_layer_has_no_class_vectors_is_refused(mlp, head, says):
-    client = client_of(mlp)
-    client.model.head = head
+    host = host_of(mlp)
+    host.model.head = head
     with pytest.raises(ConfigError, match=f"^model.head: .*{says}$"):
-        ClassRelation().setup(client)
+        fitted(host, ClassRelation())
 
 
 def test_head_with_dropout_in_front_is_accepted(mlp):
-    client = client_of(mlp)
-    client.model.head = nn.Sequential(nn.Dropout(), nn.Linear(2, 3), nn.Identity())
-    ClassRelation().setup(client)
-    assert client.model.head[1].bias is None
+    host = host_of(mlp)
+    host.model.head = nn.Sequential(nn.Dropout(), nn.Linear(2, 3), nn.Identity())
+    fitted(host, ClassRelation())
+    assert host.model.head[1].bias is None
 
 
 @pytest.mark.parametrize(
@@ -414,5 +471,16 @@ def test_head_with_dropout_in_front_is_accepted(mlp):
     ],
 )
 def test_term_rejects_values_out_of_range(option, value):
-    with pytest.raises(ConfigError, match=rf"^ClassRelation\.{option}: must be"):
-        ClassRelation(**{option: value})
+    owner = next((kind for kind in (SoftLabels, Relation) if option in kind.__annotations__), ClassRelation)
+    with pytest.raises(ConfigError, match=rf"^{owner.__name__}\.{option}: must be"):
+        ClassRelation(**sectioned(ClassRelation, **{option: value}))
+
+
+def test_configured_option_is_refused_where_it_is_written():
+    node = {"class_path": "fl_lightning.losses.class_relation.ClassRelation", "init_args": {}}
+    for section, option, value in (("soft_labels", "momentum", 1.0), ("relation", "bias", "no")):
+        node["init_args"] = {section: {option: value}}
+        with pytest.raises(
+            ConfigError, match=rf"^method\.extra_terms\.{section}\.{option}: must be .*, got {value!r}$"
+        ):
+            build([node], "method.extra_terms")

@@ -2,10 +2,18 @@
 
 import pytest
 import torch
+from sections import sectioned
 
+from fl_lightning.configuration import build
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.distillation import CrossLayerFusion, FeatureDistillation, feature_distillation_loss
+from fl_lightning.losses.distillation import (
+    CrossLayerFusion,
+    Distillation,
+    FeatureDistillation,
+    feature_distillation_loss,
+)
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
 from fl_lightning.models.describe import count_parameters
 
@@ -116,29 +124,31 @@ def test_distillation_loss_refuses_what_does_not_fit(student, teacher, reduction
 def make_client(model=None, weight=1.0, **options):
     torch.manual_seed(0)
     model = model or CNN((1, 16, 16), 4, channels=(4, 6), hidden=8)
-    return ClientModule(model, extra_terms=[FeatureDistillation(weight, mid_channels=5, **options)])
+    term = FeatureDistillation(weight, Distillation(mid_channels=5, **options))
+    return ClientModule(FedAvg(model, extra_terms=[term]))
 
 
 def taught(client):
-    """The same client after a fit that moved its body a little."""
-    term = client.all_terms[-1]
-    term.after_fit(client)
+    """The client's term after a fit that moved its body a little."""
+    term = client.method.terms[-1]
+    term.after_fit(client.method)
     with torch.no_grad():
-        for parameter in client.model.parameters():
+        for parameter in client.method.model.parameters():
             parameter.add_(0.05)
-    term.receive(client, None)
+    term.receive(client.method, None)
     return term
 
 
 def forward(client, batch=3):
     x = torch.randn(batch, 1, 16, 16, generator=torch.Generator().manual_seed(1))
-    return client.forward_pass(x, torch.zeros(batch, dtype=torch.long))
+    return client.step(x, torch.zeros(batch, dtype=torch.long)).forward()
 
 
 def test_client_that_never_fitted_has_no_teacher_and_no_loss():
     client = make_client()
-    client.all_terms[-1].receive(client, None)
-    assert client.all_terms[-1](client, forward(client)).item() == 0.0
+    term = client.method.terms[-1]
+    term.receive(client.method, None)
+    assert term(client.method, forward(client)).item() == 0.0
 
 
 @pytest.mark.parametrize("target", ["fused", "raw"])
@@ -153,14 +163,14 @@ def test_term_is_the_loss_of_attention_maps_plus_that_of_feature_maps(target, re
     maps = term.feature_fusion(out.features) if target == "fused" else out.features
     expected = feature_distillation_loss(term.attention_fusion(own), wanted, reduction)
     expected = expected + feature_distillation_loss(maps, teacher, reduction)
-    assert torch.equal(term(client, out), expected)
+    assert torch.equal(term(client.method, out), expected)
 
 
 def test_gradient_reaches_the_convolutions_and_the_terms_own_parameters_but_no_more():
     client = make_client()
     term = taught(client)
-    term(client, forward(client)).backward()
-    moved = {name for name, p in client.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    term(client.method, forward(client)).backward()
+    moved = {name for name, p in client.method.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
     own = {"model.body.stages.0.0.weight", "model.body.stages.1.0.weight"}
     assert own <= moved
     assert not any("head" in name or "neck" in name or "teacher" in name for name in moved)
@@ -178,7 +188,7 @@ def test_teacher_is_frozen_in_eval_mode_and_holds_no_more_than_the_maps_need():
     assert not any("neck" in name for name in term.teacher.state_dict())
     before = [m.clone() for m in term.teacher.forward_features(torch.ones(1, 1, 16, 16))[0]]
     optimizer = torch.optim.SGD([p for p in client.parameters() if p.requires_grad], lr=0.1)
-    term(client, forward(client)).backward()
+    term(client.method, forward(client)).backward()
     optimizer.step()
     assert all(map(torch.equal, before, term.teacher.forward_features(torch.ones(1, 1, 16, 16))[0]))
 
@@ -186,14 +196,14 @@ def test_teacher_is_frozen_in_eval_mode_and_holds_no_more_than_the_maps_need():
 def test_teacher_is_the_extractor_as_the_last_fit_left_it():
     client = make_client()
     x = torch.randn(2, 1, 16, 16)
-    left = [m.clone() for m in client.model.features(x)]
+    left = [m.clone() for m in client.method.model.features(x)]
     term = taught(client)
     assert all(map(torch.equal, left, term.teacher.forward_features(x)[0]))
-    assert not torch.equal(left[0], client.model.features(x)[0])
+    assert not torch.equal(left[0], client.method.model.features(x)[0])
 
 
 def test_tied_fusion_has_one_set_of_convolutions():
-    tied, own = (make_client(tie_fusion=tie).all_terms[-1] for tie in (True, False))
+    tied, own = (make_client(tie_fusion=tie).method.terms[-1] for tie in (True, False))
     assert count_parameters(own) - count_parameters(tied) == count_parameters(own.feature_fusion)
 
 
@@ -205,14 +215,14 @@ def test_taps_and_attention_change_only_what_they_say(tap, attention):
     client = make_client(tap=tap, attention=attention)
     term = taught(client)
     out = forward(client)
-    assert term(client, out).item() > 0
+    assert term(client.method, out).item() > 0
     maps, attended = term._maps(out.features, term.cbam)
     assert [tuple(m.shape[1:]) for m in maps] == [tuple(m.shape[1:]) for m in attended] == [(4, 6, 6), (6, 1, 1)]
     assert (maps[0].min() < 0) == (tap == "preact")
-    for entry, other in zip(client.model.body.parameters(), plain.body.parameters(), strict=False):
+    for entry, other in zip(client.method.model.body.parameters(), plain.body.parameters(), strict=False):
         if attention == "side":
             assert torch.allclose(entry, other + 0.05)
-    names = list(client.model.body.state_dict())
+    names = list(client.method.model.body.state_dict())
     assert any("spatial" in name for name in names) == (attention == "inline")
     if attention == "side":  # predictions are the model's own
         for parameter in plain.parameters():
@@ -222,15 +232,15 @@ def test_taps_and_attention_change_only_what_they_say(tap, attention):
 
 def test_vectors_count_as_maps_of_one_position(mlp):
     client = make_client(mlp(shape=(1, 16, 16)))
-    assert taught(client)(client, forward(client)).item() > 0
+    assert taught(client)(client.method, forward(client)).item() > 0
 
 
 def test_batch_of_one_and_dead_maps_stay_finite():
     client = make_client()
     term = taught(client)
     with torch.no_grad():
-        client.model.body.stages[0][0].bias.fill_(-100.0)  # the first ReLU lets nothing through
-    loss = term(client, forward(client, batch=1))
+        client.method.model.body.stages[0][0].bias.fill_(-100.0)  # the first ReLU lets nothing through
+    loss = term(client.method, forward(client, batch=1))
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad.isfinite().all() for p in client.parameters() if p.grad is not None)
@@ -238,25 +248,40 @@ def test_batch_of_one_and_dead_maps_stay_finite():
 
 def test_term_of_weight_0_adds_neither_parameters_nor_state():
     client = make_client(weight=0.0)
-    assert list(client.terms.state_dict()) == []
+    assert list(client.method.terms.state_dict()) == []
+
+
+@pytest.mark.parametrize("options", [{"attention": "inline"}, {"tap": "preact"}], ids=str)
+def test_term_of_weight_0_leaves_the_model_as_it_is(options, assert_identical):
+    torch.manual_seed(0)
+    plain = CNN((1, 16, 16), 4, channels=(4, 6), hidden=8)
+    model = make_client(weight=0.0, **options).method.model
+    assert_identical(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"weight": -1}, "FeatureDistillation.weight"),
-        ({"feature_target": "flat"}, "FeatureDistillation.feature_target: must be one of fused, raw, got 'flat'"),
-        ({"reduction": "median"}, "FeatureDistillation.reduction"),
-        ({"attention": "none"}, "FeatureDistillation.attention"),
-        ({"tap": "pool"}, "FeatureDistillation.tap"),
-        ({"parameters": "public"}, "FeatureDistillation.parameters"),
-        ({"mid_channels": 0}, "FeatureDistillation.mid_channels"),
-        ({"smooth_convs": 3}, "FeatureDistillation.smooth_convs: must be 1 or 2, got 3"),
+        ({"feature_target": "flat"}, "Distillation.feature_target: must be one of fused, raw, got 'flat'"),
+        ({"reduction": "median"}, "Distillation.reduction"),
+        ({"attention": "none"}, "Distillation.attention"),
+        ({"tap": "pool"}, "Distillation.tap"),
+        ({"parameters": "public"}, "Distillation.parameters"),
+        ({"mid_channels": 0}, "Distillation.mid_channels"),
+        ({"smooth_convs": 3}, "Distillation.smooth_convs: must be 1 or 2, got 3"),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        FeatureDistillation(**options)
+        FeatureDistillation(**sectioned(FeatureDistillation, **options))
+
+
+def test_configured_option_is_refused_where_it_is_written():
+    node = {"class_path": "fl_lightning.losses.distillation.FeatureDistillation"}
+    node["init_args"] = {"distillation": {"mid_channels": 0}}
+    with pytest.raises(ConfigError, match=r"^method\.extra_terms\.distillation\.mid_channels: must be >= 1, got 0$"):
+        build([node], "method.extra_terms")
 
 
 def test_model_without_maps_is_refused(mlp):

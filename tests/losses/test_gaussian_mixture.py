@@ -5,12 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sections import sectioned
 
+from fl_lightning.configuration import build
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Message
-from fl_lightning.core.term import Forward
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.gaussian_mixture import (
     GaussianMixture,
+    Mixture,
     VarianceMean,
     gaussian_log_density,
     gaussian_mixture_loss,
@@ -22,12 +26,15 @@ MEAN = torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 0.0]])
 LOG_VARIANCE = torch.tensor([[1.0, 1.0], [0.25, 4.0], [1.0, 1.0]]).log()
 TWO = (MEAN[:2], LOG_VARIANCE[:2])
 FIRST = torch.tensor([0])
-LATER = SimpleNamespace(round=2)  # a client in the second round
+FOUNDER = SimpleNamespace(facts=Facts(num_clients=2, newcomers=1, client=0, round=1))
+LATE_FOUNDER = SimpleNamespace(facts=Facts(num_clients=2, newcomers=1, client=0, round=2))
+NEWCOMER = SimpleNamespace(facts=Facts(num_clients=2, newcomers=1, client=1, round=2))
 
 
-def term(classes=3, features=2, **options):
-    made = GaussianMixture(**options)
-    made.setup(SimpleNamespace(model=SimpleNamespace(num_classes=classes, embedding_size=features)))
+def term(classes=3, features=2, seed=0, **options):
+    made = GaussianMixture(**sectioned(GaussianMixture, **options))
+    model = SimpleNamespace(num_classes=classes, embedding_size=features)
+    made.setup(SimpleNamespace(model=model, facts=Facts(seed=seed)))
     return made
 
 
@@ -202,6 +209,7 @@ def test_all_clients_begin_with_the_same_gaussians_and_no_stream_moves():
     one, other = term(10, 64), term(10, 64)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one.class_mean, other.class_mean)
+    assert not torch.equal(term(10, 64, seed=1).class_mean, one.class_mean)  # of the run's seed
     assert one.class_mean.mean().abs() < 0.1
     assert one.class_mean.std().item() == pytest.approx(1, abs=0.1)
     assert not one.class_log_variance.any()
@@ -211,7 +219,7 @@ def test_received_statistics_are_averaged_means_as_means_and_variances_as_varian
     made = trained(term(1, 2))
     with torch.no_grad():
         made.class_mean.copy_(torch.tensor([[1.0, 2.0]]))
-    made.receive(None, statistics(torch.tensor([[3.0, -2.0]]), torch.full((1, 2), math.log(4))))
+    made.receive(FOUNDER, statistics(torch.tensor([[3.0, -2.0]]), torch.full((1, 2), math.log(4))))
     assert made.class_mean[0].tolist() == pytest.approx([1.02, 1.96])
     assert made.class_log_variance.exp()[0].tolist() == pytest.approx([1.03, 1.03])
     assert made.class_log_variance[0].tolist() == pytest.approx([0.0296, 0.0296], abs=5e-5)
@@ -223,7 +231,7 @@ def test_average_of_weight_1_ignores_and_of_weight_0_copies(ema, own, ema_when):
     made = trained(filled(term(ema=ema, ema_when=ema_when), 0.7, 1.3))
     mine, theirs = (torch.full((3, 2), value) for value in (0.7, -0.3))
     before = made.class_log_variance.detach().clone()
-    made.receive(None, statistics(theirs, theirs))
+    made.receive(FOUNDER, statistics(theirs, theirs))
     made.parts(forward(Z, [0]))
     assert torch.equal(made.class_mean, mine if own else theirs)
     assert torch.equal(made.class_log_variance, before if own else theirs)
@@ -234,32 +242,33 @@ def test_equal_statistics_stay_equal_to_the_bit():
     with torch.no_grad():
         made.class_log_variance.normal_()
     before = [made.class_mean.detach().clone(), made.class_log_variance.detach().clone()]
-    made.receive(None, statistics(*before))
+    made.receive(FOUNDER, statistics(*before))
     assert torch.equal(made.class_mean, before[0])
     assert torch.equal(made.class_log_variance, before[1])
 
 
-def test_client_that_never_took_part_copies():
+def test_newcomer_that_never_took_part_copies():
     made = filled(term(), 0.0, 1.0)
     theirs = torch.full((3, 2), 0.25)
-    made.receive(LATER, statistics(theirs, theirs))
+    made.receive(NEWCOMER, statistics(theirs, theirs))
     assert torch.equal(made.class_mean, theirs)
     assert torch.equal(made.class_log_variance, theirs)
     made.class_mean.data.zero_()
     assert theirs.all()  # a copy
 
 
-def test_founder_moves_in_the_first_round():
+@pytest.mark.parametrize("host", [FOUNDER, LATE_FOUNDER], ids=["first round", "later"])
+def test_founder_moves_whenever_it_is_first_drawn(host):
     made = filled(term(ema=0.5), 0.0, 1.0)
-    made.receive(SimpleNamespace(round=1), statistics(torch.ones(3, 2), torch.zeros(3, 2)))
+    made.receive(host, statistics(torch.ones(3, 2), torch.zeros(3, 2)))
     assert (made.class_mean == 0.5).all()
 
 
 def test_nothing_received_changes_nothing():
     for made in (term(), trained(term()), trained(term(ema_when="step"))):
-        made.receive(LATER, statistics(torch.ones(3, 2), torch.ones(3, 2)))
+        made.receive(LATE_FOUNDER, statistics(torch.ones(3, 2), torch.ones(3, 2)))
         before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-        made.receive(None, Message())
+        made.receive(FOUNDER, Message())
         made.know_classes(before["class_count"])
         made.parts(forward(Z, [0]))
         assert all(torch.equal(before[name], tensor) for name, tensor in made.state_dict().items())
@@ -267,7 +276,7 @@ def test_nothing_received_changes_nothing():
 
 def test_average_before_every_step_moves_in_steps():
     made = trained(filled(term(ema=0.5, ema_when="step"), 0.0, 1.0))
-    made.receive(None, statistics(torch.ones(3, 2), torch.zeros(3, 2)))
+    made.receive(FOUNDER, statistics(torch.ones(3, 2), torch.zeros(3, 2)))
     assert not made.class_mean.any()  # not at the receive
     for expected in (0.5, 0.75):
         made.parts(forward(Z, [0]))
@@ -372,8 +381,15 @@ def test_server_averages_log_variances_as_variances():
     ],
 )  # fmt: skip
 def test_term_rejects(option, value):
-    with pytest.raises(ConfigError, match=rf"GaussianMixture\.{option}.*got"):
-        GaussianMixture(**{option: value})
+    owner = "Mixture" if option in Mixture.__annotations__ else "GaussianMixture"
+    with pytest.raises(ConfigError, match=rf"^{owner}\.{option}.*got"):
+        GaussianMixture(**sectioned(GaussianMixture, **{option: value}))
+
+
+def test_configured_option_is_refused_where_it_is_written():
+    node = {"class_path": "fl_lightning.losses.gaussian_mixture.GaussianMixture", "init_args": {"mixture": {"ema": 2}}}
+    with pytest.raises(ConfigError, match=r"^method\.extra_terms\.mixture\.ema: must be in \[0, 1\], got 2$"):
+        build([node], "method.extra_terms")
 
 
 # --- on another method, around a server -------------------------------------------------------------------------------

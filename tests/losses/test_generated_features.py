@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from sections import sectioned
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.errors import ConfigError
@@ -60,5 +61,6 @@ def test_a_weight_of_zero_has_no_floor():
     ],
 )
 def test_bad_values_are_refused(term, options, key):
-    with pytest.raises(ConfigError, match=rf"^{term.__name__}\.{key}: must be"):
-        term(**options)
+    owner = "Generator" if key in ("noise_size", "hidden") else term.__name__
+    with pytest.raises(ConfigError, match=rf"^{owner}\.{key}: must be"):
+        term(**sectioned(term, **options))

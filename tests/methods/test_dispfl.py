@@ -17,7 +17,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Newcomers
-from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
 from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.losses.proximal import Proximal
@@ -562,12 +562,14 @@ def test_dispfl_terms_hold_and_compare_what_travels_masked(mlp, set_up_federatio
 @pytest.mark.parametrize("options", [{"history": "all"}, {"missing": "one_hot"}], ids=str)
 def test_dispfl_refuses_terms_that_need_a_server_that_remembers(mlp, set_up_federation, options):
     with pytest.raises(ConfigError, match=r"federation\.exchange: DisPFL cannot do without its server"):
-        set_up_federation(lambda: DisPFL(mlp(), extra_terms=[ClassRelation(**options)]))
+        set_up_federation(lambda: DisPFL(mlp(), extra_terms=[ClassRelation(soft_labels=SoftLabels(**options))]))
 
 
 def test_dispfl_takes_terms_whose_momentum_everybody_can_keep(mlp, run_federation):
     """Of what a client was given last, not of what a server knows."""
-    loop = run_federation(lambda: DisPFL(mlp(), extra_terms=[ClassRelation(momentum=0.9)]), rounds=3)
+    loop = run_federation(
+        lambda: DisPFL(mlp(), extra_terms=[ClassRelation(soft_labels=SoftLabels(momentum=0.9))]), rounds=3
+    )
     assert loop.exchange.inbox(0).artifacts["soft_labels"].valid.all()
 
 

@@ -3,19 +3,27 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
+from fl_lightning.configuration import build, options
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Seen, headline
+from fl_lightning.core.step import Step
 from fl_lightning.core.term import Term
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import Newcomers
 from fl_lightning.losses.gaussian_mixture import GaussianMixture, gaussian_mixture_loss
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods import drdfl
@@ -25,6 +33,8 @@ from fl_lightning.models.resnet import ResNet18
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
 SMALL = {"personal_size": 6, "shared_size": 4}
+FOUNDER = Facts(num_clients=3, rounds=4, newcomers=1, client=0, round=2)
+NEWCOMER = replace(FOUNDER, client=2)
 OWN = ("personanet", "terms", "adversary", "learngene", "decoder", "model")
 SEQUENTIAL = {
     "literal": ["personanet", "terms", "adversary", "learngene", "decoder", "model"],
@@ -56,15 +66,27 @@ class Recorder:
 
     def named(self, module):
         """The steps in order: (part, gradients by name)."""
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in module.method.named_parameters()}
         steps = [{names[key]: gradient for key, gradient in step.items()} for step in self.steps]
         return [(next(iter(step), "").partition(".")[0], step) for step in steps]
 
 
 @pytest.fixture
 def small(mlp):
-    """A DRDFL client on 1x8x8 images with few latents."""
-    return lambda **options: DRDFL(mlp(), **{**SMALL, **options})
+    """DRDFL on 1x8x8 images with few latents."""
+    return lambda **given: DRDFL(mlp(), **sectioned(DRDFL, **{**SMALL, **given}))
+
+
+@pytest.fixture
+def small_client(small):
+    """A client of it outside a federation, as the first of two founders in the second round."""
+
+    def make(facts=FOUNDER, **given):
+        method = small(**given)
+        method.facts = facts
+        return ClientModule(method)
+
+    return make
 
 
 @pytest.fixture
@@ -113,36 +135,36 @@ def part_of(state, part):
     ("shape", "classes", "size"), [((3, 32, 32), 10, 30_520), ((3, 32, 32), 100, 42_040), ((1, 28, 28), 10, 30_088)]
 )
 def test_drdfl_message_has_the_specified_size(shape, classes, size):
-    client = DRDFL(MLP(shape, classes, (8,)))
+    client = ClientModule(DRDFL(MLP(shape, classes, (8,))))
     message = client.send(client_data(shape, classes))
     assert (message.num_params, message.num_bytes) == (size, 4 * size)
     if (shape[0], classes) == (3, 10):
         assert round(20 * size / 2**20, 4) == 0.5821
 
 
-def test_drdfl_message_holds_the_learngene_and_the_class_statistics_and_nothing_else(small):
-    client = small()
+def test_drdfl_message_holds_the_learngene_and_the_class_statistics_and_nothing_else(small_client):
+    client = small_client()
     message = client.send(client_data((1, 8, 8), 4))
-    assert set(message.weights) == {f"learngene.{name}" for name in client.learngene.state_dict()}
+    assert set(message.weights) == {f"learngene.{name}" for name in client.method.learngene.state_dict()}
     assert {name: tuple(t.shape) for name, t in message.artifacts.items()} == {
         "class_mean": (4, 6),
         "class_log_variance": (4, 6),
     }
-    assert set(client.interface()) == {*message.weights, *message.artifacts}
+    assert set(client.method.interface()) == {*message.weights, *message.artifacts}
 
 
 @pytest.mark.parametrize(("weight", "shared"), [(1.0, 30_520), (0.0, 29_240)])
 def test_drdfl_counts_the_gaussians_where_they_travel(weight, shared):
     """Of a ResNet-18 client the message's 30,520 values are shared, and all else is personal."""
-    client = DRDFL(ResNet18((3, 32, 32), 10, stem="imagenet"), mixture_weight=weight)
+    weights = drdfl.Weights(mixture_weight=weight)
+    client = ClientModule(DRDFL(ResNet18((3, 32, 32), 10, stem="imagenet"), weights))
     trained = sum(p.numel() for p in client.parameters())
-    assert client.parameter_counts() == (trained - shared, shared)
+    assert client.method.parameter_counts() == (trained - shared, shared)
     assert client.send(client_data((3, 32, 32), 10)).num_params == shared
 
 
-def test_drdfl_keeps_its_parts_private(small):
-    client = small()
-    kept = {name.partition(".")[0] for name in client.private_names}
+def test_drdfl_keeps_its_parts_private(small_client):
+    kept = {name.partition(".")[0] for name in small_client().division.kept}
     assert kept == {"model", "personanet", "decoder", "adversary", "terms", "finished_fits"}
 
 
@@ -169,11 +191,11 @@ def received(client, data, value=0.25):
     return client
 
 
-def test_drdfl_client_averages_the_learngene_and_moves_the_statistics(small):
+def test_drdfl_client_averages_the_learngene_and_moves_the_statistics(small_client):
     data = client_data((1, 8, 8), 4)
-    client = small()
-    client.finished_fits += 1
-    client.mixture[0].after_fit(client)
+    client = small_client(NEWCOMER)
+    client.method.finished_fits += 1
+    client.method.mixture[0].after_fit(client.method)
     before = {name: tensor.clone() for name, tensor in client.entries.items()}
     after = received(client, data).entries
     for name, tensor in after.items():
@@ -187,19 +209,19 @@ def test_drdfl_client_averages_the_learngene_and_moves_the_statistics(small):
             assert torch.equal(tensor, before[name])
 
 
-def test_drdfl_client_that_never_took_part_copies(small):
-    entries = received(small(), client_data((1, 8, 8), 4)).entries
+def test_drdfl_newcomer_that_never_took_part_copies(small_client):
+    entries = received(small_client(NEWCOMER), client_data((1, 8, 8), 4)).entries
     copied = [t for name, t in entries.items() if name.startswith("learngene.") or ".class_mean" in name]
     assert all((tensor == 0.25).all() for tensor in copied)
 
 
+@pytest.mark.parametrize("round", [1, 2])
 @pytest.mark.parametrize("when", ["round", "step"])
-def test_drdfl_founder_averages_what_it_hears_in_the_first_round(small, when):
-    """As in a ring in turn."""
+def test_drdfl_founder_averages_what_it_hears_before_its_first_fit(small_client, when, round):
+    """As in a ring in turn, or where it is first drawn in the second round: line 7 has no exception."""
     data = client_data((1, 8, 8), 4)
     for mixture in (1.0, 0.0):
-        client = small(ema_when=when, mixture_weight=mixture)
-        client.round = 1
+        client = small_client(replace(FOUNDER, round=round), ema_when=when, mixture_weight=mixture)
         before = {name: tensor.clone() for name, tensor in client.entries.items()}
         for name, tensor in received(client, data).entries.items():
             if name.startswith("learngene."):
@@ -211,25 +233,27 @@ def test_drdfl_founder_averages_what_it_hears_in_the_first_round(small, when):
                 assert tensor == 0
 
 
-def test_drdfl_empty_message_changes_nothing(small):
+@pytest.mark.parametrize("facts", [FOUNDER, NEWCOMER], ids=["founder", "newcomer"])
+def test_drdfl_empty_message_changes_nothing(small_client, facts):
     data = client_data((1, 8, 8), 4)
-    client = small()
+    client = small_client(facts)
     client.receive(Message(), data)
     before = {name: tensor.clone() for name, tensor in client.entries.items()}
     for fits in (0, 1):
-        client.finished_fits.fill_(fits)
-        client.mixture[0].finished_fits.fill_(fits)
+        client.method.finished_fits.fill_(fits)
+        client.method.mixture[0].finished_fits.fill_(fits)
         before["finished_fits"] = before["terms.1.finished_fits"] = torch.tensor(fits)
         client.receive(Message(), data)
         assert same(dict(client.entries), before)
 
 
-def test_drdfl_message_of_another_shape_is_refused(small):
+@pytest.mark.parametrize("facts", [FOUNDER, NEWCOMER], ids=["founder", "newcomer"])
+def test_drdfl_message_of_another_shape_is_refused(small_client, facts):
     data = client_data((1, 8, 8), 4)
-    message = small(shared_size=5).send(data)
+    message = small_client(shared_size=5).send(data)
     for fits in (0, 1):
-        client = small()
-        client.finished_fits.fill_(fits)
+        client = small_client(facts)
+        client.method.finished_fits.fill_(fits)
         with pytest.raises(ValueError, match=r"received 'learngene\.mean\.weight' of shape"):
             client.receive(message, data)
 
@@ -237,10 +261,53 @@ def test_drdfl_message_of_another_shape_is_refused(small):
 def test_drdfl_counts_finished_fits(small, run_federation):
     loop = run_federation(small, rounds=3, participation=0.5, optimizer=adam)
     for client in range(4):
-        took_part = sum(client in loop.draw_participants(round) for round in (1, 2, 3))
+        took_part = sum(client in loop.calendar.participants(round) for round in (1, 2, 3))
         state = loop.runner.pool.get(client) or {"finished_fits": torch.tensor(0)}
         assert state["finished_fits"].item() == took_part
         assert state.get("terms.1.finished_fits", torch.tensor(0)).item() == took_part
+
+
+def test_drdfl_founder_first_drawn_in_a_later_round_averages(small, set_up_federation):
+    """The mean of its own initial Learngene and what waits for it, under participation < 1 (Algorithm 1, line 7)."""
+    loop = set_up_federation(small, rounds=6, participation=0.5, optimizer=adam)
+    drawn = [set(loop.calendar.participants(round)) for round in range(1, 7)]
+    late = next(r for r in range(2, 7) if drawn[r - 1] - set().union(*drawn[: r - 1]))
+    client = min(drawn[late - 1] - set().union(*drawn[: late - 1]))
+    initial = {name: tensor.clone() for name, tensor in loop.runner.load(client).entries.items()}
+    for _ in range(late - 1):
+        loop.advance()
+    waiting = loop.exchange.inbox(client)
+    assert waiting.weights
+    module = loop.runner.load(client)
+    module.method.facts = replace(loop.runner.facts, round=late, client=client)
+    module.receive(waiting, loop.data.clients[client])
+    for name, tensor in waiting.weights.items():
+        torch.testing.assert_close(module.entries[name], (initial[name] + tensor) / 2)
+    mean = module.entries["terms.1.class_mean"]
+    torch.testing.assert_close(
+        mean, torch.lerp(initial["terms.1.class_mean"], waiting.artifacts["class_mean"], 1 - 0.99)
+    )
+
+
+def test_drdfl_newcomer_copies_what_waits_for_it(small, set_up_federation):
+    newcomers = Newcomers(clients=1, after=2)
+    loop = set_up_federation(small, rounds=3, newcomers=newcomers, optimizer=adam)
+    loop.advance()
+    loop.advance()
+    waiting, module = loop.exchange.inbox(3), loop.runner.load(3)
+    module.method.facts = replace(loop.runner.facts, round=3, client=3)
+    module.receive(waiting, loop.data.clients[3])
+    assert same({name: module.entries[name] for name in waiting.weights}, dict(waiting.weights))
+    assert torch.equal(module.entries["terms.1.class_mean"], waiting.artifacts["class_mean"])
+
+
+def test_drdfl_first_gaussians_are_drawn_from_the_runs_seed(small, set_up_federation):
+    """The same for all clients of a run and for every run of that seed, others under another seed."""
+    first = [set_up_federation(small, optimizer=adam, init="own", seed=seed) for seed in (0, 0, 1)]
+    means = [[loop.runner.load(c).entries["terms.1.class_mean"].clone() for c in (0, 3)] for loop in first]
+    assert all(torch.equal(*of_run) for of_run in means)
+    assert torch.equal(means[0][0], means[1][0])
+    assert not torch.equal(means[0][0], means[2][0])
 
 
 def test_drdfl_parallel_averaging_keeps_the_sum_of_learngenes(small, run_federation):
@@ -259,7 +326,7 @@ def test_drdfl_parallel_averaging_keeps_the_sum_of_learngenes(small, run_federat
 def test_drdfl_class_absent_everywhere_keeps_its_first_gaussian(small, make_data, run_federation):
     data = make_data(counts=((9, 8, 0, 0), (0, 9, 0, 8)))
     loop = run_federation(small, rounds=3, data=data, optimizer=adam)
-    first = small().mixture[0].class_mean
+    first = ClientModule(small()).method.mixture[0].class_mean
     for message in loop.diary.sent.values():
         assert torch.equal(message.artifacts["class_mean"][2], first[2])
         assert not message.artifacts["class_log_variance"][2].any()
@@ -303,7 +370,7 @@ def test_drdfl_knows_its_classes_before_it_sees_them(small, pair, run_federation
         assert torch.equal(loop.runner.pool.get(client.client)["terms.1.class_count"], client.class_counts)
         module = loop.runner.load(client.client)
         module.receive(Message(), client)
-        assert torch.equal(module.held, client.held_classes)
+        assert torch.equal(module.method.held, client.held_classes)
 
 
 @pytest.mark.parametrize("sequential", [True, False])
@@ -314,7 +381,8 @@ def test_drdfl_step_of_a_batch_matches_the_algorithm_written_out(
     loop = set_up_federation(
         lambda: small(update_order=order), rounds=1, data=one_batch(), optimizer=adam, channels_last=False
     )
-    client = copy.deepcopy(loop.runner.modules[0])
+    client = copy.deepcopy(loop.runner.modules[0].method)
+    entries = client.state_dict()
     loop.run()
     x, y = loop.data.clients[0].bundles(derive_seed(0, "shuffle/0", 1, 0), 64)[0][:2]
     (by_hand_sequential if sequential else by_hand_joint)(client, x, y)
@@ -322,7 +390,7 @@ def test_drdfl_step_of_a_batch_matches_the_algorithm_written_out(
     own = loop.runner.pool.get(0)
     for name in own:
         if name.startswith(parts):
-            torch.testing.assert_close(client.entries[name], own[name], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(entries[name], own[name], rtol=1e-5, atol=1e-7)
 
 
 def draw(client, x):
@@ -461,8 +529,10 @@ def test_drdfl_steps_on_accumulated_batches_keep_losses_apart(small, make_data, 
 
 def test_drdfl_without_noise_classifies_the_reconstruction_itself(small, one_batch, run_federation, monkeypatch):
     seen = []
-    forward_pass, decode = DRDFL.forward_pass, DRDFL._decode
-    monkeypatch.setattr(DRDFL, "forward_pass", lambda self, x, y: seen.append(x.detach()) or forward_pass(self, x, y))
+    forward, decode = Step.forward, DRDFL._decode
+    monkeypatch.setattr(
+        Step, "forward", lambda self, x=None: seen.append((self.x if x is None else x).detach()) or forward(self, x)
+    )
     monkeypatch.setattr(DRDFL, "_decode", lambda self, *z: seen.append(decode(self, *z)) or seen[-1])
     for noise, equal in ((0.0, True), (0.1, False)):
         seen.clear()
@@ -492,13 +562,17 @@ def test_drdfl_logs_what_it_announces_and_the_sum_is_the_loss(small, one_batch, 
     make = lambda: small(update_order=update_order, **options)  # noqa: E731
     row = run_federation(make, rounds=1, data=one_batch(), optimizer=adam).diary.rows[0]
     logged = {name.removeprefix("loss/"): value for name, value in row.items() if name.startswith("loss")}
-    client = make()
-    assert set(logged) == set(client.loss_names)
-    weights = {term.name: term.weight for term in client.all_terms} | {"cross_entropy_reconstruction": 1}
+    module = ClientModule(make())
+    client = module.method
+    assert set(logged) == set(module.loss_names)
+    weights = {term.name: term.weight for term in client.terms} | {"cross_entropy_reconstruction": 1}
     expected = sum(weights[name] * value for name, value in logged.items() if name in weights)
     assert logged["loss"] == pytest.approx(expected, rel=1e-5)
     if client.mixture[0].weight > 0:
-        parts = logged["gaussian_classification"] + client.mixture[0].likelihood_weight * logged["gaussian_likelihood"]
+        parts = (
+            logged["gaussian_classification"]
+            + client.mixture[0].options.likelihood_weight * logged["gaussian_likelihood"]
+        )
         assert logged["gaussian_mixture"] == pytest.approx(parts, rel=1e-5)
 
 
@@ -560,7 +634,7 @@ def test_drdfl_extra_term_joins_the_classifier_s_step(small, one_batch, run_fede
         data=one_batch(),
         optimizer=adam,
     )
-    out = other.runner.modules[0].all_terms[-1].seen
+    out = other.runner.modules[0].method.terms[-1].seen
     assert out.x.shape == (15, 1, 8, 8)
     assert (out.z.shape, out.logits.shape, len(out.features)) == ((15, 5), (15, 4), 1)
     assert other.diary.rows[0]["loss/on_the_classifier"] > 0
@@ -635,16 +709,22 @@ def test_drdfl_starts_with_common_learngene_and_gaussians_and_private_rest(small
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
+def scores_of(method, x):
+    """By every way to predict."""
+    seen = Seen(x)
+    return {name: way.scores(seen) for name, way in method.predictors().items()}
+
+
 def test_drdfl_predicts_from_the_means_of_the_latents(small):
     client = small().eval()
     x = torch.randn(5, 1, 8, 8)
-    scores = client.predictions(x)
+    scores = scores_of(client, x)
     latents = torch.cat([client.personanet(x), client.learngene(x)[0]], 1)
     assert torch.equal(scores["reconstruction"], client.model(client.decoder(latents)))
     assert torch.equal(scores["input"], client.model(x))
     both = (scores["reconstruction"].softmax(1) + scores["input"].softmax(1)) / 2
     torch.testing.assert_close(scores["both"], both)
-    assert torch.equal(client.predict(x), scores["reconstruction"])
+    assert headline(client.predictors(), "Local-T") == "reconstruction"
 
 
 @pytest.mark.parametrize("name", ["reconstruction", "input", "both"])
@@ -652,19 +732,18 @@ def test_drdfl_headline_is_what_was_asked_for(small, one_batch, run_federation, 
     row = run_federation(lambda: small(predict_from=name), rounds=1, data=one_batch(), optimizer=adam).diary.rows[0]
     assert row["Local-T"] == row[f"Local-T/{name}"]
     assert {f"Local-T/{n}" for n in ("reconstruction", "input", "both")} <= row.keys()
-    x = torch.randn(3, 1, 8, 8)
-    client = small(predict_from=name).eval()
-    assert torch.equal(client.predict(x), client.predictions(x)[name])
-    assert client.prediction_names[0] == name
+    ways = small(predict_from=name).predictors()
+    assert [headline(ways, figure) for figure in ("Local-T", "Global-T", "Server-T")] == [name] * 3
+    assert next(iter(ways)) == name
 
 
 def test_drdfl_test_noise_changes_predictions_but_no_stream(small):
     client = small().eval()
     x = torch.randn(3, 1, 8, 8)
-    plain = client.predictions(x)
-    client.test_noise = True
+    plain = scores_of(client, x)
+    client.decoding = replace(client.decoding, test_noise=True)
     state = torch.get_rng_state()
-    noisy, again = client.predictions(x), client.predictions(x)
+    noisy, again = scores_of(client, x), scores_of(client, x)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(noisy["input"], plain["input"])
     assert not torch.equal(noisy["reconstruction"], plain["reconstruction"])
@@ -688,8 +767,13 @@ def test_drdfl_test_noise_changes_predictions_but_no_stream(small):
     ],
 )  # fmt: skip
 def test_drdfl_rejects(mlp, option, value):
-    with pytest.raises(ConfigError, match=rf"^method\.{option}: must be .*, got {value!r}$"):
-        DRDFL(mlp(), **{option: value})
+    sections = {name: kind for name, kind in options(DRDFL).items() if kind and option in kind.__annotations__}
+    ((section, kind),) = sections.items()
+    with pytest.raises(ConfigError, match=rf"\.{option}: must be .*, got {value!r}$"):
+        kind(**{option: value})
+    node = {"class_path": "fl_lightning.methods.drdfl.DRDFL", "init_args": {section: {option: value}}}
+    with pytest.raises(ConfigError, match=rf"^method\.{section}\.{option}: must be .*, got {value!r}$"):
+        build(node, "method", model=mlp())
 
 
 def test_drdfl_refuses_what_are_no_images(mlp):

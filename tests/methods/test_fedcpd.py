@@ -6,13 +6,15 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
+from fl_lightning.configuration import build
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.distillation import FeatureDistillation
-from fl_lightning.losses.prototype import PrototypeAlignment, PrototypeContrast
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
+from fl_lightning.losses.prototype import PrototypeAlignment, PrototypeContrast, Prototypes
 from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fedcpd import FedCPD, Reading
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.cnn import CNN
 
@@ -132,41 +134,58 @@ def test_phases_move_what_they_train_and_nothing_else(images, sgd, run_federatio
             assert not moved(start, end, f"terms.3.{part}")
 
 
-def test_head_gradient_is_that_of_cross_entropy_alone(images):
-    client = FedCPD(cnn(), **PUBLISHED)
-    ready(client)
+def test_head_phase_leaves_the_bodys_statistics_as_they_are(conv_net, run_federation):
+    """Batch norm's running statistics move in the body phase only, which starts from those that were received."""
+    seen = Epochs()
+    run_federation(
+        lambda: FedCPD(conv_net(), **OFF, head_epochs=2), rounds=2, trainer={"callbacks": [seen]}, participation=0.25
+    )
+    assert len(seen.ends) == 2 * 3
+    for first in (0, 3):
+        start, between, end = seen.starts[first], seen.ends[first + 1], seen.ends[first + 2]
+        statistics = [name for name in start if "running" in name or "num_batches" in name]
+        assert len(statistics) == 3
+        for name in statistics:
+            assert torch.equal(start[name], between[name])
+            assert not torch.equal(between[name], end[name])
+        assert moved(start, between, "model.head")
+
+
+def test_head_gradient_is_that_of_cross_entropy_alone(make_client):
+    client = ready(make_client(FedCPD(cnn(), **PUBLISHED)))
+    model = client.method.model
     x, y = torch.randn(5, 1, 16, 16), torch.tensor([0, 1, 2, 3, 0])
-    out = client.forward_pass(x, y)
-    sum(term(client, out) for term in client.all_terms).backward()
-    own = [p.grad.clone() for p in client.model.head.parameters()]
+    out = client.step(x, y).forward()
+    sum(term(client.method, out) for term in client.method.terms).backward()
+    own = [p.grad.clone() for p in model.head.parameters()]
     client.zero_grad()
-    F.cross_entropy(client.model(x), y).backward()
-    assert all(map(torch.equal, own, [p.grad for p in client.model.head.parameters()]))
+    F.cross_entropy(model(x), y).backward()
+    assert all(map(torch.equal, own, [p.grad for p in model.head.parameters()]))
 
 
 def ready(client):
-    """A client that has a teacher and prototypes."""
+    """The client with a teacher and prototypes."""
     for parameter in client.parameters():
         parameter.data.add_(0.01)
-    distillation = client.all_terms[3]
-    distillation.after_fit(client)
-    means = ClassMeans(torch.rand(client.model.num_classes, client.model.embedding_size), torch.tensor([2, 1, 3, 1]))
-    for term in client.all_terms[1:]:
-        term.receive(client, Message({}, {"prototypes": means}))
-    for parameter in client.model.parameters():
+    method = client.method
+    _, *terms = method.terms
+    terms[-1].after_fit(method)
+    means = ClassMeans(torch.rand(method.model.num_classes, method.model.embedding_size), torch.tensor([2, 1, 3, 1]))
+    for term in terms:
+        term.receive(method, Message({}, {"prototypes": means}))
+    for parameter in method.model.parameters():
         parameter.data.add_(0.02)
+    return client
 
 
-def test_total_is_the_weighted_sum_of_appendix_b():
-    client = FedCPD(cnn(), alpha=0.5, beta=2.0, gamma=0.1)
-    ready(client)
-    out = client.forward_pass(torch.randn(5, 1, 16, 16), torch.tensor([0, 1, 2, 3, 0]))
-    client._active, client._term_weights = client.all_terms, {term.name: term.weight for term in client.all_terms}
-    values = client.term_values(out, client.all_terms)
+def test_total_is_the_weighted_sum_of_appendix_b(make_client):
+    client = ready(make_client(FedCPD(cnn(), alpha=0.5, beta=2.0, gamma=0.1)))
+    step = client.step(torch.randn(5, 1, 16, 16), torch.tensor([0, 1, 2, 3, 0]))
+    values = step.values(step.forward())
     assert list(values) == ["cross_entropy", "prototype_alignment", "prototype_contrast", "feature_distillation"]
     ce, align, contrast, distillation = (value.item() for value in values.values())
     assert min(ce, align, contrast, distillation) > 0
-    assert client.composite_loss(out).item() == pytest.approx(ce + 0.5 * align + 2 * contrast + 0.1 * distillation)
+    assert step.total(values).item() == pytest.approx(ce + 0.5 * align + 2 * contrast + 0.1 * distillation)
     by_hand = 0.3133 + 0.5 * 6.5 + 2 * 0.5296 + 0.1 * 25.5  # the specification's example
     assert by_hand == pytest.approx(7.1724, abs=2e-4)
 
@@ -184,25 +203,27 @@ def test_messages_hold_body_and_prototypes_and_nothing_else(images, run_federati
     assert down.num_params == size + 4 * 8  # counts are needed upwards only
 
 
-def test_message_sizes_match_the_specification():
+def test_message_sizes_match_the_specification(make_client):
     """CIFAR, 10 classes held: 878,538 values up, 878,528 down; 924,708 up with 100 classes."""
     for classes, up, down in ((10, 878_538, 878_528), (100, 924_708, 924_608)):
-        client = FedCPD(CNN((3, 32, 32), classes))
+        client = make_client(FedCPD(CNN((3, 32, 32), classes)))
         prototypes = ClassMeans(torch.zeros(classes, 512), torch.ones(classes, dtype=torch.long))
-        sent = Message(client.shared_weights(), {"prototypes": prototypes})
+        sent = Message(client.division.weights(), {"prototypes": prototypes})
         assert sent.num_params == up
         assert Message(sent.weights, {"prototypes": prototypes.without_counts()}).num_params == down
 
 
-def test_shared_distillation_parameters_add_235114_values():
-    private = FedCPD(CNN((3, 32, 32), 10)).initial_message().num_params
-    assert (
-        FedCPD(CNN((3, 32, 32), 10), distillation_parameters="shared").initial_message().num_params - private == 235_114
+def test_shared_distillation_parameters_add_235114_values(make_client):
+    private, shared = (
+        make_client(FedCPD(CNN((3, 32, 32), 10), distillation=Distillation(parameters=where))).initial_message()
+        for where in ("private", "shared")
     )
+    assert shared.num_params - private.num_params == 235_114
 
 
 def test_shared_distillation_parameters_are_averaged_and_private_ones_stay(images, run_federation):
-    shared = run_federation(lambda: FedCPD(cnn(), distillation_parameters="shared"), rounds=2, data=images())
+    options = Distillation(parameters="shared")
+    shared = run_federation(lambda: FedCPD(cnn(), distillation=options), rounds=2, data=images())
     names = [name for name in shared.exchange.global_message().weights if name.startswith("terms")]
     assert names
     assert not any("teacher" in name for name in names)
@@ -211,12 +232,12 @@ def test_shared_distillation_parameters_are_averaged_and_private_ones_stay(image
     assert not torch.equal(*kept)
 
 
-def test_prototypes_are_merged_by_counts_or_uniformly():
+def test_prototypes_are_merged_by_counts_or_uniformly(make_client):
     first = ClassMeans(torch.tensor([[2.0, 0.0]]), torch.tensor([30]))
     second = ClassMeans(torch.tensor([[0.0, 4.0]]), torch.tensor([10]))
     for weighting, expected in (("count", [1.5, 1.0]), ("uniform", [1.0, 2.0])):
-        client = FedCPD(cnn(), weighting=weighting)
-        rule = client.artifact_rules()["prototypes"]()
+        client = make_client(FedCPD(cnn(), prototypes=Prototypes(weighting=weighting)))
+        rule = client.make_server(client.method.facts).rules["prototypes"]()
         for means in (first, second):
             rule.add(means, 1)
         assert rule.result(None).mean[0].tolist() == expected
@@ -236,7 +257,7 @@ def test_teacher_is_the_clients_own_last_extractor(images, run_federation):
 
 @pytest.mark.parametrize("alternation", ["epoch", "batch"])
 def test_both_alternations_train_both_parts(alternation, images, run_federation):
-    loop = run_federation(lambda: FedCPD(cnn(), alternation=alternation), rounds=3, data=images())
+    loop = run_federation(lambda: FedCPD(cnn(), reading=Reading(alternation=alternation)), rounds=3, data=images())
     losses = [row["loss/cross_entropy"] for row in loop.diary.rows]
     assert losses[-1] < losses[0]
     steps = loop.data.clients[0].num_steps(4)
@@ -246,9 +267,9 @@ def test_both_alternations_train_both_parts(alternation, images, run_federation)
 def test_batch_alternation_takes_a_head_step_then_a_body_step(images, sgd, set_up_federation):
     """One batch by hand: the head moves on the old body, then the body under the new head."""
     data = images(counts=((3, 2, 2, 1),), batch_size=100)
-    loop = set_up_federation(lambda: FedCPD(cnn(), **OFF, alternation="batch"), rounds=1, data=data)
+    loop = set_up_federation(lambda: FedCPD(cnn(), **OFF, reading=Reading(alternation="batch")), rounds=1, data=data)
     model = cnn()
-    model.load_state_dict({n.removeprefix("model."): t for n, t in loop.runner.modules[0].state_dict().items()})
+    model.load_state_dict({n.removeprefix("model."): t for n, t in loop.runner.modules[0].entries.items()})
     loop.advance()
     x, y = data.store.gather(data.clients[0].train)
     for part in (model.head, model.body):
@@ -289,7 +310,8 @@ def test_run_resumes_exactly_with_teacher_and_prototypes(
     attention, images, run_federation, set_up_federation, outcome, assert_identical, tmp_path
 ):
     options = {"rounds": 4, "participation": 0.5, "data": images()}
-    method = lambda: FedCPD(cnn(), attention=attention, distillation_parameters="shared")  # noqa: E731
+    shared = Distillation(attention=attention, parameters="shared")
+    method = lambda: FedCPD(cnn(), distillation=shared)  # noqa: E731
     straight = run_federation(method, **options)
     first = set_up_federation(method, folder=tmp_path, **options)
     for _ in range(3):
@@ -315,13 +337,40 @@ def test_figure_2_terms_on_fedavg_run(images, run_federation):
         ({"alpha": -1}, "method.alpha: must be >= 0, got -1"),
         ({"beta": -0.1}, "method.beta: must be >= 0"),
         ({"gamma": -2}, "method.gamma: must be >= 0"),
-        ({"temperature": 0}, "temperature: must be > 0"),
+        ({"temperature": 0}, "method.reading.temperature: must be > 0, got 0"),
         ({"head_epochs": -1}, "method.head_epochs: must be >= 0, got -1"),
         ({"body_epochs": -1}, "method.body_epochs: must be >= 0 or null, got -1"),
-        ({"alternation": "step"}, "method.alternation: must be one of epoch, batch, got 'step'"),
-        ({"align_reduction": "max"}, "method.align_reduction: must be one of mean, sum"),
+        ({"alternation": "step"}, "method.reading.alternation: must be one of epoch, batch, got 'step'"),
+        ({"align_reduction": "max"}, "method.reading.align_reduction: must be one of mean, sum"),
+        ({"mid_channels": 0}, "Distillation.mid_channels: must be >= 1, got 0"),
+        ({"weighting": "none"}, "Prototypes.weighting: must be one of count"),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        FedCPD(cnn(), **options)
+        FedCPD(cnn(), **sectioned(FedCPD, **options))
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value"),
+    [
+        ("prototypes", "collection", "never"),
+        ("prototypes", "missing", "zero"),
+        ("distillation", "feature_target", "flat"),
+        ("distillation", "smooth_convs", 3),
+        ("distillation", "reduction", "median"),
+        ("reading", "alternation", "step"),
+    ],
+)
+def test_configured_option_is_refused_where_it_is_written(section, option, value):
+    node = {"class_path": "fl_lightning.methods.fedcpd.FedCPD", "init_args": {section: {option: value}}}
+    with pytest.raises(ConfigError, match=rf"^method\.{section}\.{option}: must be .*, got {value!r}$"):
+        build(node, "method", model=cnn())
+
+
+def test_prototypes_of_the_last_epoch_are_an_option_too(images, run_federation):
+    options = Prototypes(collection="running")
+    loop = run_federation(lambda: FedCPD(cnn(), prototypes=options), rounds=2, data=images(), local_epochs=2)
+    for (_, client), message in loop.diary.sent.items():
+        assert torch.equal(message.artifacts["prototypes"].count, loop.data.clients[client].class_counts)
+    assert loop.diary.rows[-1]["loss/prototype_alignment"] > 0

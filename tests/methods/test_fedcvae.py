@@ -1,27 +1,32 @@
 """The tests that the specification of FedCVAE promises (BASELINES-B.md, section 6)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Seen
 from fl_lightning.core.mixing import Heard
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Star
-from fl_lightning.federation.loop import EvaluationPolicy, Newcomers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
 from fl_lightning.losses.prototype import PrototypeAlignment
-from fl_lightning.methods.fedcvae import FedCVAE
+from fl_lightning.methods.fedcvae import Epochs, FedCVAE
 from fl_lightning.methods.local import Local
 from fl_lightning.models.mlp import MLP
 from fl_lightning.seeding import derive_seed
 
 SMALL = {"latent_size": 3, "width": 4}
 QUIET = EvaluationPolicy(trained=False, received=False, server=False)
-OFF = {"prior_epochs": 0, "cvae_epochs": 0}
+OFF = {"epochs": Epochs(prior_epochs=0, cvae_epochs=0)}
 AUTOENCODER = {"encoder", "decoder"}
 MOMENTS = {"class_mean", "class_variance", "pixel_range"}
 
@@ -32,8 +37,8 @@ def adam(parameters):
 
 @pytest.fixture
 def small(mlp):
-    """A FedCVAE client on 1x8x8 images with small networks around an MLP."""
-    return lambda **options: FedCVAE(mlp(), **{**SMALL, **options})
+    """FedCVAE on 1x8x8 images with small networks around an MLP."""
+    return lambda **options: FedCVAE(mlp(), **sectioned(FedCVAE, **{**SMALL, **options}))
 
 
 @pytest.fixture
@@ -53,11 +58,11 @@ def client_data(shape, num_classes, labels=(0, 1, 0, 1, 1, 0), as_bytes=False):
     return ClientData(0, store, num_classes, np.arange(len(labels)), nothing, nothing)
 
 
-def ready(client, data):
+def ready(method, data):
     """A client that has received nothing, knows its classes and is in training mode; nothing of it is frozen."""
+    client = method if isinstance(method, ClientModule) else ClientModule(method)
     client.receive(Message(), data)
-    client.know_classes(data)
-    client._active = client.all_terms
+    client.method.know_classes(client.bound(data))
     return client.train()
 
 
@@ -79,7 +84,7 @@ def parts(names):
 )
 def test_message_has_the_specified_size(shape, classes, size):
     """The prior network's parameters and 1,924 buffers; DRDFL's table has 63.44 in its units, we 50.29."""
-    message = FedCVAE(MLP(shape, classes, (8,))).send(client_data(shape, classes))
+    message = ClientModule(FedCVAE(MLP(shape, classes, (8,)))).send(client_data(shape, classes))
     assert message.num_params == size
     assert message.num_bytes == 4 * size + 4 * 4  # four counters of batches are int64
     if size == 2_636_430:
@@ -87,17 +92,17 @@ def test_message_has_the_specified_size(shape, classes, size):
 
 
 def test_message_holds_the_prior_network_and_nothing_else(small):
-    client = small()
+    client = ClientModule(small())
     message = client.send(client_data((1, 8, 8), 4))
-    assert set(message.weights) == {f"prior.{name}" for name in client.prior.state_dict()}
+    assert set(message.weights) == {f"prior.{name}" for name in client.method.prior.state_dict()}
     assert any(name.endswith("running_mean") for name in message.weights)
     assert message.artifacts == {}
-    assert set(client.interface()) == set(message.weights)
-    assert parts(client.private_names) == {"model", *AUTOENCODER, *MOMENTS}
+    assert set(client.method.interface()) == set(message.weights)
+    assert parts(client.division.kept) == {"model", *AUTOENCODER, *MOMENTS}
 
 
 def test_prior_networks_travel_around_a_ring_unless_told_otherwise(small, run_federation):
-    size = small().send(client_data((1, 8, 8), 4)).num_params
+    size = ClientModule(small()).send(client_data((1, 8, 8), 4)).num_params
     loop = run_federation(small, rounds=2, optimizer=adam)
     assert isinstance(loop.exchange, Ring)
     assert [row["uplink_params"] for row in loop.diary.rows] == [4 * size] * 2
@@ -120,8 +125,8 @@ def test_client_hears_the_mean_of_its_own_and_its_predecessor_s_network(small, r
 
 def test_ring_of_two_networks_0_and_4_gives_2_to_both(small):
     data = client_data((1, 8, 8), 4)
-    client = small()
-    mixer = client.make_mixer()
+    client = ClientModule(small())
+    mixer = client.method.make_mixer(client.make_server(client.method.facts))
     weights = client.send(data).weights
     heard = [Heard(c, Message({n: torch.full_like(t, 4 * c) for n, t in weights.items()}), 0.5) for c in (0, 1)]
     for own, other in (heard, heard[::-1]):
@@ -157,19 +162,27 @@ def test_clients_with_different_classifiers_exchange_networks(mlp, run_federatio
 
 def moved_by_phase(loop, client=0, round=1):
     """Entries of the state that each step changed, by the phase that it belonged to, in the order of the phases."""
-    module, data = loop.runner.modules[0], loop.data.clients[client]
-    loop.runner._receive(module, loop.exchange.inbox(client), data, round)
+    module, data = heard(loop, client, round)
     moved = {}
 
-    def step(x, y):
+    def take(step):
+        if step.is_first:
+            module.method._enter_phase(step.phase)  # which takes the moments, before the step does
         before = {name: tensor.clone() for name, tensor in module.entries.items()}
-        FedCVAE.local_step(module, x, y)
+        FedCVAE.local_step(module.method, step)
         changed = {name for name, tensor in module.entries.items() if not torch.equal(tensor, before[name])}
-        moved.setdefault(module.phase.name, []).append(changed)
+        moved.setdefault(step.phase.name, []).append(changed)
 
-    module.local_step = step
+    module.method.local_step = take
     loop.runner.fit(module, data, round)
     return moved
+
+
+def heard(loop, client=0, round=1):
+    """The loop's module after a client's receive, and the client's data."""
+    module, data = loop.runner.modules[0], loop.data.clients[client]
+    loop.runner._receive(module, loop.exchange.inbox(client), data, replace(loop.runner.facts, round=round))
+    return module, data
 
 
 def test_phases_train_their_own_parts_one_after_another(conv_net, set_up_federation):
@@ -181,7 +194,7 @@ def test_phases_train_their_own_parts_one_after_another(conv_net, set_up_federat
     for phase, steps in moved.items():
         assert len(steps) == 2 * 4  # 15 samples in batches of 4
         assert [parts(changed) for changed in steps] == [expected[phase]] * 8
-        own = {name for name, _ in loop.runner.modules[0].named_parameters() if parts([name]) <= expected[phase]}
+        own = {name for name, _ in loop.runner.modules[0].method.named_parameters() if parts([name]) <= expected[phase]}
         assert own <= set().union(*steps)
         assert any(name.endswith("running_var") for name in steps[0])
 
@@ -189,19 +202,18 @@ def test_phases_train_their_own_parts_one_after_another(conv_net, set_up_federat
 def test_parts_that_rest_are_in_eval_mode(small, one_batch, set_up_federation):
     """What the decoder imagines does not depend on what else is in the batch."""
     loop = set_up_federation(small, data=one_batch(), optimizer=adam)
-    module, data = loop.runner.modules[0], loop.data.clients[0]
-    seen = {}
+    module, data = heard(loop)
+    method, seen = module.method, {}
 
-    def step(x, y):
-        seen[module.phase.name] = [part.training for part in (module.prior, module.encoder, module.decoder)]
-        FedCVAE.local_step(module, x, y)
+    def take(step):
+        FedCVAE.local_step(method, step)
+        seen[step.phase.name] = [part.training for part in (method.prior, method.encoder, method.decoder)]
 
-    module.local_step = step
-    loop.runner._receive(module, loop.exchange.inbox(0), data, 1)
+    method.local_step = take
     loop.runner.fit(module, data, 1)
     rest = [False] * 3
     assert seen == {"prior": [True, False, False], "cvae": [False, True, True], "classifier": rest}
-    assert module.own_data is None  # a client that is swapped out leaves no data behind
+    assert method.own_data is None  # a client that is swapped out leaves no data behind
 
 
 @pytest.mark.parametrize(
@@ -234,10 +246,10 @@ def test_moments_are_those_of_the_fitted_network_on_the_own_data(small, run_fede
     module = loop.runner.modules[0].eval()
     for client in range(4):
         data, state = loop.data.clients[client], loop.runner.pool.get(client)
-        module.load_weights(loop.diary.sent[2, client].weights)
+        module.load(loop.diary.sent[2, client].weights)
         x, y = (torch.cat(tensors) for tensors in zip(*data.batches("train"), strict=True))
         with torch.no_grad():
-            feature = module.prior(x)[0]
+            feature = module.method.prior(x)[0]
         for k in range(4):
             own = feature[y == k]
             mean, variance = (own.mean(0), own.var(0, correction=0).clamp(min=0.01)) if len(own) else (0 * own.sum(), 1)
@@ -246,7 +258,7 @@ def test_moments_are_those_of_the_fitted_network_on_the_own_data(small, run_fede
 
 
 def test_absent_classes_and_single_samples_have_moments(small):
-    client = ready(small(variance_floor=0.02), client_data((1, 8, 8), 4, labels=(0, 0, 0, 2)))
+    client = ready(small(variance_floor=0.02), client_data((1, 8, 8), 4, labels=(0, 0, 0, 2))).method
     assert client.class_mean[[1, 3]].tolist() == [[0] * 3] * 2
     assert client.class_variance[[1, 3]].tolist() == [[1] * 3] * 2
     assert client.class_mean[2].abs().min() > 0
@@ -260,7 +272,7 @@ def test_client_of_one_class_imagines_that_class_alone(small, make_data, run_fed
     state = loop.runner.pool.get(0)
     assert all(tensor.isfinite().all() for tensor in state.values())
     assert [bool(row.abs().max() > 0) for row in state["class_mean"]] == [False, True, False, False]
-    client = ready(loop.runner.load(0), loop.data.clients[0])
+    client = ready(loop.runner.load(0), loop.data.clients[0]).method
     assert set(client.imagine(40)[1].tolist()) == {1}
 
 
@@ -268,8 +280,8 @@ def test_client_of_one_class_imagines_that_class_alone(small, make_data, run_fed
 
 
 def test_losses_are_the_specifications(small, monkeypatch):
-    data = client_data((1, 8, 8), 4)
-    client = ready(small(), data)
+    module = ready(small(), client_data((1, 8, 8), 4))
+    client = module.method
     x, y = torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 3])
     feature, logits = torch.randn(3, 3), torch.randn(3, 4)
     monkeypatch.setattr(client.prior, "forward", lambda images: (feature, logits))
@@ -294,7 +306,8 @@ def test_losses_are_the_specifications(small, monkeypatch):
 
     made, classes = torch.rand(3, 1, 8, 8), torch.tensor([1, 1, 0])
     monkeypatch.setattr(client, "imagine", lambda count, dtype: (made[:count], classes[:count]))
-    values = client.classifier_losses(client.forward_pass(x, y))
+    step = module.step(x, y)
+    values = client.classifier_losses(step, step.forward())
     assert list(values) == ["cross_entropy", "cross_entropy_generated"]
     torch.testing.assert_close(values["cross_entropy"], F.cross_entropy(client.model(x), y))
     torch.testing.assert_close(values["cross_entropy_generated"], F.cross_entropy(client.model(made), classes))
@@ -327,12 +340,14 @@ def test_what_is_minimised_is_the_weighted_sum(small, one_batch, run_federation)
 def test_gradients_of_each_loss_reach_its_own_parts_alone(small, losses, trained):
     """Though nothing is frozen here."""
     data = client_data((1, 8, 8), 4)
-    client = ready(small(), data)
+    module = ready(small(), data)
+    client = module.method
     x, y = next(data.batches("train"))
+    step = module.step(x, y)
     values = {
         "prior": lambda: client.prior_losses(x, y),
         "cvae": lambda: client.cvae_losses(x, y),
-        "classifier": lambda: client.classifier_losses(client.forward_pass(x, y)),
+        "classifier": lambda: client.classifier_losses(step, step.forward()),
     }[losses]()
     sum(values.values()).backward()
     reached = {name for name, p in client.named_parameters() if p.grad is not None}
@@ -353,7 +368,7 @@ def test_losses_fall_but_the_divergence_whose_prior_moves(small, make_data, run_
 
 def test_networks_see_bytes_in_0_1_and_the_classifier_sees_them_normalised(small, monkeypatch):
     data = client_data((1, 8, 8), 4, as_bytes=True)
-    client = ready(small(), data)
+    client = ready(small(), data).method
     x, _ = next(data.batches("train"))
     pixels = data.store.x / 255
     assert x.min() < 0
@@ -367,7 +382,7 @@ def test_networks_see_bytes_in_0_1_and_the_classifier_sees_them_normalised(small
 
 def test_floats_beyond_0_1_are_brought_there_and_back(small, make_data, monkeypatch):
     data = make_data().clients[2]
-    client = ready(small(), data)
+    client = ready(small(), data).method
     x = torch.cat([x for x, _ in data.batches("train")])
     assert x.min() < -1
     assert x.max() > 2
@@ -381,14 +396,14 @@ def test_floats_beyond_0_1_are_brought_there_and_back(small, make_data, monkeypa
 
 def test_floats_within_0_1_stay_as_they_are(small):
     data = client_data((1, 8, 8), 4)
-    client = ready(small(), data)
+    client = ready(small(), data).method
     x, _ = next(data.batches("train"))
     assert client.pixel_range.tolist() == [0, 1]
     assert torch.equal(client._in_unit_range(x), x)
 
 
 def test_latents_of_imagined_images_are_drawn_from_their_class_s_prior(small, monkeypatch):
-    client = ready(small(generated_classes="all"), client_data((1, 8, 8), 4))
+    client = ready(small(generated_classes="all"), client_data((1, 8, 8), 4)).method
     client.class_mean[1], client.class_variance[1] = torch.tensor([5.0, -5.0, 0.0]), torch.tensor([0.25, 4.0, 1.0])
     seen = []
     monkeypatch.setattr(client.decoder, "forward", lambda z, y: seen.append(z) or torch.zeros(len(z), 1, 8, 8))
@@ -402,7 +417,7 @@ def test_latents_of_imagined_images_are_drawn_from_their_class_s_prior(small, mo
 
 @pytest.mark.parametrize(("option", "classes"), [("present", {0, 1}), ("all", {0, 1, 2, 3})])
 def test_classes_of_imagined_images_are_uniform(small, option, classes):
-    client = ready(small(generated_classes=option), client_data((1, 8, 8), 4, labels=(0, 0, 0, 0, 0, 1)))
+    client = ready(small(generated_classes=option), client_data((1, 8, 8), 4, labels=(0, 0, 0, 0, 0, 1))).method
     torch.manual_seed(0)
     x, y = client.eval().imagine(2_000)
     assert x.shape == (2_000, 1, 8, 8)
@@ -413,11 +428,11 @@ def test_classes_of_imagined_images_are_uniform(small, option, classes):
 
 def test_imagined_images_are_constants_and_as_many_as_the_batch(small, one_batch, set_up_federation):
     loop = set_up_federation(small, data=one_batch(), optimizer=adam)
-    module, data = loop.runner.modules[0], loop.data.clients[0]
+    module, data = heard(loop)
     seen = []
-    plain = module.forward_pass
-    module.forward_pass = lambda x, y: seen.append(x) or plain(x, y)
-    loop.runner._receive(module, loop.exchange.inbox(0), data, 1)
+    model = module.method.model
+    plain = model.forward_features
+    model.forward_features = lambda x: seen.append(x) or plain(x)
     loop.runner.fit(module, data, 1)
     real, imagined = seen
     assert real.shape == imagined.shape == (data.num_train, 1, 8, 8)
@@ -443,11 +458,11 @@ def test_with_the_other_fits_the_classifier_trains_as_local_s_on_later_shuffles(
     mlp, set_up_federation, assert_identical
 ):
     """A shuffle is seeded by the number of its epoch in the fit: the classifier's are the third and the fourth."""
-    options = {"generated_weight": 0.0, "prior_epochs": 1, "cvae_epochs": 1}
+    options = {"generated_weight": 0.0, "epochs": Epochs(prior_epochs=1, cvae_epochs=1)}
     loop = set_up_federation(
         lambda: FedCVAE(mlp(), **options, **SMALL), rounds=2, optimizer=adam, local_epochs=2, evaluate=QUIET
     )
-    initial = {name: tensor.clone() for name, tensor in loop.runner.modules[0].model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in loop.runner.modules[0].method.model.state_dict().items()}
     loop.run()
     for client in range(4):
         model = mlp()
@@ -494,8 +509,8 @@ def test_imagined_images_leave_no_trace_in_the_classifier_s_statistics(conv_net,
 def test_classifier_alone_predicts(small):
     client = ready(small(), client_data((1, 8, 8), 4)).eval()
     x = torch.rand(5, 1, 8, 8)
-    assert client.prediction_names == ("",)
-    assert torch.equal(client.predict(x), client.model(x))
+    assert list(client.predictors) == [""]
+    assert torch.equal(client.predictors[""].scores(Seen(x)), client.method.model(x))
 
 
 def test_extra_terms_are_part_of_the_classifier_s_loss(small, run_federation):
@@ -528,8 +543,10 @@ def test_extra_terms_are_part_of_the_classifier_s_loss(small, run_federation):
     ids=str,
 )
 def test_bad_values_are_refused(mlp, options):
-    with pytest.raises(ConfigError, match=rf"^method\.{next(iter(options))}: must be"):
-        FedCVAE(mlp(), **options)
+    (option,) = options
+    section = r"epochs\." if option in Epochs.__annotations__ else ""
+    with pytest.raises(ConfigError, match=rf"^method\.{section}{option}: must be"):
+        FedCVAE(mlp(), **sectioned(FedCVAE, **options))
 
 
 def test_what_is_no_image_is_refused_in_one_line(mlp):

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
+from fl_lightning.core.client import counts
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.class_relation import ClassRelation
+from fl_lightning.losses.class_relation import ClassRelation, Relation, SoftLabels
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddw import FedDW
 from fl_lightning.methods.fedrep import FedRep
@@ -19,13 +22,12 @@ from fl_lightning.methods.local import Local
 from fl_lightning.models.cnn import FedDWCNN
 
 PUBLIC_CODE = {
-    "soft_labels_init": "identity",
-    "momentum": 0.5,
-    "history": "all",
-    "missing": "one_hot",
     "decay_rounds": [2, 3],
-    "bias": "keep",
+    "soft_labels": SoftLabels("identity", momentum=0.5, history="all", missing="one_hot"),
+    "relation": Relation(bias="keep"),
 }
+RUNNING = {"soft_labels": SoftLabels(source="running")}
+CONTROL = {"relation": Relation(bias="always")}
 
 
 def without_bias(model):
@@ -45,7 +47,8 @@ def mean_predictions(model, loop, indices):
 
 def with_soft_labels(client, classes=4):
     rows = torch.rand(classes, classes, generator=torch.Generator().manual_seed(0)).softmax(1)
-    client.all_terms[1].receive(client, Message({}, {"soft_labels": ClassMeans(rows, torch.ones(classes).long())}))
+    message = Message({}, {"soft_labels": ClassMeans(rows, torch.ones(classes).long())})
+    client.method.terms[1].receive(client.method, message)
     return client
 
 
@@ -54,12 +57,14 @@ def with_soft_labels(client, classes=4):
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 28, 28), 121_632), ((3, 32, 32), 139_704)])
 @pytest.mark.parametrize(("classes", "extra"), [(range(10), 110), ([1, 4, 9], 33)])
-def test_feddw_sends_its_weights_and_the_soft_labels_of_held_classes(shape, size, classes, extra):
+def test_feddw_sends_its_weights_and_the_soft_labels_of_held_classes(make_client, shape, size, classes, extra):
     y = torch.tensor(list(classes)).repeat(2)
     x = torch.rand(len(y), *shape, generator=torch.Generator().manual_seed(0))
     store = TensorStore(Arrays(x, y, len(y), tuple(map(str, range(10)))))
     nothing = np.empty(0, dtype=np.int64)
-    message = FedDW(FedDWCNN(shape, 10)).send(ClientData(0, store, 10, np.arange(len(y)), nothing, nothing))
+    message = make_client(FedDW(FedDWCNN(shape, 10))).send(
+        ClientData(0, store, 10, np.arange(len(y)), nothing, nothing)
+    )
     assert message.num_params == size + extra
     assert set(message.artifacts) == {"soft_labels"}
     assert "model.head.weight" in message.weights
@@ -79,12 +84,13 @@ def test_feddw_traffic_is_that_of_fedavg_and_the_soft_labels(mlp, run_federation
         assert row["downlink_params"] - before["downlink_params"] == down
 
 
-def test_feddw_declares_its_soft_labels(mlp):
-    client = FedDW(mlp())
-    assert client.interface()["soft_labels"] == (4, 4)
-    assert client.all_terms[1].reaches == ("model.head",)
-    assert client.has_global_model
-    assert client.received_is_global
+def test_feddw_declares_its_soft_labels_and_has_a_global_model(mlp, set_up_federation):
+    loop = set_up_federation(lambda: FedDW(mlp()))
+    method = loop.runner.modules[0].method
+    assert method.interface()["soft_labels"] == (4, 4)
+    assert method.terms[1].reaches == ("model.head",)
+    assert loop.examiner.has_global_model
+    assert loop.examiner.may_predict_as_global(0)
 
 
 # --- soft labels ----------------------------------------------
@@ -92,7 +98,7 @@ def test_feddw_declares_its_soft_labels(mlp):
 
 def test_feddw_soft_labels_of_equal_models_are_those_of_the_pooled_data(mlp, sgd, run_federation):
     loop = run_federation(lambda: FedDW(mlp()), rounds=1, optimizer=sgd(0.0))
-    pooled = mean_predictions(loop.runner.load(0).model, loop, torch.cat([c.train for c in loop.data.clients]))
+    pooled = mean_predictions(loop.runner.load(0).method.model, loop, torch.cat([c.train for c in loop.data.clients]))
     torch.testing.assert_close(soft_labels_of(loop).mean, pooled.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(soft_labels_of(loop).mean.sum(1), torch.ones(4))
 
@@ -101,16 +107,16 @@ def test_feddw_collects_after_the_fit_in_eval_mode(conv_net, run_federation):
     loop = run_federation(lambda: FedDW(conv_net()), rounds=2)
     module = loop.runner.modules[0]
     for client in loop.data.clients:
-        module.load_weights(loop.diary.sent[2, client.client].weights)
-        expected = mean_predictions(module.model.eval(), loop, client.train)
+        module.load(loop.diary.sent[2, client.client].weights)
+        expected = mean_predictions(module.method.model.eval(), loop, client.train)
         sent = loop.diary.sent[2, client.client].artifacts["soft_labels"]
         torch.testing.assert_close(sent.mean, expected.mean, rtol=1e-6, atol=1e-7)
         assert torch.equal(sent.count, client.class_counts)
 
 
 def test_feddw_collects_over_the_last_epoch_of_the_moving_model(mlp, sgd, set_up_federation, train_by_hand):
-    loop = set_up_federation(lambda: FedDW(mlp(), source="running"), rounds=1, local_epochs=2)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    loop = set_up_federation(lambda: FedDW(mlp(), **RUNNING), rounds=1, local_epochs=2)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     client, seen = loop.data.clients[0], []
 
@@ -144,14 +150,14 @@ def test_feddw_averages_over_participants_only(mlp, run_federation):
 @pytest.mark.parametrize(("missing", "valid"), [("keep", False), ("drop", False), ("one_hot", True)])
 def test_feddw_class_that_nobody_holds(mlp, make_data, run_federation, missing, valid):
     data = make_data(counts=((9, 8, 0), (8, 9, 0)))
-    loop = run_federation(lambda: FedDW(mlp(num_classes=3), missing=missing), data=data)
+    loop = run_federation(lambda: FedDW(mlp(num_classes=3), soft_labels=SoftLabels(missing=missing)), data=data)
     assert soft_labels_of(loop).valid.tolist() == [True, True, valid]
     assert soft_labels_of(loop).mean[2].tolist() == [0, 0, float(valid)]
     assert loop.diary.rows[-1]["loss/class_relation"] > 0
     assert loop.exchange.global_message().weights["model.head.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, PUBLIC_CODE, {"source": "running"}], ids=["paper", "public", "running"])
+@pytest.mark.parametrize("options", [{}, PUBLIC_CODE, RUNNING], ids=["paper", "public", "running"])
 def test_feddw_clients_of_one_class_and_of_one_sample_survive(conv_net, make_data, run_federation, options):
     data = make_data(counts=((9, 0, 0, 0), (0, 1, 0, 0), (6, 6, 6, 0)))
     loop = run_federation(lambda: FedDW(conv_net(), **options), data=data)
@@ -162,11 +168,13 @@ def test_feddw_clients_of_one_class_and_of_one_sample_survive(conv_net, make_dat
 # --- loss ----------------------------------------------
 
 
-def test_feddw_equals_fedavg_without_the_last_bias_when_weight_is_zero(
-    conv_net, run_federation, outcome, assert_identical
-):
-    plain = run_federation(lambda: FedAvg(without_bias(conv_net())), participation=0.5)
-    dw = run_federation(lambda: FedDW(conv_net(), weight=0.0), participation=0.5)
+@pytest.mark.parametrize(
+    ("options", "model"), [({}, lambda model: model), (CONTROL, without_bias)], ids=["as it is", "control"]
+)
+def test_feddw_equals_fedavg_when_weight_is_zero(conv_net, run_federation, outcome, assert_identical, options, model):
+    """The last bias goes only where the control without it is asked for."""
+    plain = run_federation(lambda: FedAvg(model(conv_net())), participation=0.5)
+    dw = run_federation(lambda: FedDW(conv_net(), weight=0.0, **options), participation=0.5)
     assert_identical(outcome(dw), outcome(plain))
 
 
@@ -187,15 +195,16 @@ def test_feddw_first_round_has_no_regulariser_and_the_second_has(mlp, run_federa
     assert dw.diary.rows[1]["loss/class_relation"] > 0
 
 
-def test_feddw_regulariser_reaches_the_classification_layer_alone_and_ignores_the_batch(conv_net, data):
-    client = with_soft_labels(FedDW(conv_net()))
+def test_feddw_regulariser_reaches_the_classification_layer_alone_and_ignores_the_batch(conv_net, data, make_client):
+    client = with_soft_labels(make_client(FedDW(conv_net())))
+    method = client.method
     slopes = []
     for own in data.clients[:2]:
         client.zero_grad()
-        client.all_terms[1](client, client.forward_pass(*next(own.batches("train")))).backward()
-        reached = [name for name, p in client.named_parameters() if p.grad is not None and p.grad.any()]
+        method.terms[1](method, client.step(*next(own.batches("train"))).forward()).backward()
+        reached = [name for name, p in method.named_parameters() if p.grad is not None and p.grad.any()]
         assert reached == ["model.head.weight"]
-        slopes.append(client.model.head.weight.grad.clone())
+        slopes.append(method.model.head.weight.grad.clone())
     assert torch.equal(*slopes)
 
 
@@ -214,10 +223,10 @@ def test_feddw_pulls_the_relation_towards_the_soft_labels(mlp, run_federation):
     assert tight < 0.8 * loose
 
 
-def test_feddw_embedding_of_zero_costs_the_log_of_the_number_of_classes(mlp):
-    client = FedDW(mlp(hidden=(), shape=(2,)))
-    out = client.forward_pass(torch.zeros(3, 2), torch.tensor([0, 1, 3]))
-    assert client.all_terms[0](client, out).item() == pytest.approx(np.log(4))
+def test_feddw_embedding_of_zero_costs_the_log_of_the_number_of_classes(mlp, make_client):
+    client = make_client(FedDW(mlp(hidden=(), shape=(2,))))
+    step = client.step(torch.zeros(3, 2), torch.tensor([0, 1, 3]))
+    assert step.values(step.forward())["cross_entropy"].item() == pytest.approx(np.log(4))
 
 
 # --- running ----------------------------------------------
@@ -225,7 +234,11 @@ def test_feddw_embedding_of_zero_costs_the_log_of_the_number_of_classes(mlp):
 
 @pytest.mark.parametrize(
     "options",
-    [{"momentum": 0.5}, {"history": "all"}, {"missing": "one_hot"}, {"source": "running"}, PUBLIC_CODE],
+    [
+        *(sectioned(FedDW, **own) for own in ({"momentum": 0.5}, {"history": "all"}, {"missing": "one_hot"})),
+        RUNNING,
+        PUBLIC_CODE,
+    ],
     ids=["momentum", "history", "one_hot", "running", "public"],
 )
 def test_feddw_resumes_exactly(mlp, assert_resumes, options):
@@ -234,8 +247,9 @@ def test_feddw_resumes_exactly(mlp, assert_resumes, options):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_feddw_trains_in_other_precisions(conv_net, run_federation, precision):
-    for source in ("post", "running"):
-        loop = run_federation(lambda s=source: FedDW(conv_net(), source=s), rounds=2, trainer={"precision": precision})
+    for options in ({}, RUNNING):
+        method = lambda o=options: FedDW(conv_net(), **o)  # noqa: E731
+        loop = run_federation(method, rounds=2, trainer={"precision": precision})
         assert soft_labels_of(loop).mean.dtype == torch.float32
         torch.testing.assert_close(soft_labels_of(loop).mean.sum(1), torch.ones(4))
         assert loop.diary.rows[-1]["loss/class_relation"] > 0
@@ -252,22 +266,19 @@ class TestElsewhere:
         assert "model.head.weight" not in loop.diary.sent[2, 0].weights
         module = loop.runner.modules[0]
         head, body = module.plan()
-        term = module.all_terms[1]
-        module._term_weights = {own.name: own.weight for own in module.all_terms}
-        counts = []
-        for planned in (head, body):
-            trained = {id(p) for p in planned.parameters}
-            for parameter in module.parameters():
-                parameter.requires_grad_(id(parameter) in trained)
-            counts.append(module._counts(term, planned.phase))
-        assert counts == [True, False]
+        term = module.method.terms[1]
+        assert [counts(term, planned.phase, term.weight_at(Facts(round=2))) for planned in (head, body)] == [
+            True,
+            False,
+        ]
         assert loop.diary.rows[1]["loss/class_relation"] > 0
 
     @pytest.mark.parametrize(("initial", "regularised"), [("none", False), ("identity", True)])
     def test_in_local_nothing_travels_and_only_initial_soft_labels_count(
         self, mlp, run_federation, initial, regularised
     ):
-        loop = run_federation(lambda: Local(mlp(), extra_terms=[ClassRelation(soft_labels_init=initial)]), rounds=2)
+        terms = lambda: [ClassRelation(soft_labels=SoftLabels(initial))]  # noqa: E731
+        loop = run_federation(lambda: Local(mlp(), extra_terms=terms()), rounds=2)
         assert [m.num_params for m in loop.diary.sent.values()] == [0] * 8
         assert (loop.diary.rows[-1]["loss/class_relation"] > 0) == regularised
 

@@ -1,16 +1,18 @@
 """The tests that the specification of FedFed promises (BASELINES-B.md, section 5)."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.loop import EvaluationPolicy
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.methods.fedfed import FedFed, class_balanced_draw
+from fl_lightning.methods.fedfed import FedFed, Weights, class_balanced_draw
 from fl_lightning.models.mlp import MLP
 
 ONE_CLIENT = ((12, 8, 5, 4),)
@@ -24,7 +26,15 @@ def size_of(module):
 
 
 def fedfed(model, **options):
-    return FedFed(model, **{"feature_rounds": 1, "latent_size": 4, **options})
+    return FedFed(model, **sectioned(FedFed, **{"feature_rounds": 1, "latent_size": 4, **options}))
+
+
+def heard(loop, client, round):
+    """The loop's module after a client's receive, and the client's data."""
+    module, data = loop.runner.modules[0], loop.data.clients[client]
+    facts = replace(loop.runner.facts, round=round, client=client)
+    loop.runner._receive(module, loop.exchange.inbox(client), data, facts)
+    return module, data
 
 
 @pytest.fixture
@@ -65,14 +75,13 @@ class Counter:
 def counted(mlp, set_up_federation, make_data, **options):
     loop = set_up_federation(lambda: fedfed(mlp(), **options), rounds=1, data=make_data(ONE_CLIENT))
     module = loop.runner.modules[0]
-    return loop, module, Counter(module.model.body), Counter(module.vae)
+    return loop, module, Counter(module.method.model.body), Counter(module.method.vae)
 
 
 def test_first_phase_costs_three_passes_an_epoch(mlp, set_up_federation, make_data):
     """Mixup: w on n. Mosaics: q on n. Split: q on n and w on 3n."""
-    loop, module, classifier, autoencoder = counted(mlp, set_up_federation, make_data)
-    data = loop.data.clients[0]
-    loop.runner._receive(module, loop.exchange.inbox(0), data, 1)
+    loop, _, classifier, autoencoder = counted(mlp, set_up_federation, make_data)
+    module, data = heard(loop, 0, 1)
     loop.runner.fit(module, data, 1)
     assert classifier.samples == 4 * data.num_train
     assert autoencoder.samples == 2 * data.num_train
@@ -82,23 +91,22 @@ def moved(before, module):
     """Which parts' parameters changed."""
     return {
         name.partition(".")[0]
-        for name, parameter in module.named_parameters()
+        for name, parameter in module.method.named_parameters()
         if not torch.equal(before[name], parameter.detach())
     }
 
 
 def test_passes_train_what_they_should(mlp, set_up_federation, make_data):
-    loop, module, *_ = counted(mlp, set_up_federation, make_data)
-    data = loop.data.clients[0]
-    loop.runner._receive(module, loop.exchange.inbox(0), data, 1)
+    loop, *_ = counted(mlp, set_up_federation, make_data)
+    module, data = heard(loop, 0, 1)
     trained = []
 
-    def step(x, y):
-        before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-        FedFed.local_step(module, x, y)
-        trained.append((module.current_epoch, moved(before, module)))
+    def take(step):
+        before = {name: parameter.detach().clone() for name, parameter in module.method.named_parameters()}
+        FedFed.local_step(module.method, step)
+        trained.append((step.epoch, moved(before, module)))
 
-    module.local_step = step
+    module.method.local_step = take
     loop.runner.fit(module, data, 1)
     by_pass = [{frozenset(parts) for epoch, parts in trained if epoch == index} for index in range(3)]
     assert by_pass == [{frozenset({"model"})}, {frozenset({"vae"})}, {frozenset({"model", "vae"})}]
@@ -106,16 +114,15 @@ def test_passes_train_what_they_should(mlp, set_up_federation, make_data):
 
 def test_losses_of_the_split_are_the_specifications(mlp, set_up_federation, monkeypatch):
     loop = set_up_federation(lambda: fedfed(mlp()), rounds=1)
-    module = loop.runner.modules[0]
-    module.receive(loop.exchange.inbox(0), loop.data.clients[0])
+    client, _ = heard(loop, 0, 1)
+    module = client.method
     module.pixel_mean, module.pixel_std = torch.full((1, 1, 1, 1), 0.3), torch.full((1, 1, 1, 1), 0.5)
-    module._active = module.all_terms
     x, y = torch.randn(3, 1, 8, 8), torch.tensor([0, 1, 3])
     robust, mean, log_variance = torch.rand(3, 1, 8, 8), torch.randn(3, 4), torch.randn(3, 4)
     monkeypatch.setattr(module.vae, "forward", lambda pixels: (robust, mean, log_variance))
     module.eval()
     torch.manual_seed(3)
-    values = module._split_step(x, y)[1]
+    values = module._split_step(client.step(x, y))[1]
     torch.manual_seed(3)
     copies = [x - (robust - std * torch.randn(3, 1, 8, 8)) / 0.5 for std in (0.15, 0.25)]
     logits = module.model(torch.cat([x, *copies]))
@@ -134,10 +141,9 @@ def test_losses_of_the_split_are_the_specifications(mlp, set_up_federation, monk
 
 def test_classifiers_loss_on_copies_reaches_the_autoencoder(mlp, set_up_federation):
     loop = set_up_federation(lambda: fedfed(mlp()), rounds=1)
-    module = loop.runner.modules[0]
-    module.receive(loop.exchange.inbox(0), loop.data.clients[0])
-    module._active = module.all_terms
-    values = module._split_step(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 3]))[1]
+    client, _ = heard(loop, 0, 1)
+    module = client.method
+    values = module._split_step(client.step(torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 3])))[1]
     values["cross_entropy_protected"].backward()
     assert module.vae.linear.weight.grad.abs().max() > 0
     assert module.model.head.weight.grad.abs().max() > 0
@@ -145,7 +151,7 @@ def test_classifiers_loss_on_copies_reaches_the_autoencoder(mlp, set_up_federati
 
 def test_at_learning_rate_0_the_first_phase_gives_back_what_it_was_given(run, assert_identical):
     loop = run(rounds=2, feature_rounds=2, feature_lr=0.0, feature_weight_decay=0.0)
-    parameters = dict(loop.runner.modules[0].named_parameters())
+    parameters = dict(loop.runner.modules[0].method.named_parameters())
     ours, theirs = loop.diary.received[1, 0].weights, loop.diary.sent[2, 3].weights
     assert_identical({n: t for n, t in theirs.items() if n in parameters}, {n: ours[n] for n in parameters})
 
@@ -156,8 +162,8 @@ def test_at_learning_rate_0_the_first_phase_gives_back_what_it_was_given(run, as
 def test_messages_hold_what_the_specification_counts(run):
     """w and q; then w, once the copies up and those of the others down, and the final q to make them with."""
     loop = run(rounds=4, feature_rounds=1)
-    w = size_of(loop.runner.modules[0].model)
-    q = size_of(loop.runner.modules[0].vae)
+    w = size_of(loop.runner.modules[0].method.model)
+    q = size_of(loop.runner.modules[0].method.vae)
     own = {client: loop.data.clients[client].num_train * (2 * PIXELS + 1) for client in range(4)}
     for client in range(4):
         sent = [loop.diary.sent[round, client].num_params for round in range(1, 5)]
@@ -179,12 +185,12 @@ def test_copies_are_made_with_the_final_autoencoder_in_eval_mode(run):
     """With noise 0 they are x − q(x), q as the server averaged it."""
     loop = run(rounds=2, feature_rounds=1, noise_stds=(0.0, 0.0))
     module = loop.runner.modules[0]
-    module.load_weights(loop.exchange.server.vae)
+    module.load(loop.exchange.server.vae)
     module.eval()
     for client in range(4):
         x = torch.cat([x for x, _ in loop.data.clients[client].batches("train")])
         with torch.no_grad():
-            expected = x - module.vae(x)[0]
+            expected = x - module.method.vae(x)[0]
         sent = loop.diary.sent[2, client].artifacts["protected"]
         torch.testing.assert_close(sent[:, 0], expected)
         assert torch.equal(sent[:, 0], sent[:, 1])
@@ -281,36 +287,35 @@ def test_draw_is_in_random_order():
 
 def test_each_client_draws_as_many_as_it_has_for_either_copy(run, make_data):
     loop = run(rounds=3, data=make_data(BALANCED))
-    module, data = loop.runner.modules[0], loop.data.clients[1]
-    loop.runner._receive(module, loop.exchange.inbox(1), data, 4)
+    module, data = heard(loop, 1, 4)
     loop.runner.fit(module, data, 4)
     labels = loop.exchange.inbox(1).artifacts["protected_labels"].rows
-    one, other = module.draws
+    one, other = module.method.draws
     assert len(one) == len(other) == data.num_train
     assert not torch.equal(one, other)
-    for draw in module.draws:
+    for draw in module.method.draws:
         assert torch.bincount(labels[draw], minlength=4).min() >= data.num_train // 4
-    assert module.num_taken == data.num_train
+    assert module.method.num_taken == data.num_train
 
 
 def test_second_phase_is_one_mean_over_own_and_shared_samples(mlp, set_up_federation):
     """Copies equal to the images (no noise, nothing robust) and the batch drawn itself: plain CE of tripled data."""
     loop = set_up_federation(lambda: fedfed(mlp(), noise_stds=(0.0, 0.0)), rounds=3)
-    module, data = loop.runner.modules[0], loop.data.clients[0]
-    module.receive(loop.exchange.inbox(0), data)
+    client, data = heard(loop, 0, 2)
+    module = client.method
     module.vae.forward = lambda pixels: (torch.zeros_like(pixels), None, None)
     x = torch.cat([x for x, _ in data.batches("train")])
-    copies = module._copies(data)
+    copies = module._copies(client.bound(data))
     assert torch.equal(copies["protected"][:, 0], x)
     assert torch.equal(copies["protected"][:, 1], x)
     module.pool = copies["protected"], copies["protected_labels"]
-    module.draws, module.num_taken, module._active = [torch.arange(4, 12)] * 2, 0, module.all_terms
+    module.draws, module.num_taken = [torch.arange(4, 12)] * 2, 0
     y = copies["protected_labels"][4:8]
-    values = module._shared_step(x[4:8], y)[1]
+    values = module._shared_step(client.step(x[4:8], y))[1]
     assert list(values) == ["cross_entropy"]
     torch.testing.assert_close(values["cross_entropy"], F.cross_entropy(module.model(x[4:8]), y))
     assert module.num_taken == 4
-    other = module._shared_step(x[4:8], y)[1]  # the next draws are other samples
+    other = module._shared_step(client.step(x[4:8], y))[1]  # the next draws are other samples
     logits = module.model(torch.cat([x[4:8], x[8:12], x[8:12]]))
     labels = torch.cat([y, *[copies["protected_labels"][8:12]] * 2])
     torch.testing.assert_close(other["cross_entropy"], F.cross_entropy(logits, labels))
@@ -318,9 +323,8 @@ def test_second_phase_is_one_mean_over_own_and_shared_samples(mlp, set_up_federa
 
 def test_second_phase_costs_three_passes_a_sample_and_none_of_the_autoencoder(run):
     loop = run(rounds=3)
-    module, data = loop.runner.modules[0], loop.data.clients[1]
-    classifier, autoencoder = Counter(module.model.body), Counter(module.vae)
-    loop.runner._receive(module, loop.exchange.inbox(1), data, 4)
+    module, data = heard(loop, 1, 4)
+    classifier, autoencoder = Counter(module.method.model.body), Counter(module.method.vae)
     loop.runner.fit(module, data, 4)
     module.send(data)
     assert data.num_train % 4 == 1  # a last batch of one is left out, as wherever a client has batch norm
@@ -386,8 +390,10 @@ def test_extra_terms_see_the_own_images_alone(mlp, run_federation):
     ids=str,
 )
 def test_bad_values_are_refused(mlp, options):
-    with pytest.raises(ConfigError, match=rf"^method\.{next(iter(options))}: must be"):
-        FedFed(mlp(), **options)
+    (option,) = options
+    section = r"weights\." if option in Weights.__annotations__ else ""
+    with pytest.raises(ConfigError, match=rf"^method\.{section}{option}: must be"):
+        FedFed(mlp(), **sectioned(FedFed, **options))
 
 
 def test_what_is_no_image_is_refused(mlp):

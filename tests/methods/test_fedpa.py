@@ -1,21 +1,26 @@
 """The tests that the specification of FedPA promises (BASELINES-B.md, section 3)."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from sections import sectioned
 
+from fl_lightning.configuration import build
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.generated_features import diversity_loss, label_shares
+from fl_lightning.losses.generated_features import Generator, diversity_loss, label_shares
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.methods.fedpa import FedPA, GeneratorServer, stacked_heads
+from fl_lightning.methods.fedpa import FedPA, GeneratorServer, Training, stacked_heads
 from fl_lightning.models.generator import generate, num_generator_values
 
 D, C = 5, 4  # of the small MLP
-SMALL = {"noise_size": 3, "hidden": 6, "server_steps": 4, "server_batch": 8}
+FEW = Training(server_steps=4, server_batch=8)
+SMALL = {"generator": Generator(noise_size=3, hidden=6), "training": FEW}
 ONE_CLIENT = ((12, 8, 5, 4),)
 
 
@@ -24,13 +29,14 @@ def size_of(model):
 
 
 def ready(client, valid=(1, 1, 1, 0), round=2):
-    """A client that has received prototypes and a generator."""
-    client.round = round
-    generated = client.all_terms[1]
+    """The client when it has received prototypes and a generator."""
+    method = client.method
+    method.facts = replace(method.facts, round=round)
+    generated = method.terms[1]
     means = ClassMeans(torch.rand(C, D), torch.tensor(valid))
     message = Message({}, {"prototypes": means, "generator": torch.randn(generated.generator.shape)})
-    for term in client.all_terms[1:]:
-        term.receive(client, message)
+    for term in list(method.terms)[1:]:
+        term.receive(method, message)
     return client
 
 
@@ -51,13 +57,14 @@ def test_first_round_is_fedavgs_and_later_ones_are_not(conv_net, run_federation,
         assert not torch.equal(two[0]["model.head.weight"], two[1]["model.head.weight"])
 
 
-def test_generated_term_trains_the_head_and_the_prototype_term_the_body(mlp, assert_trains_only):
-    client = ready(FedPA(mlp(), **SMALL))
-    generated, align = client.all_terms[1:]
+def test_generated_term_trains_the_head_and_the_prototype_term_the_body(mlp, make_client, assert_trains_only):
+    client = ready(make_client(FedPA(mlp(), **SMALL)))
+    model = client.method.model
+    _, generated, align = client.method.terms
     x, y = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 3, 0, 1, 3])
     for term, trained, other in (
-        (generated, client.model.head, client.model.body),
-        (align, client.model.body, client.model.head),
+        (generated, model.head, model.body),
+        (align, model.body, model.head),
     ):
         assert_trains_only(client, term, x, y, trained, other)
     assert not generated.generator.requires_grad
@@ -65,24 +72,24 @@ def test_generated_term_trains_the_head_and_the_prototype_term_the_body(mlp, ass
     assert not align.prototypes.requires_grad
 
 
-def test_generated_term_is_the_heads_cross_entropy_on_the_generator(mlp):
-    client = ready(FedPA(mlp(), generated_batch=12, **SMALL))
-    generated = client.all_terms[1]
-    out = client.forward_pass(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 3, 0]))
+def test_generated_term_is_the_heads_cross_entropy_on_the_generator(mlp, make_client):
+    client = ready(make_client(FedPA(mlp(), generated_batch=12, **SMALL)))
+    generated = client.method.terms[1]
+    out = client.step(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 3, 0])).forward()
     torch.manual_seed(7)
-    value = generated(client, out)
+    value = generated(client.method, out)
     torch.manual_seed(7)
     y, noise = torch.randint(3, (12,)), torch.rand(12, 3)  # class 3 has no prototype: it is not drawn
     z = generate(generated.generator, noise, y, C, D)
-    torch.testing.assert_close(value, 12 / 4 * F.cross_entropy(client.model.head(z), y))
+    torch.testing.assert_close(value, 12 / 4 * F.cross_entropy(client.method.model.head(z), y))
 
 
-def test_prototype_term_is_a_mean_over_samples_that_have_a_prototype(mlp):
-    client = ready(FedPA(mlp(), **SMALL))
-    align = client.all_terms[2]
-    out = client.forward_pass(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 3, 3]))
+def test_prototype_term_is_a_mean_over_samples_that_have_a_prototype(mlp, make_client):
+    client = ready(make_client(FedPA(mlp(), **SMALL)))
+    align = client.method.terms[2]
+    out = client.step(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 3, 3])).forward()
     expected = (out.z[:2] - align.prototypes[:2]).square().mean()
-    torch.testing.assert_close(align(client, out), expected)
+    torch.testing.assert_close(align(client.method, out), expected)
 
 
 def test_terms_count_in_the_first_steps_of_a_fit_only(mlp, make_data, set_up_federation):
@@ -90,12 +97,12 @@ def test_terms_count_in_the_first_steps_of_a_fit_only(mlp, make_data, set_up_fed
     loop = set_up_federation(lambda: FedPA(mlp(), steps=2, **SMALL), rounds=1, data=make_data(ONE_CLIENT))
     client = ready(loop.runner.modules[0])
     seen = []
-    for term in client.all_terms[1:]:
+    for term in list(client.method.terms)[1:]:
         term.register_forward_hook(lambda module, inputs, value: seen.append((module.name, value.item())))
     loop.runner.fit(client, loop.data.clients[0], 2)
     for name in ("generated_features", "early_alignment"):
         values = [value for own, value in seen if own == name]
-        assert len(values) == client.num_steps > 3
+        assert len(values) == client.meter.num_steps > 3
         assert min(values[:2]) > 0
         assert max(values[2:]) == 0
 
@@ -111,16 +118,23 @@ def messages_of(mlp, counts, seed=0):
     return messages
 
 
-def server_of(client, round=1):
-    server = client.make_server(client.initial_message())
-    server.setup(0, torch.device("cpu"))
-    server.open_round(round)
-    return server
+@pytest.fixture
+def server_of(make_client):
+    """A method's server, which has opened a round."""
+
+    def make(method, round=1):
+        facts = Facts(round=round)
+        server = make_client(method).make_server(facts)
+        server.setup(facts)
+        server.open_round()
+        return server
+
+    return make
 
 
-def test_server_loss_is_the_specifications(mlp):
-    client = FedPA(mlp(), repulsion=0.15, **SMALL)
-    server = server_of(client, round=11)
+def test_server_loss_is_the_specifications(mlp, server_of):
+    assert FEW.repulsion == 0.15
+    server = server_of(FedPA(mlp(), **SMALL), round=11)
     messages = messages_of(mlp, [(3, 0, 1, 0), (1, 2, 0, 0)])
     old = ClassMeans(torch.rand(C, D), torch.tensor([1, 0, 1, 0]), sends_count=False)
     server.message = Message(server.message.weights, {"prototypes": old})
@@ -141,7 +155,7 @@ def test_server_loss_is_the_specifications(mlp):
     assert not any(tensor.requires_grad for message in messages.values() for tensor in message.weights.values())
 
 
-def test_server_trains_with_the_old_prototypes_before_it_averages(mlp, monkeypatch):
+def test_server_trains_with_the_old_prototypes_before_it_averages(mlp, server_of, monkeypatch):
     server = server_of(FedPA(mlp(), **SMALL))
     seen = []
     monkeypatch.setattr(
@@ -156,11 +170,12 @@ def test_server_trains_with_the_old_prototypes_before_it_averages(mlp, monkeypat
     seen.clear()
     server.aggregate(messages_of(mlp, [(3, 1, 0, 0)], seed=1))
     assert {id(message) for message in seen} == {id(first)}
-    assert len(seen) == SMALL["server_steps"]
+    assert len(seen) == FEW.server_steps
 
 
-def test_server_step_lowers_its_loss_and_leaves_the_heads_alone(mlp, assert_identical):
-    server = server_of(FedPA(mlp(), **{**SMALL, "server_steps": 60, "server_lr": 0.01}))
+def test_server_step_lowers_its_loss_and_leaves_the_heads_alone(mlp, server_of, assert_identical):
+    many = replace(FEW, server_steps=60, server_lr=0.01)
+    server = server_of(FedPA(mlp(), **{**SMALL, "training": many}))
     messages = messages_of(mlp, [(3, 1, 2, 4), (1, 2, 5, 1)])
     before = copy.deepcopy(messages)
     losses = []
@@ -172,7 +187,7 @@ def test_server_step_lowers_its_loss_and_leaves_the_heads_alone(mlp, assert_iden
         assert_identical(messages[client].weights, before[client].weights)
 
 
-def test_server_generates_classes_that_somebody_holds(mlp):
+def test_server_generates_classes_that_somebody_holds(mlp, server_of):
     server = server_of(FedPA(mlp(), **SMALL))
     seen = []
     plain = server.generator_loss
@@ -181,9 +196,11 @@ def test_server_generates_classes_that_somebody_holds(mlp):
     assert set(torch.cat(seen).tolist()) == {0, 2}
 
 
-def test_prototypes_are_weighted_by_samples(mlp):
+def test_prototypes_are_weighted_by_samples(mlp, make_client):
     """Counts 3 and 1, prototypes 0 and 4: V = 1. Who lacks the class changes nothing, and a class unseen stays."""
-    server = FedPA(mlp(), generator_weight=0.0).make_server(Message())
+    server = make_client(FedPA(mlp(), generator_weight=0.0)).make_server(Facts())
+    server.message = Message()
+    server.setup(Facts())
     for client, (count, value) in enumerate(((3, 0.0), (1, 4.0), (0, 99.0))):
         means = ClassMeans(torch.full((C, D), value), torch.tensor([count, 0, 0, 0]))
         server.collect(client, Message({}, {"prototypes": means}, 1))
@@ -207,12 +224,13 @@ def test_messages_hold_what_the_specification_counts(mlp, run_federation):
 
 
 @pytest.mark.parametrize(("classes", "width", "generator"), [(10, 32, 19_744), (10, 512, 143_104), (100, 32, 42_784)])
-def test_message_sizes_match_the_specification(mlp, classes, width, generator):
-    client = FedPA(mlp(hidden=(width,), num_classes=classes))
-    assert client.interface()["generator"] == (generator,)
-    assert client.interface()["prototypes"] == (classes, width)
-    down = server_of(client).publish(Message(client.shared_weights()))
-    assert down.num_params == size_of(client.model) + generator
+def test_message_sizes_match_the_specification(mlp, make_client, server_of, classes, width, generator):
+    method = FedPA(mlp(hidden=(width,), num_classes=classes))
+    client = make_client(method)
+    assert method.interface()["generator"] == (generator,)
+    assert method.interface()["prototypes"] == (classes, width)
+    down = server_of(FedPA(mlp(hidden=(width,), num_classes=classes))).publish(Message(client.division.weights()))
+    assert down.num_params == size_of(method.model) + generator
 
 
 @pytest.mark.parametrize("extra", [False, True])
@@ -230,12 +248,12 @@ def test_generator_is_no_ones_private_state(mlp, run_federation):
     assert [loop.runner.pool.get(client) for client in range(4)] == [None] * 4
 
 
-def test_learning_rate_of_the_generator_falls_by_2_percent_a_round(mlp):
-    server = server_of(FedPA(mlp(), server_lr=0.1, **SMALL))
+def test_learning_rate_of_the_generator_falls_by_2_percent_a_round(mlp, server_of):
+    server = server_of(FedPA(mlp(), **{**SMALL, "training": replace(FEW, server_lr=0.1)}))
     rates = []
     for seed in range(3):
         server.aggregate(messages_of(mlp, [(3, 1, 0, 0)], seed=seed))
-        rates.append(server.optimizer.param_groups[0]["lr"] / 0.98 ** (server.round - 1))
+        rates.append(server.network_optimizer.param_groups[0]["lr"] / 0.98 ** (server.round - 1))
     assert rates == pytest.approx([0.1] * 3)
 
 
@@ -243,9 +261,10 @@ def test_a_step_costs_one_pass_of_the_body_and_a_small_batch_of_the_head(mlp, ma
     loop = set_up_federation(lambda: FedPA(mlp(), **SMALL), rounds=1, data=make_data(ONE_CLIENT))
     client = ready(loop.runner.modules[0])
     body, head = [], []
-    forward = client.model.body.forward_features
-    client.model.body.forward_features = lambda x: body.append(len(x)) or forward(x)
-    client.model.head.register_forward_hook(lambda module, inputs, output: head.append(len(output)))
+    model = client.method.model
+    forward = model.body.forward_features
+    model.body.forward_features = lambda x: body.append(len(x)) or forward(x)
+    model.head.register_forward_hook(lambda module, inputs, output: head.append(len(output)))
     loop.runner.fit(client, loop.data.clients[0], 2)
     n = loop.data.clients[0].num_train
     assert sum(body) == n
@@ -271,5 +290,10 @@ def test_a_step_costs_one_pass_of_the_body_and_a_small_batch_of_the_head(mlp, ma
     ids=str,
 )
 def test_bad_values_are_refused(mlp, options):
-    with pytest.raises(ConfigError, match=rf"^method\.{next(iter(options))}: must be"):
-        FedPA(mlp(), **options)
+    (option,) = options
+    sections = [n for n, kind in (("generator", Generator), ("training", Training)) if option in kind.__annotations__]
+    with pytest.raises(ConfigError, match=rf"(^method|^Generator|\.training)\.{option}: must be"):
+        FedPA(mlp(), **sectioned(FedPA, **options))
+    given = {section: options for section in sections} or options
+    with pytest.raises(ConfigError, match=rf"^{'.'.join(['method', *sections, option])}: must be"):
+        build({"class_path": "fl_lightning.methods.fedpa.FedPA", "init_args": given}, "method", model=mlp())

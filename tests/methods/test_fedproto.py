@@ -5,20 +5,25 @@ import copy
 import numpy as np
 import pytest
 import torch
+from sections import sectioned
 
+from fl_lightning.configuration import build
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.method import Seen, headline
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.prototype import PrototypeAlignment
+from fl_lightning.losses.prototype import PrototypeAlignment, Prototypes
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.local import Local
 from fl_lightning.models.cnn import FedProtoCNN
 
 PRESETS = {
     "paper": {"candidates": "local"},
-    "pfllib": {"weighting": "uniform", "collection": "running", "candidates": "global"},
-    "feddw_table": {"weighting": "count", "collection": "post", "inference": "classifier"},
+    "pfllib": {"prototypes": Prototypes("running", "uniform"), "candidates": "global"},
+    "feddw_table": {"prototypes": Prototypes("post", "count"), "inference": "classifier"},
 }
 
 
@@ -31,8 +36,15 @@ def client_data(shape, num_classes, classes, per_class=4):
 
 
 def with_prototypes(client, mean, count):
-    client.alignment[0].receive(client, Message({}, {"prototypes": ClassMeans(mean, torch.tensor(count))}))
+    method = client.method
+    method.alignment[0].receive(method, Message({}, {"prototypes": ClassMeans(mean, torch.tensor(count))}))
     return client
+
+
+def scores(method, x, figure="Local-T"):
+    """Of the predictor that gives a figure."""
+    ways = method.predictors()
+    return ways[headline(ways, figure)].scores(Seen(x))
 
 
 def prototypes_of(loop):
@@ -41,11 +53,11 @@ def prototypes_of(loop):
 
 @pytest.fixture
 def two_inputs(mlp):
-    """A FedProto client on the plane whose embedding is its input, three classes."""
+    """FedProto of a client on the plane whose embedding is its input, three classes."""
 
     def make(**options):
-        client = FedProto(mlp(hidden=(), shape=(2,), num_classes=3), **options)
-        return with_prototypes(client, torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]]), [1, 1, 1])
+        client = ClientModule(FedProto(mlp(hidden=(), shape=(2,), num_classes=3), **options))
+        return with_prototypes(client, torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]]), [1, 1, 1]).method
 
     return make
 
@@ -54,8 +66,8 @@ def two_inputs(mlp):
 
 
 @pytest.mark.parametrize(("weighting", "params", "size"), [("count", 153, 150 * 4 + 3 * 8), ("uniform", 150, 150 * 4)])
-def test_fedproto_client_of_three_classes_sends_150_values_and_its_counts(weighting, params, size):
-    client = FedProto(FedProtoCNN((1, 28, 28), 10), weighting=weighting)
+def test_fedproto_client_of_three_classes_sends_150_values_and_its_counts(make_client, weighting, params, size):
+    client = make_client(FedProto(FedProtoCNN((1, 28, 28), 10), prototypes=Prototypes(weighting=weighting)))
     message = client.send(client_data((1, 28, 28), 10, classes=[1, 4, 9]))
     assert (message.num_params, message.num_bytes) == (params, size)
     assert message.weights == {}
@@ -80,7 +92,7 @@ def test_fedproto_traffic_counts_rows_of_held_classes_up_and_of_valid_classes_do
 
 
 def test_fedproto_with_uniform_weights_sends_no_counts(mlp, run_federation):
-    loop = run_federation(lambda: FedProto(mlp(), weighting="uniform"), rounds=1)
+    loop = run_federation(lambda: FedProto(mlp(), prototypes=Prototypes(weighting="uniform")), rounds=1)
     held = sum(int(client.held_classes.sum()) for client in loop.data.clients)
     assert loop.diary.rows[0]["uplink_params"] == held * 5
     assert all(set(m.artifacts["prototypes"].count.tolist()) <= {0, 1} for m in loop.diary.sent.values())
@@ -110,13 +122,13 @@ def test_fedproto_of_own_classes_resumes_exactly(
     assert_identical(outcome(halves[1]), outcome(straight))
 
 
-def test_fedproto_leaves_the_model_alone_when_messages_come_and_go(conv_net, data, assert_identical):
-    client = FedProto(conv_net()).train()
+def test_fedproto_leaves_the_model_alone_when_messages_come_and_go(conv_net, data, make_client, assert_identical):
+    client = make_client(FedProto(conv_net())).train()
     before = {name: tensor.clone() for name, tensor in client.entries.items()}
     message = client.send(data.clients[0])
     client.receive(message, data.clients[0])
     assert_identical(dict(client.entries), before)
-    assert client.training
+    assert client.method.training
 
 
 # --- collection and aggregation ----------------------------------------------
@@ -127,7 +139,7 @@ def test_fedproto_prototypes_of_clients_with_one_extractor_are_the_means_of_the_
     module = loop.runner.load(0)
     x, y = loop.data.store.gather(torch.cat([client.train for client in loop.data.clients]))
     with torch.no_grad():
-        pooled = ClassMeans.from_samples(module.model.embed(x), y, 4)
+        pooled = ClassMeans.from_samples(module.method.model.embed(x), y, 4)
     torch.testing.assert_close(prototypes_of(loop).mean, pooled.mean, rtol=1e-6, atol=1e-7)
 
 
@@ -137,7 +149,7 @@ def test_fedproto_collects_after_the_fit_in_eval_mode(conv_net, run_federation):
         module = loop.runner.load(client.client).eval()
         x, y = loop.data.store.gather(client.train)
         with torch.no_grad():
-            expected = ClassMeans.from_samples(module.model.embed(x), y, 4)
+            expected = ClassMeans.from_samples(module.method.model.embed(x), y, 4)
         sent = loop.diary.sent[2, client.client].artifacts["prototypes"]
         torch.testing.assert_close(sent.mean, expected.mean, rtol=1e-6, atol=1e-7)
         assert torch.equal(sent.count, expected.count)
@@ -146,8 +158,8 @@ def test_fedproto_collects_after_the_fit_in_eval_mode(conv_net, run_federation):
 def test_fedproto_collects_over_the_last_epoch_of_the_moving_model(
     mlp, sgd, set_up_federation, train_by_hand, assert_identical
 ):
-    loop = set_up_federation(lambda: FedProto(mlp(), collection="running"), rounds=1, local_epochs=2)
-    model = copy.deepcopy(loop.runner.modules[0].model)
+    loop = set_up_federation(lambda: FedProto(mlp(), prototypes=Prototypes("running")), rounds=1, local_epochs=2)
+    model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     client = loop.data.clients[0]
     seen = []
@@ -182,7 +194,10 @@ def test_fedproto_class_that_no_participant_held_is_kept_or_dropped(mlp, make_da
     """Two clients of one class each, one of which takes part in a round."""
     data = make_data(counts=((8, 0), (0, 8)))
     loop = set_up_federation(
-        lambda: FedProto(mlp(num_classes=2), missing=missing), rounds=9, data=data, participation=0.5
+        lambda: FedProto(mlp(num_classes=2), prototypes=Prototypes(missing=missing)),
+        rounds=9,
+        data=data,
+        participation=0.5,
     )
     while len({client for _, client in loop.diary.sent}) < 2:
         loop.advance()
@@ -197,7 +212,7 @@ def test_fedproto_globally_absent_class_is_never_valid_and_never_predicted(mlp, 
     assert prototypes_of(loop).valid.tolist() == [True, True, False]
     module = loop.runner.load(0)
     module.receive(loop.exchange.inbox(0), data.clients[0])
-    assert (module.predict(torch.randn(200, 1, 8, 8)).argmax(1) < 2).all()
+    assert (scores(module.method, torch.randn(200, 1, 8, 8)).argmax(1) < 2).all()
 
 
 # --- loss ----------------------------------------------
@@ -230,12 +245,13 @@ def test_fedproto_pulls_embeddings_towards_the_prototypes(mlp, run_federation):
     assert tight < loose
 
 
-def test_fedproto_alignment_alone_gives_the_head_no_gradient(conv_net, data):
-    client = with_prototypes(FedProto(conv_net()), torch.randn(4, 6), [1, 1, 1, 1])
+def test_fedproto_alignment_alone_gives_the_head_no_gradient(conv_net, data, make_client):
+    client = with_prototypes(make_client(FedProto(conv_net())), torch.randn(4, 6), [1, 1, 1, 1])
     x, y = next(data.clients[0].batches("train"))
-    client.alignment[0](client, client.forward_pass(x, y)).backward()
-    assert all(p.grad is None for p in client.model.head.parameters())
-    assert all(p.grad is not None for p in client.model.body.parameters())
+    method = client.method
+    method.alignment[0](method, client.step(x, y).forward()).backward()
+    assert all(p.grad is None for p in method.model.head.parameters())
+    assert all(p.grad is not None for p in method.model.body.parameters())
 
 
 @pytest.mark.parametrize("distance", ["sample_mse", "sample_sq", "batch_proto_l2"])
@@ -252,35 +268,36 @@ def test_fedproto_loss_is_cross_entropy_plus_the_weighted_term(mlp, run_federati
 def test_fedproto_predicts_the_nearest_prototype(two_inputs):
     """Distances 2.0518, 2.1932, 2.8653 from (1.4, 1.5)."""
     x = torch.tensor([[1.4, 1.5]])
-    client = two_inputs()
-    assert client.predict(x).argmax(1).item() == 0
-    client.alignment[0].valid[0] = False
-    assert client.predict(x).argmax(1).item() == 1
+    method = two_inputs()
+    assert scores(method, x).argmax(1).item() == 0
+    method.alignment[0].valid[0] = False
+    assert scores(method, x).argmax(1).item() == 1
 
 
 def test_fedproto_predicts_among_the_classes_of_its_training_part_if_asked_for(two_inputs):
-    client = two_inputs(candidates="local")
-    client.held.copy_(torch.tensor([False, True, True]))
+    method = two_inputs(candidates="local")
+    method.held.copy_(torch.tensor([False, True, True]))
     x = torch.tensor([[1.4, 1.5]])
-    assert client.predict(x).argmax(1).item() == 1
-    assert client.predictions(x)["prototype"].argmax(1).item() == 0
-    assert (client.headline("local"), client.headline("global")) == ("prototype_held", "prototype")
+    ways = method.predictors()
+    assert scores(method, x).argmax(1).item() == 1
+    assert ways["prototype"].scores(Seen(x)).argmax(1).item() == 0
+    assert (headline(ways, "Local-T"), headline(ways, "Global-T")) == ("prototype_held", "prototype")
 
 
 def test_fedproto_vector_of_an_invalid_class_does_not_change_predictions(two_inputs):
-    client = two_inputs()
-    client.alignment[0].valid[0] = False
+    method = two_inputs()
+    method.alignment[0].valid[0] = False
     x = torch.randn(50, 2)
-    before = client.predict(x)
-    client.alignment[0].prototypes[0] = torch.nan
-    assert torch.equal(client.predict(x), before)
+    before = scores(method, x)
+    method.alignment[0].prototypes[0] = torch.nan
+    assert torch.equal(scores(method, x), before)
 
 
 def test_fedproto_without_a_prototype_falls_back_to_the_classifier(two_inputs):
-    client = two_inputs()
-    client.alignment[0].valid.zero_()
+    method = two_inputs()
+    method.alignment[0].valid.zero_()
     x = torch.randn(20, 2)
-    assert torch.equal(client.predict(x), client.model(x))
+    assert torch.equal(scores(method, x), method.model(x))
 
 
 def test_fedproto_logs_both_inferences(mlp, run_federation):
@@ -299,7 +316,7 @@ def test_fedproto_received_accuracy_is_that_of_own_models_with_the_newest_protot
         module = loop.runner.load(client.client).eval()
         x, y = loop.data.store.gather(client.test)
         with torch.no_grad():
-            distances = torch.cdist(module.model.embed(x), prototypes_of(loop).mean)
+            distances = torch.cdist(module.method.model.embed(x), prototypes_of(loop).mean)
         accuracies.append((distances.argmin(1) == y).double().mean().item())
     assert loop.final["Local-T_received"] == pytest.approx(np.mean(accuracies))
 
@@ -307,9 +324,10 @@ def test_fedproto_received_accuracy_is_that_of_own_models_with_the_newest_protot
 # --- running ----------------------------------------------
 
 
-def test_fedproto_client_that_sat_out_gets_the_newest_prototypes_at_its_next_turn(mlp, run_federation):
+def test_fedproto_client_that_sat_out_gets_the_newest_prototypes_at_its_next_turn(mlp, make_client, run_federation):
     loop = run_federation(lambda: FedProto(mlp()), rounds=6, participation=0.5)
-    server = FedProto(mlp()).make_server(Message())
+    server = make_client(FedProto(mlp())).make_server(Facts())
+    server.setup(Facts())
     for round in range(1, 7):
         newest = server.message.artifacts.get("prototypes")
         for client in (c for r, c in loop.diary.received if r == round):
@@ -339,11 +357,23 @@ def test_fedproto_preset_runs(mlp, run_federation, preset):
 def test_fedproto_in_bfloat16_sends_finite_float32_prototypes(conv_net, run_federation):
     for collection in ("post", "running"):
         loop = run_federation(
-            lambda c=collection: FedProto(conv_net(), collection=c), rounds=2, trainer={"precision": "bf16-mixed"}
+            lambda c=collection: FedProto(conv_net(), prototypes=Prototypes(c)),
+            rounds=2,
+            trainer={"precision": "bf16-mixed"},
         )
         assert prototypes_of(loop).mean.dtype == torch.float32
         assert prototypes_of(loop).mean.isfinite().all()
         assert loop.diary.rows[-1]["loss/prototype_alignment"] > 0
+
+
+def test_fedproto_collects_in_float64_where_all_is(mlp, run_federation):
+    """`collection: running` adds up embeddings of the precision that the run has."""
+    method = lambda: FedProto(mlp(), prototypes=Prototypes("running"))  # noqa: E731
+    loop = run_federation(method, rounds=2, trainer={"precision": "64-true"})
+    for (_, client), message in loop.diary.sent.items():
+        assert torch.equal(message.artifacts["prototypes"].count, loop.data.clients[client].class_counts)
+    assert prototypes_of(loop).mean.isfinite().all()
+    assert loop.diary.rows[-1]["loss/prototype_alignment"] > 0
 
 
 @pytest.mark.parametrize("distance", ["sample_mse", "batch_proto_l2"])
@@ -363,6 +393,15 @@ def test_fedproto_survives_embeddings_that_are_all_zero(mlp, run_federation, dis
 def test_fedproto_rejects_unknown_options(mlp, option):
     with pytest.raises(ConfigError, match=rf"method\.{option}: must be one of"):
         FedProto(mlp(), **{option: "some"})
+
+
+@pytest.mark.parametrize("option", ["collection", "weighting", "missing"])
+def test_fedproto_rejects_unknown_options_of_its_prototypes(mlp, option):
+    with pytest.raises(ConfigError, match=rf"^Prototypes\.{option}: must be one of"):
+        FedProto(mlp(), **sectioned(FedProto, **{option: "some"}))
+    node = {"class_path": "fl_lightning.methods.fedproto.FedProto", "init_args": {"prototypes": {option: "some"}}}
+    with pytest.raises(ConfigError, match=rf"^method\.prototypes\.{option}: must be one of .*, got 'some'$"):
+        build(node, "method", model=mlp())
 
 
 def test_fedproto_rejects_a_second_alignment_term(mlp):
