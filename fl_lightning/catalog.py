@@ -134,8 +134,13 @@ def _own_parameters(node: ast.ClassDef) -> list[tuple[str, ast.expr | None]] | N
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             arguments = (*statement.args.args, *statement.args.kwonlyargs)
             return [(argument.arg, argument.annotation) for argument in arguments if argument.arg != "self"]
-    fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and not _is_made_later(s.value)]
     return [(ast.unparse(field.target), field.annotation) for field in fields] if _is_dataclass(node) else None
+
+
+def _is_made_later(default: ast.expr | None) -> bool:
+    """Whether a field is none of the constructor's: ``field(init=False)``."""
+    return isinstance(default, ast.Call) and any(option.arg == "init" for option in default.keywords)
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:

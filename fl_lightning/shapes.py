@@ -22,10 +22,11 @@ def checked(function: Function) -> Function:
     """
     if not CHECKS:
         return function
-    from beartype import beartype
+    from beartype import BeartypeConf, beartype
     from jaxtyping import TypeCheckError, jaxtyped
 
-    typed = jaxtyped(typechecker=beartype)(function)
+    whole_numbers_are_floats = beartype(conf=BeartypeConf(is_pep484_tower=True))
+    typed = jaxtyped(typechecker=whole_numbers_are_floats)(function)
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:

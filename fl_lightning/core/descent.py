@@ -60,6 +60,8 @@ class Machine:
         self.devices = devices
         self.backward = backward
         self.autocasts = isinstance(plugin, MixedPrecision)
+        self.narrows = self.autocasts and getattr(plugin, "precision", "") == "16-mixed"
+        """Whether passes are made in float16, whose small gradients vanish."""
         self.careful = plugin if isinstance(plugin, CarefulSteps) else None
         self.precision: Callable[[], AbstractContextManager[Any]] = (
             plugin.forward_context if self.autocasts and plugin is not None else nullcontext
@@ -81,13 +83,11 @@ class Machine:
 
         Under float16 autocast the loss is scaled on the way.
         """
-        kind = loss.device.type
-        narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        scale = 1024.0 if narrow else 1.0
-        with torch.enable_grad(), torch.autocast(kind, enabled=False):
-            found = torch.autograd.grad(loss * scale if narrow else loss, parameters, allow_unused=True)
+        scale = 1024.0 if self.narrows else 1.0
+        with torch.enable_grad(), self.wide():
+            found = torch.autograd.grad(loss * scale if self.narrows else loss, parameters, allow_unused=True)
         given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
-        given = [g / scale for g in given] if narrow else given
+        given = [g / scale for g in given] if self.narrows else given
         return given if self.devices is None else self.devices.average(given)
 
 

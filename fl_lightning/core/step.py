@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class Step:
 
     def take(self) -> None:
         """Let the method do its step, and take its losses down."""
-        with single_sample(self._bench.layers, len(self.y)):
+        with single_sample(self._bench.layers, len(self.y)), self._bench.machine.wide():
             self._bench.method.local_step(self)
         if self._logged and self._bench.meter is not None:
             total = self._total if self._descents == 1 and self._total is not None else self._sum(self._logged)
@@ -107,6 +107,16 @@ class Step:
             features, z = model.forward_features(x)
             logits = model.head(z)
         return Forward(x, y, features, z, logits, precision=precision)
+
+    def through(self, network: Callable[..., Any], *inputs: Any) -> Any:
+        """Pass inputs through a network of the method's own, in the trainer's precision.
+
+        Args:
+            network: a module, or a function that calls some.
+            inputs: what it takes.
+        """
+        with self._bench.machine.precision():
+            return network(*inputs)
 
     def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
         """Each term's unweighted value, by its name: outside autocast, in float32 or wider.

@@ -12,6 +12,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.files import load_tensors, save_tensors
 
 FORMAT = 1
+KEEP_MODELS_BELOW = 2**30  # bytes of all clients' models together, for `models: auto`
 _NAME = re.compile(r"round-(\d+)\.ckpt")
 
 
@@ -116,3 +117,44 @@ class Checkpoints:
             return inner[-1]
         require(path.is_file(), "--resume", f"there is no file {path}; give a checkpoint, a run's folder or auto")
         return path
+
+
+class RunStorage:
+    """Where a federation keeps what, in its run's folder.
+
+    Args:
+        folder: the run's; None keeps everything in memory.
+        policy: when it is saved.
+        on_disk: whether clients' states are kept on disk, not in memory.
+
+    Raises:
+        ConfigError: if states are to be on disk without a folder.
+    """
+
+    def __init__(self, folder: Path | None, policy: CheckpointPolicy, on_disk: bool) -> None:
+        require(not on_disk or folder is not None, "federation.pool", "disk needs a run's folder")
+        self._folder = folder
+        self._policy = policy
+        self.on_disk = on_disk
+        saves = folder is not None and policy.every > 0
+        self.checkpoints = Checkpoints(folder / "checkpoints") if folder is not None and saves else None
+        """The checkpoints; None where nothing is saved."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self.checkpoints is not None and bool(self.checkpoints.all())
+
+    @property
+    def states(self) -> Path | None:
+        """Folder of clients' private states; None for memory alone."""
+        if self.checkpoints is not None:
+            return self.checkpoints.clients
+        return self._folder / "checkpoints" / "clients" if self._folder is not None and self.on_disk else None
+
+    def models(self, num_bytes: int) -> Path | None:
+        """Folder of clients' trained models, so many bytes together; None where they are not kept."""
+        keep = self._policy.models
+        if self._folder is None or keep is False or self.checkpoints is None:
+            return None
+        return self._folder / "models" if keep is True or num_bytes < KEEP_MODELS_BELOW else None

@@ -16,7 +16,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
@@ -32,8 +32,6 @@ from fl_lightning.federation.workers import MAIN, Workers, shared_exchange
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
-
-KEEP_MODELS_BELOW = 2**30  # bytes of all clients' models together, for `models: auto`
 
 
 class FederatedLoop:
@@ -86,17 +84,14 @@ class FederatedLoop:
         require(left >= 1, "federation.newcomers.clients", some, settings.newcomers.clients)
         self.calendar = Calendar(settings, self.num_clients, seed)
         self.identity = dict(identity or {})
-        saves = folder is not None and settings.checkpoint.every > 0
-        self.checkpoints = Checkpoints(folder / "checkpoints") if folder is not None and saves else None
-        begun = self.checkpoints is not None and bool(self.checkpoints.all())
-        settings.failures.check(self.num_clients, None if begun else settings.rounds)
-        require(settings.pool == "memory" or folder is not None, "federation.pool", "disk needs a run's folder")
+        storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
+        self.checkpoints = storage.checkpoints
+        settings.failures.check(self.num_clients, None if storage.has_begun else settings.rounds)
         architecture = architecture or [0] * self.num_clients
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed)
         self._set_up_exchange()
-        on_disk = settings.pool == "disk" and self.workers.writes
-        self.runner.pool = ClientPool(self._pool_folder(folder), on_disk)
-        self.models_folder = self._models_folder(folder) if self.workers.writes else None
+        self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes)
+        self.models_folder = storage.models(self.runner.model_bytes()) if self.workers.writes else None
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
@@ -118,17 +113,6 @@ class FederatedLoop:
         self.exchange = exchange
         if self.workers.size > 1:
             self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
-
-    def _pool_folder(self, folder: Path | None) -> Path | None:
-        if self.checkpoints is not None:
-            return self.checkpoints.clients
-        return folder / "checkpoints" / "clients" if folder is not None and self.settings.pool == "disk" else None
-
-    def _models_folder(self, folder: Path | None) -> Path | None:
-        keep = self.settings.checkpoint.models
-        if folder is None or keep is False or self.checkpoints is None:
-            return None
-        return folder / "models" if keep is True or self.runner.model_bytes() < KEEP_MODELS_BELOW else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 

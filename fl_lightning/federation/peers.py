@@ -48,9 +48,12 @@ class Peers(Exchange, ABC):
             ConfigError: if the method cannot do without its server, or the graph does not fit the clients.
         """
         self.num_clients, self.seed = facts.num_clients, facts.seed
-        mixer = template.method.make_mixer(template.make_server(facts))
+        server = template.make_server(facts)
+        mixer = template.method.make_mixer(server)
         if mixer is None:
-            rule = f"{type(template.method).__name__} cannot do without its server: must be Star"
+            remembered = " and ".join(name for name, rule in server.rules.items() if rule().remembers)
+            why = f", which must remember {remembered} from round to round" if remembered else ""
+            rule = f"{type(template.method).__name__} cannot do without its server{why}: must be Star"
             raise ConfigError("federation.exchange", rule, type(self).__name__)
         self.mixer = mixer
         self.round = 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulatio
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,13 +94,14 @@ class Relation:
         require_choices("Relation", bias=(self.bias, LastBias))
 
 
+@checked
 def class_relation_loss(
-    weight: Tensor,
-    soft_labels: Tensor,
-    valid: Tensor | None = None,
+    weight: Float[Tensor, "C D"],
+    soft_labels: Float[Tensor, "C C"],
+    valid: Bool[Tensor, " C"] | None = None,
     temperature: float = 1.0,
     exclude_diagonal: bool = False,
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Squared distance of soft labels and class relation, FedDW's L_reg (equation 11).
 
     L = ‖SL − σ(W Wᵀ)‖²_F / C², where σ is the softmax of each row. It lies in [0, 2/C], reaches the classification

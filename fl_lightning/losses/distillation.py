@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.models.cbam import CBAM
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import Host
@@ -129,9 +131,12 @@ def _smoothing(mid_channels: int, channels: int, convs: int) -> nn.Module:
     return last if convs == 1 else nn.Sequential(nn.Conv2d(mid_channels, mid_channels, 3, padding=1), last)
 
 
+@checked
 def feature_distillation_loss(
-    student_features: Sequence[Tensor], teacher_features: Sequence[Tensor], reduction: str = "mean"
-) -> Tensor:
+    student_features: Sequence[Float[Tensor, "B ..."]],
+    teacher_features: Sequence[Float[Tensor, "B ..."]],
+    reduction: str = "mean",
+) -> Float[Tensor, ""]:
     """Squared distances between two lists of feature maps, summed over levels: FedCPD's L_fd for one kind of map.
 
     L = Σ_l mean (student_l − teacher_l)²; ``sum`` sums over channels and positions and takes the mean over the batch.

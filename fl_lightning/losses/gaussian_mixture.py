@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.seeding import torch_generator
+from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
     from fl_lightning.core.aggregation import RuleFactory
@@ -66,7 +68,10 @@ class Mixture:
         )
 
 
-def gaussian_log_density(z: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+@checked
+def gaussian_log_density(
+    z: Float[Tensor, "B D"], mean: Float[Tensor, "K D"], log_variance: Float[Tensor, "K D"]
+) -> Float[Tensor, "B K"]:
     """Log density of every embedding under every class's diagonal Gaussian, the log N of Eq. 6 and 7.
 
     log N_{b,k} = −½ Σ_j [ log 2π + s_{k,j} + (z_{b,j} − μ_{k,j})² exp(−s_{k,j}) ], with s = `log_variance` in [−6, 6].
@@ -98,9 +103,14 @@ def gaussian_log_density(z: Tensor, mean: Tensor, log_variance: Tensor) -> Tenso
         return -0.5 * (math.log(2 * math.pi) + s + squares * (-s).exp()).sum(-1)
 
 
+@checked
 def gaussian_mixture_loss(
-    z: Tensor, y: Tensor, mean: Tensor, log_variance: Tensor, log_prior: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    z: Float[Tensor, "B D"],
+    y: Int[Tensor, " B"],
+    mean: Float[Tensor, "K D"],
+    log_variance: Float[Tensor, "K D"],
+    log_prior: Float[Tensor, " K"] | None = None,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Classification and likelihood loss of a Gaussian mixture, L_cls (Eq. 6) and L_log (Eq. 7).
 
     L_cls = 1/B Σ_b −log( p(y_b) N_{b,y_b} / Σ_k p(k) N_{b,k} ),  L_log = 1/B Σ_b −log N_{b,y_b}.
@@ -133,7 +143,10 @@ def gaussian_mixture_loss(
         return F.cross_entropy(scores, y), -log_density.gather(1, y[:, None]).mean()
 
 
-def moved_average(own: Tensor, received: Tensor, ema: float) -> Tensor:
+@checked
+def moved_average(
+    own: Float[Tensor, "*shape"], received: Float[Tensor, "*shape"], ema: float
+) -> Float[Tensor, "*shape"]:
     """Exponential moving average with a neighbour's value, line 6 of Algorithm 1: own + (1 − α)(received − own).
 
     Equal values stay equal to the bit; α = 1 ignores the neighbour, α = 0 copies it.

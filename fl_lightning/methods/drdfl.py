@@ -285,14 +285,16 @@ class DRDFL(Method):
         """One step a loss, each on latents of the weights as they then are."""
         x, y = step.x, step.y
         if self._weight("gaussian_mixture") > 0:
-            step.descend(self._mixture_losses(x, y, self.personanet(x)), "personanet", "statistics")  # lines 9 and 10
+            step.descend(
+                self._mixture_losses(x, y, step.through(self.personanet, x)), "personanet", "statistics"
+            )  # lines 9 and 10
         with torch.set_grad_enabled(self._reaches_encoders):
-            z_p = self.personanet(x)  # line 11
+            z_p = step.through(self.personanet, x)  # line 11
         self._learngene_steps(step)  # line 13
         with torch.set_grad_enabled(self._reaches_encoders):
-            latent = self._encode(x)  # line 14
+            latent = step.through(self._encode, x)  # line 14
         with torch.set_grad_enabled(self._trains_decoder):
-            latent.reconstruction = self._decode(z_p, latent.sample)  # line 16
+            latent.reconstruction = step.through(self._decode, z_p, latent.sample)  # line 16
         decoding = self._values(step, LatentForward.of(x, y, latent), "reconstruction")
         out, classifying = self._classify(step, latent.reconstruction)
         own = "personanet_reconstruction" if self.own_moments else "personanet"
@@ -308,25 +310,25 @@ class DRDFL(Method):
         """The adversary's step, then the Learngene's against it, on one draw of the latent."""
         if self._weight("kl") + self._weight("adversarial") + self._weight("uniform_adversarial") == 0:
             return
-        latent = self._encode(step.x)
+        latent = step.through(self._encode, step.x)
         out = LatentForward.of(step.x, step.y, latent)
-        latent.adversary_logits = self.adversary(latent.sample.detach())
+        latent.adversary_logits = step.through(self.adversary, latent.sample.detach())
         step.descend(self._values(step, out, "adversarial"), "adversary")
         with frozen(self.adversary):
-            latent.uniform_logits = self.adversary(latent.sample)
+            latent.uniform_logits = step.through(self.adversary, latent.sample)
         step.descend(self._values(step, out, "kl", "uniform_adversarial"), "learngene")
 
     def _joint_step(self, step: Step) -> Forward:
         """One forward and one backward pass for all losses."""
         x, y = step.x, step.y
-        z_p, latent = self.personanet(x), self._encode(x)
+        z_p, latent = step.through(self.personanet, x), step.through(self._encode, x)
         values = self._mixture_losses(x, y, z_p) if self._weight("gaussian_mixture") > 0 else {}
-        latent.adversary_logits = self.adversary(latent.sample.detach())
+        latent.adversary_logits = step.through(self.adversary, latent.sample.detach())
         with frozen(self.adversary):
-            latent.uniform_logits = self.adversary(latent.sample)
+            latent.uniform_logits = step.through(self.adversary, latent.sample)
         constant = not self._reaches_encoders
         inputs = (z_p.detach(), latent.sample.detach()) if constant else (z_p, latent.sample)
-        latent.reconstruction = self._decode(*inputs)
+        latent.reconstruction = step.through(self._decode, *inputs)
         names = ("kl", "adversarial", "uniform_adversarial", "reconstruction")
         values |= self._values(step, LatentForward.of(x, y, latent), *names)
         out, classifying = self._classify(step, latent.reconstruction)

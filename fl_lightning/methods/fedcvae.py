@@ -194,9 +194,9 @@ class FedCVAE(Method):
         if step.is_first:
             self._enter_phase(step.phase)
         if step.phase.name == "prior":
-            step.descend(self.prior_losses(step.x, step.y))
+            step.descend(step.through(self.prior_losses, step.x, step.y))
         elif step.phase.name == "cvae":
-            step.descend(self.cvae_losses(step.x, step.y))
+            step.descend(step.through(self.cvae_losses, step.x, step.y))
         else:
             out = step.forward()
             with keeping_statistics(self):  # until after the step: the backward pass must find them as they were
@@ -221,7 +221,7 @@ class FedCVAE(Method):
         """L_C and the extra terms, of a forward pass of the client's images and of as many imagined ones."""
         values = step.values(out)
         if self.weights["cross_entropy_generated"] > 0:
-            imagined = step.forward(*self.imagine(len(out.y), out.x.dtype))
+            imagined = step.forward(*step.through(self.imagine, len(out.y), out.x.dtype))
             generated = step.values(imagined, [self.terms.cross_entropy])
             values["cross_entropy_generated"] = generated["cross_entropy"]
         return values

@@ -251,17 +251,17 @@ class FedFed(Method):
         both = torch.full((2,), self.mixup, dtype=torch.float32)  # Beta draws exist in no narrower type
         share = float(torch.distributions.Beta(*both).sample())
         other = torch.randperm(len(y)).to(y.device)
-        logits = self.model(share * x + (1 - share) * x[other])
+        logits = step.through(self.model, share * x + (1 - share) * x[other])
         return None, {"mixup": mixup_cross_entropy(logits, y, y[other], share)}
 
     def _reconstruction_step(self, step: Step) -> tuple[None, dict[str, Tensor]]:
         """The autoencoder on mosaics."""
-        return None, self._autoencoder_losses(mosaic(step.x))[0]
+        return None, step.through(self._autoencoder_losses, mosaic(step.x))[0]
 
     def _split_step(self, step: Step) -> tuple[Forward, dict[str, Tensor]]:
         """Both, through the sensitive part: one pass of the classifier over the images and their copies."""
         x, y = step.x, step.y
-        values, robust = self._autoencoder_losses(x)
+        values, robust = step.through(self._autoencoder_losses, x)
         copies = [copy.to(x.dtype) for copy in self._protected(x, robust)]
         own, everything = self._own_and_all(step, copies, [y, y])
         own_values = step.values(own)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sections import sectioned
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Seen
 from fl_lightning.core.mixing import Heard
@@ -199,7 +200,7 @@ def test_phases_train_their_own_parts_one_after_another(conv_net, set_up_federat
         assert any(name.endswith("running_var") for name in steps[0])
 
 
-def test_parts_that_rest_are_in_eval_mode(small, one_batch, set_up_federation):
+def test_batch_norm_rests_in_parts_that_are_not_trained(small, one_batch, set_up_federation):
     """What the decoder imagines does not depend on what else is in the batch."""
     loop = set_up_federation(small, data=one_batch(), optimizer=adam)
     module, data = heard(loop)
@@ -207,7 +208,8 @@ def test_parts_that_rest_are_in_eval_mode(small, one_batch, set_up_federation):
 
     def take(step):
         FedCVAE.local_step(method, step)
-        seen[step.phase.name] = [part.training for part in (method.prior, method.encoder, method.decoder)]
+        parts = (method.prior, method.encoder, method.decoder)
+        seen[step.phase.name] = [all(layer.training for layer in batch_norms(part)) for part in parts]
 
     method.local_step = take
     loop.runner.fit(module, data, 1)

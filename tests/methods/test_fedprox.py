@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.distillation import FeatureDistillation
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fednova import FedNova
@@ -85,7 +85,7 @@ def test_fedprox_is_fedavg_with_an_extra_term_bit_for_bit(mlp, run_federation, o
 @pytest.mark.parametrize("kind", [FedProx, FedNova])
 def test_every_tensor_is_held_of_a_model_that_another_term_alters(request, data, make_client, kind, net, options):
     made = request.getfixturevalue(net)()
-    client = make_client(kind(made, mu=0.5, extra_terms=[FeatureDistillation(**options)]))
+    client = make_client(kind(made, mu=0.5, extra_terms=[FeatureDistillation(distillation=Distillation(**options))]))
     model = client.method.model
     assert len(model.body.stages) == 2  # more than the one it was made of
     (term,) = (term for term in client.method.terms if isinstance(term, Proximal))
@@ -107,7 +107,9 @@ def test_every_tensor_is_held_of_a_model_that_another_term_alters(request, data,
 @pytest.mark.parametrize("kind", [FedProx, FedNova])
 def test_model_that_another_term_alters_is_trained(request, run_federation, kind, net, options):
     make = request.getfixturevalue(net)
-    loop = run_federation(lambda: kind(make(), mu=0.5, extra_terms=[FeatureDistillation(**options)]), rounds=2)
+    loop = run_federation(
+        lambda: kind(make(), mu=0.5, extra_terms=[FeatureDistillation(distillation=Distillation(**options))]), rounds=2
+    )
     assert loop.diary.rows[1]["loss/proximal"] > 0
     assert loop.diary.rows[1]["loss/feature_distillation"] > 0
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.class_relation import ClassRelation
-from fl_lightning.losses.distillation import FeatureDistillation
+from fl_lightning.losses.class_relation import ClassRelation, Relation
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
@@ -50,7 +50,9 @@ def test_mix_of_weight_0_may_be_the_host_without_its_last_bias(method, mlp, run_
         return model
 
     alone = run_federation(lambda: method(without_bias()), rounds=2)
-    mixed = run_federation(lambda: method(mlp(), extra_terms=[ClassRelation(0.0, bias="always")]), rounds=2)
+    mixed = run_federation(
+        lambda: method(mlp(), extra_terms=[ClassRelation(0.0, relation=Relation(bias="always"))]), rounds=2
+    )
     assert_identical(outcome(mixed), outcome(alone))
 
 
@@ -101,7 +103,7 @@ def test_term_that_reaches_nothing_may_stay_at_weight_0(method, term, mlp, run_f
 def test_attention_in_a_body_without_maps_is_refused_in_one_line(mlp, make_client):
     rule = r"^FeatureDistillation\.attention: inline needs feature maps \[C, H, W\], .*; use side, got 'inline'$"
     with pytest.raises(ConfigError, match=rule):
-        make_client(FedAvg(mlp(), extra_terms=[FeatureDistillation(attention="inline")]))
+        make_client(FedAvg(mlp(), extra_terms=[FeatureDistillation(distillation=Distillation(attention="inline"))]))
 
 
 def test_extra_term_takes_the_place_of_one_that_is_off(mlp, run_federation, outcome, assert_identical):

@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.distillation import FeatureDistillation
+from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.moon import MOON
 from fl_lightning.models.wrapped import WrappedModel
@@ -88,7 +88,7 @@ def test_moon_client_that_sat_out_keeps_the_model_of_its_last_fit(conv_net, run_
 )
 def test_moon_compares_bodies_that_another_term_has_altered(request, assert_resumes, net, options):
     model = request.getfixturevalue(net)
-    make = lambda: MOON(model(), extra_terms=[FeatureDistillation(**options)])  # noqa: E731
+    make = lambda: MOON(model(), extra_terms=[FeatureDistillation(distillation=Distillation(**options))])  # noqa: E731
     loop = assert_resumes(make, stopped_after=1, rounds=2)
     method = loop.runner.modules[0].method
     names = [name for name, _ in method.model.body.named_parameters()]

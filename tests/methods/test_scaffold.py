@@ -91,5 +91,6 @@ def test_it_resumes(mlp, assert_resumes):
 
 
 def test_it_cannot_do_without_its_server(mlp, set_up_federation):
-    with pytest.raises(ConfigError, match="SCAFFOLD cannot do without its server: must be Star, got 'Ring'"):
+    rule = "SCAFFOLD cannot do without its server, which must remember control .*: must be Star, got 'Ring'"
+    with pytest.raises(ConfigError, match=rule):
         set_up_federation(lambda: SCAFFOLD(mlp()), exchange=Ring())
