@@ -199,10 +199,10 @@ def test_help_names_every_option_with_type_and_default(workplace):
     for section in SECTIONS:
         assert f"--{section}" in text
     for kind, owner in (("FederatedData", "data"), ("Federation", "federation")):
-        path = {"data": "fl_lightning.data.module", "federation": "fl_lightning.federation.loop"}[owner]
+        path = {"data": "fl_lightning.data.module", "federation": "fl_lightning.federation.settings"}[owner]
         for name in catalog.options(f"{path}.{kind}"):
             assert f"--{owner}.{name}" in text
-    for name in catalog.options("fl_lightning.federation.loop.EvaluationPolicy"):
+    for name in catalog.options("fl_lightning.federation.settings.EvaluationPolicy"):
         assert f"--federation.evaluate.{name}" in text
     for name in catalog.options("fl_lightning.federation.checkpoint.CheckpointPolicy"):
         assert f"--federation.checkpoint.{name}" in text

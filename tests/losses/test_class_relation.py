@@ -429,9 +429,8 @@ def test_in_a_ring_own_soft_labels_and_the_predecessors_are_merged_by_samples(ml
 @pytest.mark.parametrize("options", [{"history": "all"}, {"missing": "one_hot"}])
 def test_memory_of_all_rounds_needs_a_server(mlp, set_up_federation, options):
     terms = [ClassRelation(soft_labels=SoftLabels(**options))]
-    with pytest.raises(
-        ConfigError, match=r"^federation\.exchange: .* cannot do without its server, which must remember soft_labels"
-    ):
+    rule = r"^federation\.exchange: .* cannot do without its server, which must remember soft_labels"
+    with pytest.raises(ConfigError, match=rule):
         set_up_federation(lambda: FedAvg(mlp(), extra_terms=terms), exchange=Ring())
 
 

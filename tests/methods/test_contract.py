@@ -289,9 +289,8 @@ def test_client_joins_late(method, run_federation):
 def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full, run_federation):
     options = {"rounds": 2, "participation": 0.75, "exchange": make()}
     if full.runner.modules[0].method.make_mixer(full.runner.modules[0].make_server(full.runner.facts)) is None:
-        with pytest.raises(
-            ConfigError, match=r"cannot do without its server(, which must remember .*)?: must be Star, got"
-        ):
+        rule = r"cannot do without its server(, which must remember .*)?: must be Star, got"
+        with pytest.raises(ConfigError, match=rule):
             run_federation(method, **options)
         return
     loop = run_federation(method, **options)
