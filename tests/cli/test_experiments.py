@@ -11,6 +11,7 @@ import yaml
 
 from fl_lightning.command_line import CommandLine
 from fl_lightning.configuration import import_class, short_name
+from fl_lightning.core.client import ClientModule
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.experiment import Experiment
 from fl_lightning.parser import config_parser, parse_config, plain_config
@@ -86,8 +87,8 @@ def check(argv):
     """Parse everything, and build all that can be built without data: clients, optimizer, federation, exchange."""
     experiment = without_data(resolved(argv))
     for architecture in set(experiment.architecture or [0]):
-        client = experiment._make_client(architecture)
-        assert client.phases()
+        client = ClientModule(experiment._make_method(architecture))
+        assert client.method.phases()
         experiment._make_optimizer(client.parameters())
     return experiment
 
@@ -105,7 +106,7 @@ def test_experiment_is_built_as_its_first_lines_say(file):
     for argv in shown:
         assert file in argv
         experiment = check(argv)
-        assert experiment.loop.rounds >= 1
+        assert experiment.loop.settings.rounds >= 1
         assert experiment.folder.parts[0] == "runs"
     if is_whole(file):
         assert shown[0] == ["--config", file]
@@ -148,7 +149,7 @@ def test_every_overlay_of_fedproto_suits_every_data_set():
             config = resolved(argv)
             assert len(config["model"]) == (2 if base == "cifar10" else 3)
             assert config["data"]["partition"]["init_args"]["n"] == 5
-        assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.newcomers.clients == 5
+        assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.settings.newcomers.clients == 5
 
 
 @pytest.mark.parametrize("readme", ["README.md", "experiments/README.md"])

@@ -18,10 +18,10 @@ from fl_lightning.command_line import SECTIONS
 ACCURACIES = ("Local-T", "Global-T", "Local-T_received", "Global-T_received")
 SPREADS = ("", "_std", "_min", "_worst10", "_weighted")
 OWN_METHOD = """\
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 
 
-class SharesTheHead(ClientModule):
+class SharesTheHead(Method):
     \"\"\"Shares the head and keeps the body.\"\"\"
 
     shared = ("model.head",)
@@ -198,11 +198,11 @@ def test_help_names_every_option_with_type_and_default(workplace):
     text = " ".join(out.split())
     for section in SECTIONS:
         assert f"--{section}" in text
-    for kind, owner in (("FederatedData", "data"), ("FederatedLoop", "federation")):
-        path = {"data": "fl_lightning.data.module", "federation": "fl_lightning.federation.loop"}[owner]
-        for name in catalog.options(f"{path}.{kind}"):
+    for owner, path in catalog.GROUPS.items():
+        assert catalog.options(path)
+        for name in catalog.options(path):
             assert f"--{owner}.{name}" in text
-    for name in catalog.options("fl_lightning.federation.loop.EvaluationPolicy"):
+    for name in catalog.options("fl_lightning.federation.settings.EvaluationPolicy"):
         assert f"--federation.evaluate.{name}" in text
     for name in catalog.options("fl_lightning.federation.checkpoint.CheckpointPolicy"):
         assert f"--federation.checkpoint.{name}" in text

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.proximal import Proximal
@@ -53,7 +53,7 @@ class Fading(Proximal):
         super().__init__(weight)
 
 
-class Blended(ClientModule):
+class Blended(Method):
     shared = ("model.body",)
 
     def __init__(self, model, alpha: float = 1.0, blend: Blend = Blend(), extra_terms: list[Term] | None = None):

@@ -176,7 +176,7 @@ def test_failure_in_a_worker_shows_its_error(workplace):
         "from fl_lightning.methods.fedavg import FedAvg\n"
         "class Breaks(FedAvg):\n"
         "    def send(self, data):\n"
-        "        if data.client == 3 and self.round == 2:\n"
+        "        if data.client == 3 and self.facts.round == 2:\n"
         "            raise ValueError('the sky fell')\n"
         "        return super().send(data)\n",
     )
