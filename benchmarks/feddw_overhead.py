@@ -18,17 +18,20 @@ import argparse
 import os
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from results import save
 
-from fl_lightning.core.term import Forward
+from fl_lightning.core.facts import Fit
+from fl_lightning.core.forward import Forward
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.settings import EvaluationPolicy, Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddw import FedDW
 from fl_lightning.models.cnn import FedDWCNN
@@ -62,7 +65,7 @@ class Timed:
     def __init__(self, method: str, model: str, data: FederatedData, accelerator: str) -> None:
         kind, num_classes = MODELS[model]
         nothing = EvaluationPolicy(trained=False, received=False, server=False)
-        self.loop = FederatedLoop(rounds=10**6, evaluate=nothing)
+        self.loop = FederatedLoop(Federation(rounds=10**6, evaluate=nothing))
         self.loop.setup(
             lambda _: METHODS[method](kind((3, 32, 32), num_classes, mapping=[256, 128], head_bias=False)),
             data,
@@ -76,8 +79,8 @@ class Timed:
 
     def epoch_and_send(self, round: int) -> dict[str, float]:
         """Seconds of one epoch and of one send, by the wall's clock and by the processor's."""
+        self.module.method.facts = replace(self.loop.runner.facts, round=round, client=0)
         self.module.receive(self.loop.exchange.inbox(0), self.data)
-        self.module.round = round
         epoch = _seconds(lambda: self.loop.runner.fit(self.module, self.data, round))
         send = _seconds(lambda: self.module.send(self.data))
         row = {}
@@ -87,16 +90,17 @@ class Timed:
 
     def alone(self, batch_size: int, times: int = 200) -> dict[str, float]:
         """Processor seconds a step of the regulariser with its gradient, and of observing a batch."""
-        term = self.module.all_terms[1]
-        weight = self.module.model.classification_layer.weight
+        method = self.module.method
+        _, term = method.terms
+        weight = method.model.classification_layer.weight
         z = torch.zeros(batch_size, weight.shape[1], device=weight.device)
         logits = torch.randn(batch_size, len(weight), device=weight.device)
         out = Forward(z, torch.arange(batch_size, device=weight.device) % len(weight), [], z, logits)
         self.module.receive(self.loop.exchange.inbox(0), self.data)
-        self.module.last_epoch = True
-        term(self.module, out).backward()
-        regulariser = _seconds(lambda: [term(self.module, out).backward() for _ in range(times)])[1] / times
-        observing = _seconds(lambda: [term.observe(self.module, out) for _ in range(times)])[1] / times
+        method.fit = Fit(epochs=1)  # in its last epoch
+        term(method, out).backward()
+        regulariser = _seconds(lambda: [term(method, out).backward() for _ in range(times)])[1] / times
+        observing = _seconds(lambda: [term.observe(method, out) for _ in range(times)])[1] / times
         weight.grad = None
         return {"regulariser": regulariser, "observing": observing}
 
