@@ -68,6 +68,12 @@ class Blocks(Partition):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(workplace):
+    """The run that all tests look at has them, and those that say so."""
+    workplace.draws = False
+
+
 def table(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -273,6 +279,7 @@ def test_run_prints_its_rounds_and_its_summary(finished):
 
 
 def test_quiet_prints_nothing(workplace):
+    workplace.draws = True
     assert workplace.fit("--quiet", "--federation.rounds", "1") == ""
 
 
@@ -396,6 +403,7 @@ def test_name_is_made_up_where_none_is_given(workplace):
 
 
 def test_overwrite_replaces_the_run_and_leaves_foreign_files_alone(workplace):
+    workplace.draws = True
     refit(workplace, "--federation.rounds", "2")
     foreign = {"notes.txt": "mine", "checkpoints.bak/a": "mine too", "sub/metrics.csv": "round\n"}
     for name, content in foreign.items():
