@@ -302,7 +302,7 @@ def measure_evaluation(options: argparse.Namespace) -> list[Row]:
 
     def evaluate(size: int) -> None:
         loop.runner.evaluator.batch_size = size
-        loop.runner.evaluator.correct(module, indices)
+        loop.runner.evaluator.correct(module, indices, 0, "trained")
 
     times = interleaved({str(size): lambda size=size: evaluate(size) for size in sizes}, options.repetitions)
     return [

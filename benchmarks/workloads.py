@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fl_lightning.core.client import ClientModule
+from fl_lightning.core.method import Method
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID
-from fl_lightning.federation.loop import EvaluationPolicy, FederatedLoop
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.settings import EvaluationPolicy, Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
 from fl_lightning.models.resnet import ResNet18
@@ -63,12 +64,12 @@ def noise(
 def federation(
     data: FederatedData,
     model: str = "CNN",
-    method: Callable[..., ClientModule] = FedAvg,
+    method: Callable[..., Method] = FedAvg,
     trainer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> FederatedLoop:
     """A federation that never ends, on the CPU unless the Trainer's flags say otherwise; SGD 0.01."""
-    loop = FederatedLoop(rounds=10**6, **{"evaluate": NOTHING, **options})
+    loop = FederatedLoop(Federation(rounds=10**6, **{"evaluate": NOTHING, **options}))
     spec = data.spec
     loop.setup(
         lambda _: method(MODELS[model](spec.input_shape, spec.num_classes)),

@@ -48,6 +48,7 @@ class Workplace:
         self.path = path
         self.environment = environment
         self.draws = True
+        self.haste = 1
         self.name = path.name
         path.mkdir(parents=True, exist_ok=True)
         self.write("exp.yaml", BASE)
@@ -75,7 +76,8 @@ class Workplace:
     def start(self, *argv, env=None, die_at=None, out="out") -> Running:
         """Start a command; `out` tells the output of several that run at once apart."""
         environment = {**self.environment, **(env or {})}
-        return Running(argv, self.path, environment, self.path.parent / f"{self.name}.{out}", die_at, self.draws)
+        output = self.path.parent / f"{self.name}.{out}"
+        return Running(argv, self.path, environment, output, die_at, self.draws, self.haste)
 
     def call(self, *argv, env=None, die_at=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""

@@ -34,14 +34,15 @@ class Running:
         die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed, or, given
             a file's name, as soon as a file has been renamed to it.
         draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
+        haste: how many of the seconds in which workers watch each other make one of the clock's.
     """
 
-    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True) -> None:
+    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for file in (self.out, self.err):
             file.unlink(missing_ok=True)
-        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws)
+        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws, haste)
         self.process = CONTEXT.Process(target=child, args=arguments)
         self.process.start()
 
@@ -71,7 +72,7 @@ class Running:
         return code, out, err
 
 
-def child(argv, cwd, env, out, err, die_at, draws) -> None:
+def child(argv, cwd, env, out, err, die_at, draws, haste) -> None:
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -95,11 +96,28 @@ def child(argv, cwd, env, out, err, die_at, draws) -> None:
     torch.cuda._is_in_bad_fork = lambda: False  # the server has looked for a GPU; there is none to be shared
     if not draws:
         cli.draw_run = lambda *arguments: None
+    if haste != 1:
+        watch_in_haste(haste)
     atexit._clear()  # the server's
     try:
         cli.main(argv)
     finally:
         atexit._run_exitfuncs()  # as in any other process
+
+
+def watch_in_haste(haste) -> None:
+    """Let `federation/watch.py` alone, in all of a run's processes, believe that time passes faster."""
+    import threading
+    from types import SimpleNamespace
+
+    from fl_lightning.federation import watch
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            return super().wait(timeout and timeout / haste)
+
+    watch.threading = SimpleNamespace(**{**vars(threading), "Event": Event})
+    watch.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: time.sleep(seconds / haste)})
 
 
 def die_at_file_operation(moment) -> None:

@@ -15,6 +15,7 @@ data:
 def augmented(make_workplace):
     """A finished run with augmentation."""
     place = make_workplace("augmented")
+    place.draws = False
     place.write("augmented.yaml", AUGMENTED)
     place.fit("--config", "augmented.yaml", "--federation.rounds", "1")
     return place

@@ -68,6 +68,12 @@ class Blocks(Partition):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(workplace):
+    """The run that all tests look at has them, and those that say so."""
+    workplace.draws = False
+
+
 def table(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -198,9 +204,9 @@ def test_help_names_every_option_with_type_and_default(workplace):
     text = " ".join(out.split())
     for section in SECTIONS:
         assert f"--{section}" in text
-    for kind, owner in (("FederatedData", "data"), ("Federation", "federation")):
-        path = {"data": "fl_lightning.data.module", "federation": "fl_lightning.federation.settings"}[owner]
-        for name in catalog.options(f"{path}.{kind}"):
+    for owner, path in catalog.GROUPS.items():
+        assert catalog.options(path)
+        for name in catalog.options(path):
             assert f"--{owner}.{name}" in text
     for name in catalog.options("fl_lightning.federation.settings.EvaluationPolicy"):
         assert f"--federation.evaluate.{name}" in text
@@ -273,6 +279,7 @@ def test_run_prints_its_rounds_and_its_summary(finished):
 
 
 def test_quiet_prints_nothing(workplace):
+    workplace.draws = True
     assert workplace.fit("--quiet", "--federation.rounds", "1") == ""
 
 
@@ -396,6 +403,7 @@ def test_name_is_made_up_where_none_is_given(workplace):
 
 
 def test_overwrite_replaces_the_run_and_leaves_foreign_files_alone(workplace):
+    workplace.draws = True
     refit(workplace, "--federation.rounds", "2")
     foreign = {"notes.txt": "mine", "checkpoints.bak/a": "mine too", "sub/metrics.csv": "round\n"}
     for name, content in foreign.items():

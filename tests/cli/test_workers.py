@@ -14,6 +14,7 @@ from cli.run_files import read_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
 TWO = ("--federation.workers", "2")
+HASTE = 3
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +105,16 @@ def test_killed_main_worker_ends_the_run(workplace):
     assert "Traceback" not in err
 
 
+@pytest.fixture
+def in_haste(workplace):
+    """A workplace in which 5 seconds of silence are over sooner."""
+    workplace.haste = HASTE
+    return workplace
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_worker_that_hangs_ends_the_run(workplace, rank):
+def test_worker_that_hangs_ends_the_run(in_haste, rank):
+    workplace = in_haste
     run, workers = started(workplace, "--federation.worker_timeout", "5")
     start = time.monotonic()
     os.kill(workers[rank], signal.SIGSTOP)
@@ -120,17 +129,18 @@ def test_worker_that_hangs_ends_the_run(workplace, rank):
             os.kill(worker, 0)
 
 
-def test_run_that_was_suspended_as_a_whole_goes_on(workplace):
+def test_run_that_was_suspended_as_a_whole_goes_on(in_haste):
     """Nobody is accused of the time in which nobody ran."""
+    workplace = in_haste
     run, workers = started(workplace, "--federation.worker_timeout", "5")
     everybody = [run.process.pid, *workers]
     for process in everybody:
         os.kill(process, signal.SIGSTOP)
-    time.sleep(6)
+    time.sleep(6 / HASTE)
     saved = rounds_saved(workplace)
     for process in everybody:
         os.kill(process, signal.SIGCONT)
-    until = time.monotonic() + 1.5
+    until = time.monotonic() + 1.5 / HASTE
     run.wait_until(lambda: rounds_saved(workplace) > saved and time.monotonic() > until)
     assert "error" not in run.err.read_text()
     for process in everybody:
@@ -160,14 +170,14 @@ def test_second_interrupt_stops_at_once(workplace):
             os.kill(worker, 0)
 
 
-def test_workers_do_not_outlive_the_command(workplace):
-    run, workers = started(workplace)
+def test_workers_do_not_outlive_the_command(in_haste):
+    run, workers = started(in_haste)
     run.kill()
     run.process.join()
     until = time.monotonic() + 20
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < until
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 def test_failure_in_a_worker_shows_its_error(workplace):

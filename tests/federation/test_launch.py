@@ -155,7 +155,7 @@ def test_cores_are_those_of_the_affinity(monkeypatch):
 def test_process_that_never_comes_ends_the_meeting():
     """The second of two processes, as torchrun starts them; the first one is not there."""
     code = "from fl_lightning.federation import launch\n"
-    code += "launch.MEETING = launch.GRACE = 1.0\nlaunch.join(launch.Team(2, outside=True))\n"
+    code += "launch.MEETING, launch.GRACE = 0.6, 0.1\nlaunch.join(launch.Team(2, outside=True))\n"
     meeting = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     meeting |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29987"}
     start = time.monotonic()
