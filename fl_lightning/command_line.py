@@ -134,15 +134,16 @@ def _sections(source: int, content: Mapping[str, Any]) -> Iterator[Part]:
         if isinstance(value, Mapping):
             short = {name: f"{section}.{name}" for name in value if f"{section}.{name}" in SHORT_FORMS}
             whole = {**value, **{name: _long_form(key, value[name], value[name]) for name, key in short.items()}}
-        yield Part(source, str(section), list(_flatten({section: whole})), content={section: whole})
+        yield Part(source, str(section), list(flatten({section: whole})), content={section: whole})
 
 
-def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
+def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
+    """The dotted keys and values of nested mappings."""
     # A class first: it drops what was said of the arguments of an earlier one.
     for name, value in sorted(node.items(), key=lambda item: item[0] != "class_path"):
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         else:
             yield key, value
 
@@ -157,7 +158,7 @@ def _with_entries(key: str, value: Any) -> Iterator[Setting]:
         for index, entry in enumerate(value if isinstance(value, list) else ()):
             if key == "federation.wire":
                 _check_entry(f"{key}.{index}", "filter", entry, ENTRY_KEYS[:2])
-            yield from _flatten({f"{key}.{index}": entry})
+            yield from flatten({f"{key}.{index}": entry})
     yield key, value
 
 
@@ -166,7 +167,7 @@ def _models(models: list[Any]) -> Iterator[Setting]:
         raise ConfigError("model", "the list must hold at least one model")
     for index, entry in enumerate(models):
         _check_entry(f"model.{index}", "model", entry, ENTRY_KEYS)
-        yield from _flatten({f"model.{index}": entry})
+        yield from flatten({f"model.{index}": entry})
 
 
 def _check_entry(key: str, kind: str, entry: Any, keys: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from fl_lightning import catalog
-from fl_lightning.command_line import SECTIONS, CommandLine
+from fl_lightning.command_line import SECTIONS, CommandLine, flatten
 from fl_lightning.configuration import import_class
 from fl_lightning.errors import require, suggest
 from fl_lightning.precheck import CLASS_KEYS, FILLED_IN, check_classes, check_names
@@ -176,13 +176,19 @@ def _add_class(parser: ArgumentParser, key: str, skip: Collection[str], required
 
 def _checked(key: str, node: Mapping[str, Any], skip: Collection[str]) -> dict[str, Any]:
     """Check a class and its arguments on their own; defaults are filled in."""
-    keys = [f"{key}.init_args.{name}" for name in node.get("init_args") or {}]
-    parser = one_line_parser(given=keys)
+    parser = one_line_parser(given=_argument_keys(f"{key}.init_args", node.get("init_args")))
     _add_class(parser, key, skip)
     section, _, entry = key.partition(".")
     # As text, because only the parser's own reader knows that 1e-3 is a number.
     text = yaml.safe_dump({section: {entry: node} if entry else node}, sort_keys=False)
     return _plain(parser.parse_string(text)[key])
+
+
+def _argument_keys(key: str, arguments: Any) -> list[str]:
+    """The dotted keys of a class's arguments; those inside sections first."""
+    given = arguments if isinstance(arguments, Mapping) else {}
+    inside = [name for name, _ in flatten(given) if name not in given]
+    return [f"{key}.{name}" for name in (*inside, *given)]
 
 
 def _checked_models(given: Any) -> Any:
@@ -221,8 +227,8 @@ def _checked_logger(node: Any) -> dict[str, Any]:
     arguments = node.get("init_args") or {}
     require(isinstance(arguments, dict), "logger.init_args", "must hold the logger's arguments by name", arguments)
     name = CLASS_PATH if takes_place_of(node["class_path"]) else node["class_path"]
-    named = [("logger", name), *((f"logger.init_args.{argument}", ...) for argument in arguments)]
-    check_classes(named, {"logger": _base("logger")})
+    given = [key for part in ("init_args", "dict_kwargs") for key in _argument_keys(f"logger.{part}", node.get(part))]
+    check_classes([("logger", name), *((key, ...) for key in given)], {"logger": _base("logger")})
     save_dir = {name: value for name, value in arguments.items() if name == "save_dir"}
     others = {name: value for name, value in arguments.items() if name != "save_dir"}
     checked = _checked("logger", {**node, "class_path": name, "init_args": others}, {"save_dir"})

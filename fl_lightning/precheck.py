@@ -128,7 +128,7 @@ def _split(key: str, owners: Container[str]) -> tuple[str, str, str] | None:
     owner = (entry[2] or entry[1]) if entry else own
     if owner not in owners or (entry and key == f"{own}.clients"):  # how many clients have a model is none of its own
         return None
-    return own, owner, key[len(own) + 1 :].removeprefix("init_args.")
+    return own, owner, key[len(own) + 1 :].removeprefix("init_args.").removeprefix("dict_kwargs.")
 
 
 def _check_argument(key: str, path: str, owner: Any, options: Options, of: str = "") -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import secrets
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.errors import require
-from fl_lightning.report import figures, wandb_access
+from fl_lightning.report import wandb_access, wandb_media
 from fl_lightning.report.record import summarise, write_whole
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
@@ -27,8 +24,6 @@ from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 CLASS_PATH = "fl_lightning.report.wandb.WandbLogger"
 STATE_FILE = "wandb.json"
 """In the run's folder: W&B's id of the run, so that a resumed run goes on under it."""
-HISTOGRAMS = ("Local-T", "Local-T_received")
-BINS = 20
 BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
 """Beginnings of the columns whose best value is the lowest one; of other columns, accuracies alone have a best."""
 
@@ -51,6 +46,23 @@ def _harmless(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What W&B finds and sorts a run by.
+
+    Args:
+        group: by default the method's name.
+        tags: words to find the run by.
+        notes: a longer description.
+        job_type: what kind of run it is.
+    """
+
+    group: str | None = None
+    tags: list[str] | None = None
+    notes: str | None = None
+    job_type: str | None = None
+
+
 class WandbLogger(RunLogger, LightningWandbLogger):
     """Weights & Biases, with the rounds of a federation as its step axis.
 
@@ -62,16 +74,13 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         project: W&B's project.
         entity: user or team; by default your own.
         name: the run's name; by default its name in `output`.
-        group: by default the method's name.
-        tags: words to find the run by.
-        notes: a longer description.
-        job_type: what kind of run it is.
         offline: record into the run's folder only, for ``wandb sync``.
         id: W&B's id of the run; by default a new one, which the run's folder keeps.
         version: another word for `id`.
         save_dir: where W&B's files lie; by default in the run's folder.
         pictures_every: rounds between pictures of what clients share, >= 0; 0 draws none. They are also drawn in the
             first and the last round.
+        labels: its group, tags, notes and kind.
     """
 
     def __init__(
@@ -79,18 +88,15 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         project: str = "fl-lightning",
         entity: str | None = None,
         name: str | None = None,
-        group: str | None = None,
-        tags: list[str] | None = None,
-        notes: str | None = None,
-        job_type: str | None = None,
         offline: bool = False,
         id: str | None = None,
         version: str | None = None,
         save_dir: str = ".",
         pictures_every: int = 10,
+        labels: Labels = Labels(),
     ) -> None:
         require(pictures_every >= 0, "logger.pictures_every", "must be >= 0", pictures_every)
-        given = {"entity": entity, "group": group, "tags": tags, "notes": notes, "job_type": job_type}
+        given = {"entity": entity, **asdict(labels)}
         super().__init__(name=name, save_dir=save_dir, id=version or id, offline=offline, project=project, **given)
         self._id: str | None = version or id
         self._experiment: Any = None
@@ -155,9 +161,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         step = self._step_of(round)
         if self._draws:
             try:
-                with tempfile.TemporaryDirectory() as folder, self._own_data_folder():
-                    more = self._of_clients(record.client_rows) if record.evaluated else {}
-                    more |= self._pictures(record, Path(folder))
+                with wandb_media.drawn(self._start, record, self.folder, first=self._logged == 0) as more:
                     self._experiment.log({**numbers, **more}, step=step, commit=True)
                 return
             except Exception as error:  # e.g. W&B asks its server about each table, at once
@@ -280,19 +284,6 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             if path.stat().st_size <= 7 and is_unsent(path):
                 shutil.rmtree(path.parent, ignore_errors=True)
 
-    @contextmanager
-    def _own_data_folder(self) -> Iterator[None]:
-        """Let W&B keep the tables that it has yet to send in the run's folder, too."""
-        name = "WANDB_DATA_DIR"
-        if name in os.environ:
-            yield
-            return
-        os.environ[name] = str((self.folder / "wandb" / "data").absolute())
-        try:
-            yield
-        finally:
-            os.environ.pop(name, None)
-
     # --- what it is -------------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
@@ -321,7 +312,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         for row in rows:
             if row["round"] > self._logged:
                 own = clients.get(row["round"], [])
-                evaluated = any(row.get(name) is not None for name in HISTOGRAMS)
+                evaluated = any(row.get(name) is not None for name in wandb_media.HISTOGRAMS)
                 self.log_round(RoundRecord(row, own, evaluated))
         if rows and self._experiment is not None:
             last = {name: value for row in rows for name, value in row.items() if value is not None}
@@ -346,42 +337,6 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 better |= {f"best/{name}": value, f"best_round/{name}": round}
         if better:
             self._experiment.summary.update(better)
-
-    def _of_clients(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """A table of the clients, and histograms over them."""
-        import wandb
-
-        if not rows:
-            return {}
-        held = (self._start.class_counts > 0).sum(1)
-        names = [name for name in rows[0] if name != "round"]
-        columns = [*names[:4], "classes", *names[4:]]
-        cells = [{**row, "classes": int(held[row["client"]])} for row in rows]
-        table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
-        found: dict[str, Any] = {"clients/table": table}
-        for name in HISTOGRAMS:
-            known = [row[name] for row in rows if row.get(name) is not None]
-            if known:
-                counts = np.histogram(known, bins=BINS, range=(0, 1))
-                found[f"clients/{name}"] = wandb.Histogram(np_histogram=counts)
-        return found
-
-    def _pictures(self, record: RoundRecord, folder: Path) -> dict[str, Any]:
-        """Who holds what, once, and what is shared of the classes."""
-        import wandb
-
-        round, classes, about = record.row["round"], self._start.classes, self._start.about
-        paths: dict[str, Path] = {}
-        if self._logged == 0:
-            title = f"{about['name']}: who holds what"
-            paths["clients/partition"] = figures.partition_bubbles(
-                self._start.class_counts, folder / "partition.png", classes, title
-            )
-        for name, rows in record.shared.items():
-            title = f"{name.replace('_', ' ')}, round {round}"
-            draw = figures.class_relation_map if name in record.relations else figures.class_projection
-            paths[f"shared/{name}"] = draw(rows, folder / f"{name}.png", classes, title)
-        return {name: wandb.Image(str(path)) for name, path in paths.items()}
 
 
 def takes_place_of(name: str) -> bool:

@@ -26,7 +26,10 @@ RUN = {
         },
     },
     "federation": {"rounds": 4, "participation": 0.7, "evaluate_every": 2},
-    "logger": {"class_path": "WandbLogger", "init_args": {"project": "tests", "tags": ["a", "b"]}},
+    "logger": {
+        "class_path": "WandbLogger",
+        "init_args": {"project": "tests", "labels": {"tags": ["a", "b"], "notes": "more", "job_type": "kind"}},
+    },
 }
 OFFLINE = {"WANDB_API_KEY": None, "WANDB_MODE": None, "WANDB_DATA_DIR": None, "NETRC": "no-such-file"}
 
@@ -53,6 +56,13 @@ def merged_records(run, kind):
             for item in getattr(record, kind).update:
                 found[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
     return found
+
+
+def run_records(run):
+    """What each process told W&B that the run is, oldest first."""
+    files = run_files(run, run_id(run))
+    kind = "run"
+    return [next(r.run for r in read_records(path) if r.WhichOneof("record_type") == kind) for path in files]
 
 
 def exit_codes(run):
@@ -131,9 +141,9 @@ def test_config_says_what_the_run_is(recorded):
     assert {name: config[name] for name in ("method", "data", "federation", "model")} == {
         name: resolved[name] for name in ("method", "data", "federation", "model")
     }
-    records = read_records(run_files(recorded.run, run_id(recorded.run))[0])
-    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
-    assert (run.project, run.run_group, run.display_name, list(run.tags)) == ("tests", "FedAvg", "run", ["a", "b"])
+    (run,) = run_records(recorded.run)
+    assert (run.project, run.run_group, run.display_name) == ("tests", "FedAvg", "run")
+    assert (list(run.tags), run.notes, run.job_type) == (["a", "b"], "more", "kind")
 
 
 def test_table_and_histograms_of_the_clients(recorded):
@@ -265,6 +275,21 @@ def test_run_that_began_without_wandb_is_logged_from_its_first_round(place):
     assert any("clients/partition.path" in row for row in history(place.run)[0])
 
 
+def test_run_goes_on_from_its_own_configuration_with_its_labels(place):
+    labels = {"group": "mine", "tags": ["a"], "notes": "more", "job_type": "kind"}
+    place.change(logger={"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"labels": labels}})
+    fit(place, "--federation.rounds", "1")
+    (kept,) = yaml.safe_load((place.run / "config.yaml").read_text())["logger"]
+    assert kept["init_args"]["labels"] == labels
+    again = ["--quiet", "--resume", "auto", "--federation.rounds", "2"]
+    code, _, err = place.call("fit", "--config", "runs/run/config.yaml", *again, env=OFFLINE)
+    assert code == 0, err
+    assert_every_round_once(place.run)
+    runs = run_records(place.run)
+    said = [(run.run_group, list(run.tags), run.notes, run.job_type) for run in runs]
+    assert said == [("mine", ["a"], "more", "kind")] * 2
+
+
 def test_run_that_is_overwritten_starts_a_new_one(place):
     fit(place, "--federation.rounds", "1")
     first = run_id(place.run)
@@ -388,7 +413,10 @@ def test_server_that_cannot_be_reached_makes_the_run_offline(place):
     ("arguments", "said"),
     [
         ({"projekt": "p"}, "logger.init_args.projekt: there is no such key of WandbLogger; did you mean project?"),
-        ({"tags": 5}, "logger.init_args.tags: must be"),
+        ({"tags": ["a"]}, "logger.init_args.tags: has moved, it is labels.tags of WandbLogger now"),
+        ({"labels": {"tags": 5}}, "logger.init_args.labels.tags: must be list or null, got 5"),
+        ({"labels": {"tag": ["a"]}}, "logger.init_args.labels.tag: there is no such key; did you mean tags?"),
+        ({"labels": ["a"]}, "logger.labels: must hold"),
         ({"pictures_every": -1}, "logger.pictures_every: must be >= 0"),
     ],
 )
@@ -402,6 +430,16 @@ def test_bad_argument_is_refused_in_one_line(place, listed, name, arguments, sai
     assert err.count("\n") == 1
     assert said in err
     assert place.files() == before
+
+
+@pytest.mark.parametrize("key", ["group", "tags", "notes", "job_type"])
+def test_keyword_that_lightnings_own_would_hand_to_wandb_is_named_with_its_new_place(place, key):
+    """Lightning's takes them behind ``**kwargs``, so its users write them under `dict_kwargs`."""
+    place.change(logger={"class_path": "lightning.pytorch.loggers.WandbLogger", "dict_kwargs": {key: "a"}})
+    code, _, err = place.call("fit", "--config", "exp.yaml", env=OFFLINE)
+    assert code == 2
+    moved = f"logger.dict_kwargs.{key}: has moved, it is labels.{key} of WandbLogger now"
+    assert err == f"fl-lightning: error: {moved}\n"
 
 
 def test_wandb_can_be_switched_off(place):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("wandb")
 
-from fl_lightning.report import figures, wandb_access
+from fl_lightning.report import figures, wandb_access, wandb_media
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.report.wandb import WandbLogger, takes_place_of
 from fl_lightning.report.wandb_file import BLOCK, HEADER, is_unsent, raw_records, run_files
@@ -314,16 +314,15 @@ def test_bad_setting_is_said_with_its_name(logger, capsys):
 
 
 @pytest.mark.parametrize(("relations", "kind"), [((), "points"), (("knowledge",), "map")])
-def test_square_artifact_is_drawn_as_what_it_is(logger, monkeypatch, tmp_path, relations, kind):
+def test_square_artifact_is_drawn_as_what_it_is(monkeypatch, tmp_path, relations, kind):
     """The record says so, not the artifact's name."""
     drawn = []
     picture = tmp_path / "x.png"
     for function, what in (("class_projection", "points"), ("class_relation_map", "map")):
         monkeypatch.setattr(figures, function, lambda *arguments, what=what: drawn.append(what) or picture)
     monkeypatch.setattr("wandb.Image", str)
-    made = logger()
-    made._logged = 1
-    made._pictures(RoundRecord(row(2), shared={"knowledge": np.eye(2)}, relations=frozenset(relations)), tmp_path)
+    record = RoundRecord(row(2), shared={"knowledge": np.eye(2)}, relations=frozenset(relations))
+    wandb_media.of_classes(make_start(tmp_path), record, tmp_path, first=False)
     assert drawn == [kind]
 
 
