@@ -235,20 +235,20 @@ class ClientModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Several consecutive local steps: one mini-batch, one optimizer step each."""
         assert self.settings is not None
-        steps = list(batch.steps())
+        steps, epoch, fit, machine = list(batch.steps()), self.current_epoch, self.method.fit, self._machine
+        waiting, begins = self._waiting, self._begins  # a module's attributes are slow to set
         for index, (x, y) in enumerate(steps):
-            self._waiting += 1
+            waiting += 1
             is_last = index == len(steps) - 1 and self.trainer.is_last_batch
-            steps_now = is_last or self._waiting >= self.settings.accumulate
-            devices = self._machine.devices
-            part = Part.whole(x, y) if devices is None else devices.part(x, y)
-            Step(self._bench, part, self.current_epoch, self._begins, is_last, steps_now).take()
-            self._begins = False
-            self.method.fit.num_batches += 1
+            steps_now = is_last or waiting >= self.settings.accumulate
+            part = Part.whole(x, y) if machine.devices is None else machine.devices.part(x, y)
+            Step(self._bench, part, epoch, begins and index == 0, is_last, steps_now).take()
+            fit.num_batches += 1
             if steps_now:
-                self._waiting = 0
-                if self._machine.careful is not None:
-                    self._machine.careful.end_batch()
+                waiting = 0
+                if machine.careful is not None:
+                    machine.careful.end_batch()
+        self._waiting, self._begins = waiting, False
 
     def on_train_epoch_end(self) -> None:
         """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`; it takes milliseconds."""

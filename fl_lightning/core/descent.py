@@ -126,8 +126,11 @@ class Descent:
             for parameter, gradient in zip(parameters, self._accumulated.pop(names, ()), strict=False):
                 parameter.grad = gradient
         assert self.machine.backward is not None, "a step outside a fit cannot descend"
-        with self.machine.wide():
-            own = {"inputs": parameters} if names else {}
+        own = {"inputs": parameters} if names else {}
+        if self.machine.autocasts:
+            with self.machine.wide():
+                self.machine.backward(loss if share == 1 else loss * share, **own)
+        else:
             self.machine.backward(loss if share == 1 else loss * share, **own)
         if steps_now:
             self.step(optimizers)

@@ -7,8 +7,7 @@ gradients for some parameters only are what clients are made of, so they average
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.core.precision import widened
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The samples of a mini-batch that one device sees.
 
     Args:

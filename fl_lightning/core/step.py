@@ -44,9 +44,18 @@ class Bench:
     descent: Descent | None = None
     meter: LossMeter | None = None
 
+    def __post_init__(self) -> None:
+        # What every step would look up again.
+        self.model = self.method.get_submodule(self.phase.through)
+        self.named_terms = [(term.name, term) for term in self.terms]
+        self.observers = self.method.terms.exchanging
+        self.precision = self.machine.precision if self.machine.autocasts else None
+
 
 class Step:
     """One local mini-batch: its samples, and all that a method may do with them.
+
+    Small models spend their time between operations, so that a context that does nothing is not entered here.
 
     Args:
         bench: what the phase's steps have in common.
@@ -86,7 +95,10 @@ class Step:
 
     def take(self) -> None:
         """Let the method do its step, and take its losses down."""
-        with single_sample(self._bench.layers, len(self.y)), self._bench.machine.wide():
+        if len(self.y) == 1 or self._bench.precision is not None:
+            with single_sample(self._bench.layers, len(self.y)), self._bench.machine.wide():
+                self._bench.method.local_step(self)
+        else:
             self._bench.method.local_step(self)
         if self._logged and self._bench.meter is not None:
             total = self._total if self._descents == 1 and self._total is not None else self._sum(self._logged)
@@ -101,12 +113,15 @@ class Step:
             through: a split model; None takes the phase's, mostly ``model``.
         """
         x, y = self.x if x is None else x, self.y if y is None else y
-        model = self._bench.method.get_submodule(self.phase.through) if through is None else through
-        precision = self._bench.machine.precision
-        with single_sample(self._bench.layers, len(y)), precision():
+        bench = self._bench
+        model = bench.model if through is None else through
+        if len(y) > 1 and bench.precision is None:
+            features, z = model.forward_features(x)
+            return Forward(x, y, features, z, model.head(z))
+        with single_sample(bench.layers, len(y)), bench.machine.precision():
             features, z = model.forward_features(x)
             logits = model.head(z)
-        return Forward(x, y, features, z, logits, precision=precision)
+        return Forward(x, y, features, z, logits, precision=bench.machine.precision)
 
     def through(self, network: Callable[..., Any], *inputs: Any) -> Any:
         """Pass inputs through a network of the method's own, in the trainer's precision.
@@ -125,10 +140,12 @@ class Step:
             out: the pass that they are of.
             terms: some terms; None takes all that count in the phase.
         """
+        method, wide = self._bench.method, out.wide()
+        named = self._bench.named_terms if terms is None else [(term.name, term) for term in terms]
+        if self._bench.precision is None:
+            return {name: widened(term(method, wide)) for name, term in named}
         with self._bench.machine.wide():
-            wide = out.wide()
-            chosen = self._bench.terms if terms is None else terms
-            return {term.name: widened(term(self._bench.method, wide)) for term in chosen}
+            return {name: widened(term(method, wide)) for name, term in named}
 
     @property
     def terms(self) -> Sequence[Any]:
@@ -137,6 +154,8 @@ class Step:
 
     def total(self, values: Mapping[str, Tensor]) -> Tensor:
         """Σ weight · value over what has a weight."""
+        if self._bench.precision is None:
+            return self._sum(values)
         with self._bench.machine.wide():
             return self._sum(values)
 
@@ -157,7 +176,7 @@ class Step:
             parts: the phase's parts that step; they alone get a gradient. None are all.
         """
         total = self.total(values)
-        self.log(values)
+        self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
         if self._bench.descent is not None and total.requires_grad:
             self._bench.descent.descend(total, self.part.factor, parts, self._steps_now)
@@ -193,9 +212,9 @@ class Step:
 
     def observe(self, out: Forward) -> None:
         """Show a forward pass to the terms that average artifacts while training runs; call it after the step."""
-        if self.part.counts:
+        if self.part.counts and self._bench.observers:
             with self._bench.machine.wide():
-                for term in self._bench.method.terms.exchanging:
+                for term in self._bench.observers:
                     term.observe(self._bench.method, out)
 
     def agreed(self, drawn: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Terms(nn.ModuleList):
     @property
     def cross_entropy(self) -> Term:
         """The task's own loss."""
-        return next(iter(self))
+        return self[0]  # type: ignore[return-value]
 
     @property
     def exchanging(self) -> list[Term]:
