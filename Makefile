@@ -20,8 +20,8 @@ help: ## print this list
 quickstart: .venv/installed ## install into .venv and run the main job: 20 clients on real digits
 	$(BIN)/fl-lightning fit --config experiments/quickstart.yaml --overwrite
 
-test: .venv/installed-dev ## install the development extras and run every test (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: .venv/installed-dev ## install the development extras and run every test (about 6 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -32,6 +32,31 @@ def pytest_addoption(parser):
     parser.addoption("--rewrite-golden", action="store_true", help="record tests/golden anew")
 
 
+# Files that take long (seconds on one core), which a run on several cores must not leave for the end.
+LONG = {
+    "golden/test_trajectories.py": 92,
+    "methods/test_contract.py": 75,
+    "methods/test_composition.py": 68,
+    "cli/test_workers.py": 40,
+    "federation/test_workers.py": 40,
+    "cli/test_resume.py": 35,
+    "cli/test_bad_input.py": 35,
+    "methods/test_precision.py": 24,
+    "cli/test_wandb.py": 22,
+    "federation/test_wire.py": 21,
+    "cli/test_fit.py": 19,
+}
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, each in its own order."""
+
+    def seconds(item):
+        return next((time for name, time in LONG.items() if item.path.as_posix().endswith(f"tests/{name}")), 0)
+
+    items.sort(key=seconds, reverse=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_and_one_thread(tmp_path_factory):
     """No test reads or writes the user's cache, and float sums do not depend on the machine's cores."""

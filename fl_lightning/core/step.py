@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,12 +45,27 @@ class Bench:
     descent: Descent | None = None
     meter: LossMeter | None = None
 
-    def __post_init__(self) -> None:
-        # What every step would look up again.
-        self.model = self.method.get_submodule(self.phase.through)
-        self.named_terms = [(term.name, term) for term in self.terms]
-        self.observers = self.method.terms.exchanging
-        self.precision = self.machine.precision if self.machine.autocasts else None
+    # What every step would look up again:
+
+    @cached_property
+    def model(self) -> Any:
+        """The split model that the phase's mini-batches pass through."""
+        return self.method.get_submodule(self.phase.through)
+
+    @cached_property
+    def named_terms(self) -> list[tuple[str, Any]]:
+        """The terms that count, with their names."""
+        return [(term.name, term) for term in self.terms]
+
+    @cached_property
+    def observers(self) -> list[Any]:
+        """The terms that see every pass."""
+        return self.method.terms.exchanging
+
+    @cached_property
+    def precision(self) -> Any:
+        """The context of a pass through a network; None where there is none."""
+        return self.machine.precision if self.machine.autocasts else None
 
 
 class Step:
