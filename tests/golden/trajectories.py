@@ -189,6 +189,14 @@ def path_of(case):
 
 def write(case, content):
     """Record a case: one line a round."""
+
+    def lines(trajectory):
+        if trajectory is None:
+            return "null"
+        rounds = ",\n   ".join(map(json.dumps, trajectory["rounds"]))
+        return f'{{"rounds": [\n   {rounds}],\n  "final_received": {json.dumps(trajectory["final_received"])}}}'
+
     FOLDER.mkdir(exist_ok=True)
-    lines = json.dumps(content, indent=1)
-    path_of(case).write_text(lines + "\n")
+    parts = [f' "machine": {json.dumps(content["machine"])}']
+    parts += [f' "{precision}": {lines(content[precision])}' for precision in ("32-true", "64-true")]
+    path_of(case).write_text("{\n" + ",\n".join(parts) + "\n}\n")
