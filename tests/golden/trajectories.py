@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import platform
 from pathlib import Path
 
@@ -87,7 +88,6 @@ TERMS = {
 }
 SGD = {"FedNova: mu, momentum", "DFedPGP", "PerFedAvg: HF", "FedAvg: terms"}
 CONV = {"FedCPD: raw", "FedCPD: inline", "FedBN", "FedBN: plain", "PerFedAvg", "FedAvg: conv", "FedALA: two layers"}
-NARROW_SUMS = {"FedProto: running", "FedPA: running", "FedDW: public code", "FedDistill: running"}
 METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
 MORE = ("FedAvg: terms", "FedAvg: conv", "FedRep: Ring in turn", "FedCRL: half", "FedBN: plain")
 CASES = sorted({*METHODS, *OPTIONS, *MORE})
@@ -171,15 +171,20 @@ def replay(case, precision):
 
 
 def machine():
-    """What decides the bits: torch and the kernels that it takes here."""
-    flags = ""
+    """What decides the bits: torch, the processor, and the kernels that torch takes there."""
     try:
-        flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        flags = platform.processor()
+        lines = []
+    about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile")
-    kernels = [flag for flag in wanted if flag in flags.split()]
-    return {"torch": torch.__version__, "kernels": [platform.machine(), *kernels]}
+    return {
+        "torch": torch.__version__,
+        "processor": [platform.machine(), *(about.get(key, "") for key in ("vendor_id", "cpu family", "model"))],
+        "kernels": [flag for flag in wanted if flag in about.get("flags", "").split()],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "limits": [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")],
+    }
 
 
 def path_of(case):
@@ -191,8 +196,6 @@ def write(case, content):
     """Record a case: one line a round."""
 
     def lines(trajectory):
-        if trajectory is None:
-            return "null"
         rounds = ",\n   ".join(map(json.dumps, trajectory["rounds"]))
         return f'{{"rounds": [\n   {rounds}],\n  "final_received": {json.dumps(trajectory["final_received"])}}}'
 
