@@ -121,7 +121,7 @@ class ClientModule(L.LightningModule):
         Args:
             source: the client's samples (`data/store.py`).
         """
-        return BoundData(source, self.bench(), self.drop_last)
+        return BoundData(source, self.bench, self.drop_last)
 
     def receive(self, message: Message, source: Any) -> None:
         """Let the method take a message."""

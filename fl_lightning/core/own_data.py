@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -19,19 +20,23 @@ class BoundData:
 
     Args:
         source: the client's samples (`data/store.py`).
-        bench: what steps outside the fit have in common.
+        bench: makes what steps outside the fit have in common; called if it is needed.
         drop_last: whether a smaller last mini-batch is dropped.
     """
 
-    def __init__(self, source: Any, bench: Bench, drop_last: bool = False) -> None:
+    def __init__(self, source: Any, bench: Callable[[], Bench], drop_last: bool = False) -> None:
         self.client: int = source.client
         self.num_train: int = source.num_train
         self.class_counts: Tensor = source.class_counts
         self.held_classes: Tensor = source.held_classes
         self._source = source
-        self._bench = bench
+        self._make_bench = bench
         self._drop_last = drop_last
         self._collected: Collected | None = None
+
+    @cached_property
+    def _bench(self) -> Bench:
+        return self._make_bench()
 
     def batches(self, split: Literal["train", "validation"] = "train") -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of one part, in fixed order and as they are."""

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +283,7 @@ def test_run_goes_on_from_its_own_configuration_with_its_labels(place):
     (kept,) = yaml.safe_load((place.run / "config.yaml").read_text())["logger"]
     assert kept["init_args"]["labels"] == labels
     again = ["--quiet", "--resume", "auto", "--federation.rounds", "2"]
+    time.sleep(1.1)  # W&B names a record's folder by the second
     code, _, err = place.call("fit", "--config", "runs/run/config.yaml", *again, env=OFFLINE)
     assert code == 0, err
     assert_every_round_once(place.run)

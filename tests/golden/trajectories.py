@@ -88,6 +88,8 @@ TERMS = {
 }
 SGD = {"FedNova: mu, momentum", "DFedPGP", "PerFedAvg: HF", "FedAvg: terms"}
 CONV = {"FedCPD: raw", "FedCPD: inline", "FedBN", "FedBN: plain", "PerFedAvg", "FedAvg: conv", "FedALA: two layers"}
+# What is sorted by size turns over with a last bit: on another processor only the first round is compared.
+DISCRETE = {"DisPFL", "DisPFL: random"}
 METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
 MORE = ("FedAvg: terms", "FedAvg: conv", "FedRep: Ring in turn", "FedCRL: half", "FedBN: plain")
 CASES = sorted({*METHODS, *OPTIONS, *MORE})
