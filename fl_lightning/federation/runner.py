@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -334,6 +335,9 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
+    if not torch.cuda.is_available():
+        # Lightning lets torch ask the driver's library, which optimizers do at every step: a tenth of a small one.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     accelerator = flags.get("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
