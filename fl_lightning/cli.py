@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.parser import configured, one_line_parser, refuse
+from fl_lightning.terminal import outlived, say
 
 if TYPE_CHECKING:
     from fl_lightning.configuration import Config
@@ -30,15 +33,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, when `compare` finds
-    two runs different or a worker was lost, 2 on bad input (one line on stderr), 130 when a run was stopped by a signal
-    after saving.
+    two runs different or a worker was lost, 2 on bad input (one line on stderr), 128 + the number of the signal that
+    stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1. The first signal stops `fit`
+    once the present round is saved, the second at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
-    try:
-        sys.exit(_dispatch(arguments))
-    except ConfigError as error:
-        refuse(str(error))
+    with outlived():
+        try:
+            sys.exit(_dispatch(arguments))
+        except ConfigError as error:
+            refuse(str(error))
+        except KeyboardInterrupt:  # before anything was there to be saved, or after all was
+            sys.exit(exit_code(signal.SIGINT))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -106,18 +113,18 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
     with RoundProgress(console) as progress:
         try:
             summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
-        except (KeyboardInterrupt, SystemExit):  # Lightning turns a Ctrl-C inside a fit into an exit
-            if not experiment.loop.stopping:
-                raise
-            print("stopped at once; the rounds before this one are saved", file=sys.stderr)
-            return 130
+        except StoppedAtOnce as stopped:
+            say("stopped at once; the rounds before this one are saved")
+            return exit_code(stopped.number)
+    loop = experiment.loop
+    code = 0 if loop.round >= loop.settings.rounds else exit_code(loop.stopped_by)
     if summary is None:  # not the main process: it has nothing to tell
-        return 0
+        return code
     if not summary["finished"]:
         done, folder = summary["rounds"], experiment.folder
         again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
         console.print(f"stopped after round {done}, which is saved; continue with\n  {again}", soft_wrap=True)
-        return 130
+        return code
     draw_run(experiment.folder, experiment.data, summary)
     print_summary(summary, console)
     return 0

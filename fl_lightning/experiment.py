@@ -8,12 +8,11 @@ import json
 import platform
 import re
 import shutil
+import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -37,12 +36,15 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.files import write_text
-from fl_lightning.federation.launch import Team, is_main, plan, signals_handled, started_outside, stop_signals
+from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loop import FederatedLoop, check_identity
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
 from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
+from fl_lightning.federation.tether import is_tethered
 from fl_lightning.models.split import SplitModel
+from fl_lightning.terminal import say
 
 _OWN_FILES = (
     "config.yaml",
@@ -309,15 +311,11 @@ def only_process(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def stop_on_signals(loop: FederatedLoop) -> Iterator[None]:
-    """The first Ctrl-C (or SIGTERM) ends the run after the present round is saved; the second ends it at once."""
+def stop_on_signals(loop: FederatedLoop) -> StopSignals:
+    """The first signal ends the run after the present round is saved; the second ends it at once."""
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if loop.stopping:
-            raise KeyboardInterrupt
-        loop.stop()
-        print(f"stopping once round {loop.round + 1} is saved; again to stop at once", file=sys.stderr, flush=True)
+    def ask(number: int) -> None:
+        loop.stop(number)
+        say(f"stopping once round {loop.round + 1} is saved; again to stop at once")
 
-    with signals_handled(handle, stop_signals()):
-        yield
+    return StopSignals(ask, stop_at_once, (signal.SIGINT,) if is_tethered() else STOP_SIGNALS)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import active_children
-from types import FrameType
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code
+from fl_lightning.federation.tether import TetheredDDP
 from fl_lightning.federation.transport import WorkerLost
 from fl_lightning.federation.watch import LOST
+from fl_lightning.terminal import outlived, say
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
@@ -62,7 +65,8 @@ def plan(
         in_turn: whether clients must wait for each other, so that there is no use for more than one.
 
     Raises:
-        ConfigError: if there are fewer GPUs than workers, or the number is not the one that was started.
+        ConfigError: if there are fewer GPUs or clients of a round than workers, or the number is not the one that was
+            started.
     """
     cuda = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     size, nodes = started_outside()
@@ -74,6 +78,7 @@ def plan(
     if size > 1:
         same = f"must be auto or the number of processes that were started ({size})"
         require(workers in (None, "auto", size), "federation.workers", same, workers)
+        _check_use(size, participants)
         return Team(size, threads, nodes, outside=True, cuda=cuda)
     if workers is None:
         return Team(threads=threads)
@@ -82,9 +87,16 @@ def plan(
         number = 1 if in_turn else min(participants, gpus if cuda else num_cores())
         return Team(number, threads or (None if cuda else share(number)), cuda=cuda)
     number = int(workers)
+    _check_use(number, participants)
     few = f"there {'is one GPU' if gpus == 1 else f'are {gpus} GPUs'}, and each worker needs one"
     require(not cuda or number <= gpus, "federation.workers", few, workers)
     return Team(number, threads or (None if cuda else 1), cuda=cuda)
+
+
+def _check_use(workers: int, participants: int) -> None:
+    """Refuse workers that would never have a client."""
+    some = f"must be at most the clients of a round ({participants})"
+    require(workers <= participants, "federation.workers", some, workers)
 
 
 def num_cores() -> int:
@@ -145,7 +157,8 @@ def _quiet() -> None:
 def _fabric(team: Team, start_method: str) -> Fabric:
     _quiet()
     backend = "cpu:gloo,cuda:nccl" if team.cuda else "gloo"
-    strategy = DDPStrategy(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
+    strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
+    strategy.starter = None if team.outside else os.getpid()
     here = None if team.outside else LightningEnvironment()
     devices = team.size // team.nodes
     sees_own_only = team.outside and torch.cuda.device_count() < devices  # then Lightning must not look for the others
@@ -204,7 +217,7 @@ def launch(
 ) -> int:
     """Run a function in every process of a team that is started here, and return what the main one returns.
 
-    Ctrl-C and SIGTERM go on to the main process once; a second one ends all at once.
+    The first signal that asks to stop goes on to the main process, as a SIGINT; a second one ends all at once.
 
     Args:
         function: a module's function; in each process the others are reached through `torch.distributed`.
@@ -214,25 +227,49 @@ def launch(
         start_method: ``fork`` or ``spawn``; None takes what works here.
 
     Returns:
-        An exit code: the function's own, 2 after bad input, 1 if a process was lost, 130 if stopped at once.
+        An exit code: the function's own, 2 after bad input, 1 if a process was lost, 128 + the signal that stopped it.
     """
     start_method = start_method or best_start_method(team)
-    with _forward_signals():
+    with StopSignals(_ask_main, _kill_all) as signals:
         try:
-            return _fabric(team, start_method).launch(_enter, team, function, arguments)
-        except _StoppedAtOnce:
-            return 130
+            code = _fabric(team, start_method).launch(_enter, team, function, arguments)
+            return exit_code(signals.first) if signals.first and code == exit_code(signal.SIGINT) else code
+        except StoppedAtOnce as stopped:
+            return exit_code(stopped.number)
         except ProcessRaisedException as error:
             print(error, file=sys.stderr)
             who = f"worker {error.error_index} of {team.size} failed"
         except ProcessExitedException as error:
+            if signals.first and error.error_index == 0 and error.exit_code == -signal.SIGINT:
+                say("stopped before the first round")
+                return exit_code(signals.first)
             if error.exit_code in (2, LOST):  # it has said why
                 return 2 if error.exit_code == 2 else 1
             name = getattr(error, "signal_name", None)
             how = f"was killed by {name}" if name else f"ended with exit code {error.exit_code}"
             who = f"worker {error.error_index} of {team.size} (process {error.error_pid}) {how}"
-    print(f"\nfl-lightning: error: {who}; {advice}", file=sys.stderr, flush=True)
+    say(f"\nfl-lightning: error: {who}; {advice}")
     return 1
+
+
+def _ask_main(number: int) -> None:
+    """Let the main worker stop after the round, or end where there is none yet."""
+    children = sorted(active_children(), key=_place)
+    if not children:
+        raise StoppedAtOnce(number)
+    os.kill(children[0].pid or 0, signal.SIGINT)
+
+
+def _kill_all(number: int) -> None:
+    for child in active_children():
+        child.kill()
+    say("stopped at once; the rounds before this one are saved")
+    raise StoppedAtOnce(number)
+
+
+def _place(process: BaseProcess) -> int:
+    """The order in which processes were started, which their ids need not keep: ``ForkProcess-2``."""
+    return int(re.split("[-:]", process.name)[-1])
 
 
 def best_start_method(team: Team) -> str:
@@ -243,12 +280,8 @@ def best_start_method(team: Team) -> str:
 
 def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     """What a started process does."""
-    _Started.here = True
-    os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the first process alone, which hands it on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     use_threads(team)
-    with speak_for_the_team(fabric.global_rank == 0):
+    with outlived(), speak_for_the_team(fabric.global_rank == 0):
         return function(*arguments)
 
 
@@ -271,55 +304,3 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
         time.sleep(GRACE)  # who started the processes knows which one
         print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
         os._exit(LOST)
-
-
-class _Started:
-    """Whether `launch` started this process."""
-
-    here = False
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """Signals that ask this process to stop after the present round."""
-    return (signal.SIGINT,) if _Started.here else (signal.SIGINT, signal.SIGTERM)  # SIGTERM ends a worker at once
-
-
-class _StoppedAtOnce(BaseException):
-    pass
-
-
-@contextmanager
-def _forward_signals() -> Iterator[None]:
-    """Hand the first signal on to the main worker; the second one kills all."""
-    seen = 0
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        children = sorted(active_children(), key=lambda child: child.pid or 0)
-        if seen == 1 and children:
-            os.kill(children[0].pid or 0, signal.SIGINT)
-            return
-        for child in children:
-            child.kill()
-        print("stopped at once; the rounds before this one are saved", file=sys.stderr, flush=True)
-        raise _StoppedAtOnce
-
-    with signals_handled(handle, (signal.SIGINT, signal.SIGTERM)):
-        yield
-
-
-@contextmanager
-def signals_handled(handle: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
-    """Let `handle` answer some signals for a block; outside the main thread the caller answers them."""
-    previous = {}
-    for number in numbers:
-        try:
-            previous[number] = signal.signal(number, handle)
-        except ValueError:  # not in the main thread
-            break
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

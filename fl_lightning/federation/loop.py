@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,8 +46,8 @@ class FederatedLoop:
         self.settings = settings
         self.callbacks = list(settings.callbacks or ())
         self.round = 0
-        self.stopping = False
-        """Whether somebody asked to stop."""
+        self.stopped_by = 0
+        """The signal by which somebody asked to stop; 0 where nobody did."""
         self._stops = False  # whether all processes know it
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
@@ -121,15 +122,24 @@ class FederatedLoop:
         """All rounds are done, or all processes know that somebody asked to stop."""
         return self.round >= self.settings.rounds or self._stops
 
-    def stop(self) -> None:
-        """Ask the loop to stop once the present round is done and saved."""
-        self.stopping = True
+    @property
+    def stopping(self) -> bool:
+        """Whether somebody asked to stop."""
+        return self.stopped_by != 0
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Ask the loop to stop once the present round is done and saved.
+
+        Args:
+            number: the signal by which somebody asked; a process that ran the loop alone ends with 128 + this number.
+        """
+        self.stopped_by = number
 
     def _agree(self) -> None:
         """Let all processes know whether to stop; who is asked later stops after the next round, with the others."""
-        self._stops = self.workers.any_says(self.stopping)
-        if self._stops:
-            self.stopping = True
+        asked = max(self.workers.everyone_says(self.stopped_by))
+        self._stops = asked != 0
+        self.stopped_by = self.stopped_by or asked
 
     def run(self) -> dict[str, Any] | None:
         """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.

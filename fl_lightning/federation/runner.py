@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -295,10 +295,9 @@ class Runner:
     def _step(self, job: Job, step: str) -> Iterator[None]:
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except Exception as error:
-            raise ClientError(f"round {job.round}, client {job.client}, {step}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise ClientError(f"round {job.round}, client {job.client}, {step}: {what}") from error
 
 
 class EpochBundles:
@@ -346,12 +345,27 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
         raise ConfigError("trainer", str(error)) from error
+    _leave_files_and_signals_alone(trainer)
     strategy = trainer.strategy
     strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
         strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
     return trainer
+
+
+def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
+    """Take Lightning's own answers to signals away, and what it would load by itself when a fit starts.
+
+    Under SLURM it would save one client's fit (``hpc_ckpt_1.ckpt``), requeue the job, and load that file into every
+    later fit; SIGTERM would end a fit in its middle. A run is saved and stopped as a whole (`federation/signals.py`).
+    """
+    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    trainer._checkpoint_connector._select_ckpt_path = _nothing  # type: ignore[method-assign]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
 
 def _precision(precision: Any, accelerator: Any) -> Any:
@@ -376,12 +390,13 @@ def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
         allowed = flags.get("strategy", "auto") in ("auto", "ddp")
         require(allowed, "trainer.strategy", "must be ddp where trainer.devices is above 1", flags.get("strategy"))
         return {"strategy": UnwrappedDDP()}
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
     plugins = flags.get("plugins") or []
-    here = [*(plugins if isinstance(plugins, list) else [plugins]), LightningEnvironment()]  # not torchrun's or SLURM's
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        plugins = [*plugins, LightningEnvironment()]  # not torchrun's or SLURM's
+    together = dist.is_available() and dist.is_initialized()
     on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return {"plugins": here, **({"devices": [gpu_here()]} if on_gpu else {})}
+    return {"plugins": plugins, **({"devices": [gpu_here()]} if together and on_gpu else {})}
 
 
 class UnwrappedDDP(DDPStrategy):

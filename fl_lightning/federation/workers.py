@@ -74,9 +74,9 @@ class Workers:
         """The main process's value, on every process; for small things."""
         return transport.gather(value)[MAIN] if self.is_team else value
 
-    def any_says(self, value: bool) -> bool:
-        """Whether `value` is true on any process."""
-        return any(transport.gather(value)) if self.is_team else value
+    def everyone_says(self, value: Any) -> list[Any]:
+        """Every process's value, also where each runs the whole federation; for small things."""
+        return transport.gather(value) if self.is_team else [value]
 
     def move(self, holders: Mapping[int, int], owners: Mapping[int, int], pool: Any) -> None:
         """Bring clients' private states to the workers that need them.

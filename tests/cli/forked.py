@@ -34,14 +34,17 @@ class Running:
         die_at: SIGKILL itself at the n-th moment (1-based) at which a file is about to be synced or renamed, or, given
             a file's name, as soon as a file has been renamed to it.
         draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
+        terminal: the device that it writes to; None for files in `folder`.
         haste: how many of the seconds in which workers watch each other make one of the clock's.
     """
 
-    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1) -> None:
+    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1, terminal=None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for file in (self.out, self.err):
             file.unlink(missing_ok=True)
+        if terminal is not None:
+            self.out = self.err = terminal
         arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws, haste)
         self.process = CONTEXT.Process(target=child, args=arguments)
         self.process.start()
@@ -49,8 +52,11 @@ class Running:
     def kill(self) -> None:
         self.process.kill()
 
+    def signal(self, number) -> None:
+        os.kill(self.process.pid, number)
+
     def interrupt(self) -> None:
-        os.kill(self.process.pid, signal.SIGINT)
+        self.signal(signal.SIGINT)
 
     def wait_until(self, happened) -> None:
         """Return as soon as `happened()` is true."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.processes import children
 from cli.run_files import read_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
@@ -20,19 +21,6 @@ HASTE = 3
 @pytest.fixture(autouse=True)
 def _no_pictures(workplace):
     workplace.draws = False
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process started, oldest first."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it is gone
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return sorted(found)
 
 
 def started(place, *argv, after="round-0002.ckpt"):
@@ -192,7 +180,7 @@ def test_failure_in_a_worker_shows_its_error(workplace):
     )
     code, _, err = workplace.call("fit", "--config", "exp.yaml", "--method", "mine.Breaks", *TWO)
     assert code == 1
-    assert "round 2, client 3, send: the sky fell" in err
+    assert "round 2, client 3, send: ValueError: the sky fell" in err
     assert re.search(r"fl-lightning: error: worker [01] of 2 failed; the rounds before are saved", err)
 
 
@@ -200,6 +188,7 @@ def test_failure_in_a_worker_shows_its_error(workplace):
     ("options", "line"),
     [
         (["--federation.workers", "0"], "federation.workers: must be auto or a number >= 1, got 0"),
+        (["--federation.workers", "1000"], "federation.workers: must be at most the clients of a round (6), got 1000"),
         (["--federation.threads", "0"], "federation.threads: must be >= 1, got 0"),
         (["--federation.worker_timeout", "1"], "federation.worker_timeout: must be >= 5 seconds, got 1.0"),
         (

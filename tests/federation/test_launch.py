@@ -46,10 +46,17 @@ def test_one_process_unless_told_otherwise():
 
 @pytest.mark.parametrize(
     ("workers", "participants", "size", "threads"),
-    [("auto", 20, 4, 1), ("auto", 2, 2, 2), ("auto", 1, 1, 4), (1, 20, 1, 1), (2, 20, 2, 1), (6, 2, 6, 1)],
+    [("auto", 20, 4, 1), ("auto", 2, 2, 2), ("auto", 1, 1, 4), (1, 20, 1, 1), (2, 20, 2, 1), (6, 6, 6, 1)],
 )
 def test_cpu_workers_and_their_threads(workers, participants, size, threads):
     assert planned(workers, participants=participants) == Team(size, threads)
+
+
+@pytest.mark.parametrize("participants", [1, 6])
+def test_more_workers_than_clients_of_a_round_are_refused(participants):
+    rule = rf"federation\.workers: must be at most the clients of a round \({participants}\), got 1000"
+    with pytest.raises(ConfigError, match=rule):
+        planned(1000, participants=participants)
 
 
 def test_configured_threads_win():

@@ -1,0 +1,99 @@
+"""Signals that ask a run to stop: the first one once the present round is saved, a second one at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from typing_extensions import Self
+
+STOP_SIGNALS = tuple(
+    getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1") if hasattr(signal, f"SIG{name}")
+)
+"""Ctrl-C; the end that schedulers ask for; a terminal that was closed; a scheduler's notice before a time limit."""
+ECHO = (
+    1.0  # seconds in which a hangup belongs to the signal before it: a shell that ends sends one, its terminal another
+)
+
+
+class StoppedAtOnce(BaseException):
+    """Somebody asked a second time. No `Exception`, so that no one takes it for a failure of their own.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def exit_code(number: int) -> int:
+    """The exit code of a run that a signal stopped: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP, 138 for USR1."""
+    return 128 + number
+
+
+class StopSignals(AbstractContextManager["StopSignals"]):
+    """Answers the signals for the length of a block; outside the main thread the caller answers them.
+
+    A third signal ends the process, in case that the second could not. A SIGHUP that was ignored before (``nohup``) is
+    ignored still.
+
+    Args:
+        ask: called with the first signal's number.
+        end: called with the second's; it may raise, and what it raises comes out of the block.
+        numbers: the signals.
+    """
+
+    def __init__(
+        self, ask: Callable[[int], Any], end: Callable[[int], Any], numbers: tuple[int, ...] = STOP_SIGNALS
+    ) -> None:
+        self.ask = ask
+        self.end = end
+        self.numbers = numbers
+        self.count = 0
+        self.first = 0
+        """The first signal's number; 0 before there was one."""
+        self._asked = 0.0
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.numbers:
+                before = signal.getsignal(number)
+                if not (number == getattr(signal, "SIGHUP", None) and before == signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a process that was forked in the block, and is none of the run's yet
+            os._exit(exit_code(number))
+        now = time.monotonic()
+        if self.count and number == getattr(signal, "SIGHUP", None) and now - self._asked < ECHO:
+            return
+        self.count += 1
+        if self.count == 1:
+            self.first, self._asked = number, now
+            self.ask(number)
+        elif self.count == 2:
+            self.end(number)
+        else:
+            os._exit(exit_code(number))
+
+
+def stop_at_once(number: int) -> None:
+    """Raise `StoppedAtOnce`."""
+    raise StoppedAtOnce(number)

@@ -1,0 +1,78 @@
+"""Standard streams that a run outlives: its terminal may be closed, the reader of its output may go away."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class OutlivedStream:
+    """A stream whose reader may go away: what is written from then on is lost, and nothing else.
+
+    Args:
+        stream: a text stream, ``sys.stdout`` or ``sys.stderr``.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or lose the text."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write, or lose the lines."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush what is left to be written, or lose it."""
+        self._try(self._stream.flush)
+
+    def _try(self, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except OSError:  # broken pipe, terminal hung up, disk full
+            with suppress(OSError, ValueError):  # from here on into the void, what the stream still holds, too
+                void = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(void, self._stream.fileno())
+                os.close(void)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def outlived() -> Iterator[None]:
+    """Let nothing that is printed in a block end the process, whoever has stopped reading."""
+    _open_all()
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and OutlivedStream(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, OutlivedStream):
+                stream.flush()  # here, for at the interpreter's end a failure changes the exit code
+        sys.stdout, sys.stderr = before
+
+
+def _open_all() -> None:
+    """Open standard streams that are closed, or a file of the run would get their number and what is printed."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def say(text: str) -> None:
+    """Print a line on the standard error stream, from wherever: a signal may come in the middle of another line."""
+    with suppress(OSError, RuntimeError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,173 @@
+"""Signals that ask a run to stop: what is saved, how the process ends, and that the run goes on to the same bits."""
+
+import os
+import pty
+import signal
+import sys
+import time
+
+import pytest
+
+from cli.processes import alive, children
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
+ROUNDS = "6"
+SIGNALS = {"TERM": 143, "USR1": 138, "HUP": 129, "INT": 130}
+SLOW = ("--federation.local_epochs", "30")
+TWO = ("--federation.workers", "2")
+SLURM = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost"}
+PLACES = {"plain": ({}, ()), "slurm": (SLURM, ()), "workers": ({}, TWO)}
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(workplace):
+    workplace.draws = False
+
+
+@pytest.fixture(scope="module")
+def straight(make_workplace):
+    """A run that nobody stopped."""
+    place = make_workplace("straight")
+    place.draws = False
+    place.fit("--quiet", "--federation.rounds", ROUNDS)
+    return place
+
+
+@pytest.fixture
+def scontrol(workplace):
+    """A `scontrol` on the PATH that writes down what it is asked; returns that file."""
+    said = workplace.path / "scontrol.txt"
+    workplace.write("bin/scontrol", f'#!/bin/sh\necho "$@" >> {said}\n').chmod(0o755)
+    workplace.environment = {**workplace.environment, "PATH": f"{workplace.path}/bin{os.pathsep}{os.environ['PATH']}"}
+    return said
+
+
+def started(place, *options, **more):
+    """A run that has saved a round and has some left."""
+    run = place.start("fit", "--config", "exp.yaml", "--federation.rounds", ROUNDS, *options, **more)
+    run.wait_until((place.run / "checkpoints" / "round-0001.ckpt").exists)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("plain", "TERM"), ("plain", "HUP"), ("slurm", "TERM"), ("slurm", "USR1"), ("workers", "USR1"), ("workers", "INT")],
+)  # all twelve, at more moments: benchmarks/signals.py
+def test_signal_stops_a_run_that_then_goes_on_bit_for_bit(workplace, straight, scontrol, where, name):
+    environment, options = PLACES[where]
+    run = started(workplace, *options, env=environment)
+    os.kill(run.process.pid, getattr(signal, f"SIG{name}"))
+    code, out, err = run.result()
+    assert code == SIGNALS[name], err
+    assert err.count("stopping once round") == 1
+    assert err.count("\n") == 1
+    assert "--resume auto" in out
+    assert not list(workplace.path.rglob("hpc_ckpt*"))
+    assert not scontrol.exists()
+    workplace.fit("--quiet", "--federation.rounds", ROUNDS, "--resume", "auto", *options, env=environment)
+    code, out, err = workplace.call("compare", workplace.run, straight.run)
+    assert code == 0, out + err
+
+
+def test_second_signal_ends_at_once_with_its_own_code(workplace):
+    run = started(workplace, *SLOW)
+    run.signal(signal.SIGTERM)
+    run.wait_until(lambda: "stopping once" in run.err.read_text())
+    run.signal(signal.SIGUSR1)
+    code, _, err = run.result()
+    assert code == 138
+    assert err.splitlines()[1] == "stopped at once; the rounds before this one are saved"
+    assert err.count("\n") == 2
+
+
+def test_hangups_of_one_lost_terminal_count_once(workplace):
+    """A shell that ends sends one, the terminal that it led another."""
+    run = started(workplace, *SLOW)
+    run.signal(signal.SIGHUP)
+    run.wait_until(lambda: "stopping once" in run.err.read_text())
+    run.signal(signal.SIGHUP)
+    code, out, err = run.result()
+    assert code == 129
+    assert "stopped after round" in out
+    assert "at once\n" in err
+    assert "stopped at once" not in err
+
+
+def test_signal_to_every_process_of_a_job_saves_the_round(workplace, straight):
+    """As a scheduler sends it, which knows nothing of who started whom."""
+    run = started(workplace, *TWO)
+    for process in [*children(run.process.pid), run.process.pid]:
+        os.kill(process, signal.SIGTERM)
+    code, out, err = run.result()
+    assert code == 143, err
+    assert "stopped after round" in out
+    workplace.fit("--quiet", "--federation.rounds", ROUNDS, "--resume", "auto", *TWO)
+    assert workplace.call("compare", workplace.run, straight.run)[0] == 0
+
+
+def test_file_that_lightning_left_under_slurm_is_not_loaded(workplace, straight):
+    """`hpc_ckpt_1.ckpt` lay in the run's folder, and every fit began from it."""
+    run = started(workplace, env=SLURM)
+    run.signal(signal.SIGUSR1)
+    assert run.result()[0] == 138
+    (workplace.run / "hpc_ckpt_1.ckpt").write_bytes(b"somebody's")
+    workplace.fit("--quiet", "--federation.rounds", ROUNDS, "--resume", "auto", env=SLURM)
+    assert workplace.call("compare", workplace.run, straight.run)[0] == 0
+
+
+def test_nothing_is_said_of_requeueing(workplace):
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", "--federation.rounds", "2", env=SLURM)
+    assert code == 0
+    assert "requeu" not in (out + err).lower()
+    assert err == ""
+
+
+def test_job_that_requeues_itself_finishes(workplace, straight, scontrol):
+    """The script of the README, run again as often as it asks for that."""
+    code = SIGNALS["USR1"]
+    for _ in range(20):
+        fit = workplace.start(
+            "fit", "--config", "exp.yaml", "--federation.rounds", ROUNDS, "--resume", "auto", env=SLURM
+        )
+        seen = {path.name for path in workplace.run.glob("checkpoints/round-*.ckpt")}
+        while fit.process.is_alive() and {p.name for p in workplace.run.glob("checkpoints/round-*.ckpt")} <= seen:
+            time.sleep(0.002)
+        if fit.process.is_alive():
+            fit.signal(signal.SIGUSR1)
+        code, _, err = fit.result()
+        assert code in (0, SIGNALS["USR1"]), err
+        if code == 0:
+            break
+    assert code == 0
+    assert workplace.call("compare", workplace.run, straight.run)[0] == 0
+
+
+def test_run_outlives_its_terminal_until_it_is_saved(workplace, straight):
+    """The terminal goes, a SIGHUP comes, and every line that is printed fails from then on."""
+    master, slave = pty.openpty()
+    run = started(workplace, *TWO, terminal=os.ttyname(slave))
+    os.close(slave)
+    os.close(master)
+    run.signal(signal.SIGHUP)
+    run.process.join(60)
+    assert run.process.exitcode == 129
+    workplace.fit("--quiet", "--federation.rounds", ROUNDS, "--resume", "auto")
+    assert workplace.call("compare", workplace.run, straight.run)[0] == 0
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.03, 0.1, 0.3])
+def test_workers_end_with_their_starter_at_any_moment(workplace, moment):
+    """From the first process on that it has started: while they are prepared, while they meet, while they run."""
+    run = workplace.start(
+        "fit", "--config", "exp.yaml", "--quiet", "--federation.rounds", "400", "--federation.workers", "3"
+    )
+    run.wait_until(lambda: children(run.process.pid))
+    time.sleep(moment)
+    workers = children(run.process.pid)
+    run.kill()
+    run.process.join()
+    until = time.monotonic() + 2
+    while any(map(alive, workers)):
+        assert time.monotonic() < until, "workers outlived the command"
+        time.sleep(0.005)
