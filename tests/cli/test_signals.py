@@ -17,6 +17,7 @@ SLOW = ("--federation.local_epochs", "30")
 TWO = ("--federation.workers", "2")
 SLURM = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_NODELIST": "localhost"}
+SHORTENED = ("plain-TERM", "plain-HUP", "slurm-TERM", "slurm-USR1", "workers-USR1", "workers-INT")
 PLACES = {"plain": ({}, ()), "slurm": (SLURM, ()), "workers": ({}, TWO)}
 
 
@@ -51,8 +52,7 @@ def started(place, *options, **more):
 
 
 @pytest.mark.parametrize(
-    ("where", "name"),
-    [("plain", "TERM"), ("plain", "HUP"), ("slurm", "TERM"), ("slurm", "USR1"), ("workers", "USR1"), ("workers", "INT")],
+    ("where", "name"), [cell.split("-") for cell in SHORTENED], ids=SHORTENED
 )  # all twelve, at more moments: benchmarks/signals.py
 def test_signal_stops_a_run_that_then_goes_on_bit_for_bit(workplace, straight, scontrol, where, name):
     environment, options = PLACES[where]
