@@ -23,6 +23,7 @@ COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
     "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
+    "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
@@ -61,7 +62,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
-    run |= {"compare": _compare, "dashboard": _dashboard, "list": _list}
+    run |= {"table": _table, "compare": _compare, "dashboard": _dashboard, "list": _list}
     return run[command](rest)
 
 
@@ -176,6 +177,12 @@ def _partition(argv: list[str]) -> int:
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
+
+
+def _table(argv: list[str]) -> int:
+    from fl_lightning.table.command import table
+
+    return table(argv)
 
 
 def _compare(argv: list[str]) -> int:

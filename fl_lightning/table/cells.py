@@ -1,0 +1,160 @@
+"""The cells of a table: each an ordinary run in a folder of its own, found again by what it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.command_line import flatten
+from fl_lightning.configuration import Config, identity, short_name
+from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.parser import configured
+from fl_lightning.report.record import Row as Record
+from fl_lightning.report.record import read_rows
+from fl_lightning.table.definition import Column, Definition, Overlay, Row
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which cells are wanted, and what is laid over all of them.
+
+    Args:
+        output: folder of runs; the cells are in its ``cells``.
+        rows: names of the rows that are wanted; none are all.
+        columns: names of the columns that are wanted; none are all.
+        seeds: of the runs; none are the table's own.
+        rounds: of every run; None leaves what the files say.
+        overrides: options of a configuration, over everything.
+    """
+
+    output: Path = Path("runs")
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    rounds: int | None = None
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table.
+
+    Args:
+        row: the method.
+        column: the setting.
+        seed: of the run.
+        config: resolved.
+        options: the command line that it was resolved from, without the run's folder.
+        output: folder of all cells.
+    """
+
+    row: Row
+    column: Column
+    seed: int
+    config: Config
+    options: tuple[str, ...]
+    output: Path
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
+        what = {**identity(self.config), "federation.rounds": self.rounds}
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:10]
+        method, dataset = short_name(self.config["method"]), short_name(self.config["data"]["dataset"])
+        return f"{method}-{dataset}-{self.seed}-{digest}".lower()
+
+    @property
+    def folder(self) -> Path:
+        """Where it runs; cells of other tables that are the same run share it."""
+        return self.output / self.name
+
+    @property
+    def rounds(self) -> int:
+        """How many it has in all."""
+        return int(self.config["federation"]["rounds"])
+
+    @property
+    def words(self) -> list[str]:
+        """The command line after ``fl-lightning``, whether the run is begun or goes on."""
+        place = ["--output", str(self.output), "--name", self.name, "--resume", "auto"]
+        return ["fit", *self.options, *place]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.row.name}, {self.column.name}, seed {self.seed}"
+
+    def rows(self) -> list[Record]:
+        """The rounds that are done."""
+        return read_rows(self.folder / "metrics.csv")
+
+    def summary(self) -> Mapping[str, Any]:
+        """What the run says of itself; empty before its end."""
+        try:
+            found = json.loads((self.folder / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done."""
+        summary = self.summary()
+        return bool(summary.get("finished")) and summary.get("rounds", 0) >= self.rounds
+
+
+def cells_of(table: Definition, choice: Choice) -> list[Cell]:
+    """The cells that are wanted, column by column, each row's seeds together.
+
+    Raises:
+        ConfigError: for a row or column that the table has not, or a configuration that is none.
+    """
+    _check_names("--only", choice.rows, [row.name for row in table.rows])
+    _check_names("--columns", choice.columns, [column.name for column in table.columns])
+    return list(_cells(table, choice))
+
+
+def _cells(table: Definition, choice: Choice) -> Iterator[Cell]:
+    for column in table.columns:
+        for row in table.rows:
+            left_out = column.name in row.columns and row.columns[column.name] is None
+            wanted = row.name in (choice.rows or (row.name,)) and column.name in (choice.columns or (column.name,))
+            if not wanted or left_out:
+                continue
+            options = [word for overlay in _overlays(table, row, column) for word in _words(overlay)]
+            rounds = [] if choice.rounds is None else [f"--federation.rounds={choice.rounds}"]
+            options += [*rounds, *choice.overrides]
+            config = _resolved(options, row, column)
+            for seed in choice.seeds or table.seeds:
+                own = (*options, f"--seed={seed}")
+                yield Cell(row, column, seed, {**config, "seed": seed}, own, choice.output / "cells")
+
+
+def _overlays(table: Definition, row: Row, column: Column) -> list[Overlay]:
+    return [table.base, column.overlay, row.overlay, row.columns.get(column.name) or Overlay()]
+
+
+def _words(overlay: Overlay) -> Iterator[str]:
+    for file in overlay.files:
+        yield from ("--config", os.path.relpath(file))
+    for key, value in flatten(overlay.settings):
+        text = value if isinstance(value, str) else json.dumps(value)
+        yield f"--{key.removesuffix('.class_path')}={text}"
+
+
+def _resolved(options: Sequence[str], row: Row, column: Column) -> Config:
+    try:
+        return configured("fit", "", list(options))[1]
+    except ConfigError as error:
+        raise ConfigError(f"rows.{row.name}, columns.{column.name}", str(error)) from error
+
+
+def _check_names(option: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        require(name in known, option, f"the table has none of that name; {suggest(name, known)}", name)

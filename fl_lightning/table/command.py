@@ -1,0 +1,169 @@
+"""``fl-lightning table``: run a table's cells, and put the figures beside the published ones."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fl_lightning.command_line import SECTIONS
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.parser import one_line_parser
+from fl_lightning.table.cells import Cell, Choice, cells_of
+from fl_lightning.table.definition import Definition, read_definition
+from fl_lightning.table.figures import values_of
+from fl_lightning.table.progress import Pace, Progress, duration
+from fl_lightning.table.running import Crew, distinct
+from fl_lightning.table.writing import markdown, write
+
+DESCRIPTION = (
+    "Run a table: rows x columns x seeds, each cell an ordinary run; what is finished is not run again. Options of a "
+    "configuration (--data.dataset.root DIR) are laid over every cell."
+)
+
+
+def table(argv: Sequence[str]) -> int:
+    """The command.
+
+    Returns:
+        0 if every cell that was wanted is finished, 1 if some failed, 128 + a signal's number.
+    """
+    own, overrides = _split(argv)
+    options = _parser().parse_args(own)
+    definition = read_definition(Path(options.file))
+    choice = Choice(
+        Path(options.output),
+        _names(options.only),
+        _names(options.columns),
+        tuple(_number("--seeds", seed) for seed in _names(options.seeds)),
+        options.rounds,
+        tuple(overrides),
+    )
+    cells = cells_of(definition, choice)
+    shard = _shard(options.shard, cells)
+    if options.print_commands:
+        for cell in distinct(shard):
+            print(shlex.join(["fl-lightning", *cell.words]))
+        return 0
+    console = Console(quiet=options.quiet)
+    if options.dry_run:
+        _forecast(console, distinct(shard), options.jobs)
+        return 0
+    return _run(console, definition, cells, shard, options.jobs, choice.output / "tables" / definition.name)
+
+
+def _run(
+    console: Console, definition: Definition, cells: list[Cell], shard: list[Cell], jobs: int, folder: Path
+) -> int:
+    missing = _without_data(shard)
+    left = [cell for cell in shard if cell.column.name not in missing]
+    with Progress(console, cells) as progress:
+        crew = Crew(left, folder / "logs", jobs, progress)
+        code = crew.run()
+    notes = [f"column {column}: {said}" for column, said in missing.items()]
+    notes += [f"{job.cell.title}: {job.said}" for job in crew.jobs if job.state == "failed"]
+    unfinished = [cell for cell in cells if not cell.finished and cell.column.name not in missing]
+    notes += [f"{len(unfinished)} of {len(cells)} runs are not finished"] if unfinished else []
+    kept = [cell for cell in cells if cell.column.name not in missing]
+    values = values_of(definition, kept)
+    written = write(folder, definition, values, notes)
+    console.print(markdown(definition, values, notes), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+    return code
+
+
+def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
+    """Columns whose data set is not there -> what it says; the others' are decoded once here, for all their cells."""
+    import torch
+
+    from fl_lightning.configuration import build
+    from fl_lightning.data.cache import load
+
+    torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
+    found: dict[str, str] = {}
+    lacks: dict[str, str] = {}
+    for cell in cells:
+        data = cell.config["data"]
+        key = repr((data["dataset"], data.get("cache")))
+        if key not in lacks and not cell.finished:
+            try:
+                load(build(data["dataset"], "data.dataset"), data.get("cache") and Path(data["cache"]))
+                lacks[key] = ""
+            except ConfigError as error:
+                lacks[key] = str(error)
+        if lacks.get(key):
+            found[cell.column.name] = lacks[key]
+    return found
+
+
+def _forecast(console: Console, cells: Sequence[Cell], jobs: int) -> None:
+    pace, total, unknown = Pace(cells), 0.0, 0
+    for cell in cells:
+        done, seconds = len(cell.rows()), pace.seconds(cell)
+        state = "finished" if cell.finished else f"{done} of {cell.rounds} rounds"
+        left = 0.0 if cell.finished or seconds is None else seconds * (cell.rounds - done)
+        unknown += not cell.finished and seconds is None
+        total += left
+        rest = "" if cell.finished else f", {duration(None if seconds is None else left)} left"
+        console.print(f"{cell.title}: {state}{rest}", markup=False, highlight=False, soft_wrap=True)
+    least = f" without {unknown} runs of which nothing is known" if unknown else ""
+    console.print(f"{len(cells)} runs, {duration(total / jobs)} left with {jobs} at once{least}", highlight=False)
+
+
+def _parser() -> Any:
+    parser = one_line_parser("table", description=DESCRIPTION)
+    optional: Any = str | None
+    parser.add_argument("file", type=str, help="the table's YAML file, e.g. experiments/feddw/tables/table1.yaml")
+    parser.add_argument("--only", type=optional, help="rows, separated by commas")
+    parser.add_argument("--columns", type=optional, help="columns, separated by commas")
+    parser.add_argument("--seeds", type=optional, help="seeds instead of the table's own, separated by commas")
+    number: Any = int | None
+    parser.add_argument("--rounds", type=number, help="rounds of every run instead of the files'")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; the cores are shared out among them")
+    parser.add_argument("--shard", type=optional, help="K/N: the K-th of N equal parts of the cells")
+    parser.add_argument("--output", type=str, default="runs", help="folder of runs; cells are shared between tables")
+    parser.add_argument("--print-commands", action="store_true", help="print one command a cell, and run none")
+    parser.add_argument("--dry-run", action="store_true", help="say what there is to do, and how long it takes")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The table's own options, and those of a configuration."""
+    own: list[str] = []
+    overrides: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        word = waiting.pop(0)
+        section = word[2:].partition("=")[0].partition(".")[0] if word.startswith("--") else ""
+        if section not in (*SECTIONS, "config") or section in ("output", "seed", "name"):
+            require(section not in ("seed", "name"), f"--{section}", "each cell has its own; say --seeds for a table")
+            own.append(word)
+        elif "=" in word or not waiting:
+            overrides.append(word)
+        else:
+            overrides.append(f"{word}={waiting.pop(0)}")
+    return own, overrides
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _number(option: str, text: str) -> int:
+    require(text.isdigit(), option, "must be whole numbers >= 0, separated by commas", text)
+    return int(text)
+
+
+def _shard(text: str | None, cells: list[Cell]) -> list[Cell]:
+    if text is None:
+        return cells
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    fits = match is not None and 1 <= int(match[1]) <= int(match[2])
+    require(fits, "--shard", "must be K/N with 1 <= K <= N, as in 2/8", text)
+    assert match is not None
+    return cells[int(match[1]) - 1 :: int(match[2])]

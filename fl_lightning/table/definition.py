@@ -1,0 +1,281 @@
+"""What a table's file says: rows, columns, seeds, what a figure means, and what was published."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import ConfigError, require, suggest
+
+REPORTS = ("last", "best", "mean_last_10", "mean", "final_received")
+"""The moment of a run that a figure is of: its last evaluated round, its best one (chosen on the test split), the mean
+of the last ten or of all evaluated rounds, or one more receive after the last round."""
+_SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
+_KEYS = (
+    "title",
+    "source",
+    "note",
+    "name",
+    "seeds",
+    "figure",
+    "spread",
+    "scale",
+    "base",
+    "columns",
+    "rows",
+    "published",
+)
+_OVERLAY = ("files", "set")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a table prints of a run.
+
+    Args:
+        column: of `metrics.csv`, e.g. ``Local-T_received_weighted``.
+        report: the moment, one of `REPORTS`.
+    """
+
+    column: str
+    report: str
+
+    def __str__(self) -> str:
+        return f"{self.column}.{self.report}"
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What is laid over a configuration.
+
+    Args:
+        files: YAML files, later ones win.
+        settings: sections and values, over the files.
+    """
+
+    files: tuple[Path, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A printed figure, in the table's unit, and what it prints after ±."""
+
+    value: float
+    spread: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.value:g}" if self.spread is None else f"{self.value:g} ± {self.spread:g}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A setting of the grid: its runs, and the figures that are printed of each, by name (one has the name "")."""
+
+    name: str
+    overlay: Overlay
+    figures: Mapping[str, Figure]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method.
+
+    Args:
+        name: as printed.
+        overlay: over the column's.
+        figure: what is printed of it where that is not the column's.
+        columns: what differs in a column; None where the row has no cell in it.
+    """
+
+    name: str
+    overlay: Overlay
+    figure: Figure | None = None
+    columns: Mapping[str, Overlay | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A table's file.
+
+    Args:
+        path: the file.
+        name: of the folder of its results.
+        title: for people.
+        source: where the published figures stand.
+        note: what the reader must know.
+        seeds: of the runs.
+        spread: what ± of the published figures is over: ``seeds``, ``clients`` or nothing.
+        scale: factor of the figures: 100 for percent.
+        base: under all columns.
+        columns: in their order.
+        rows: in their order.
+        published: row -> column -> figure's name -> what was printed.
+    """
+
+    path: Path
+    name: str
+    title: str
+    source: str
+    note: str
+    seeds: tuple[int, ...]
+    spread: str
+    scale: float
+    base: Overlay
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    published: Mapping[str, Mapping[str, Mapping[str, Published]]]
+
+    @property
+    def heads(self) -> list[tuple[Column, str]]:
+        """The printed columns: each column with each of its figures' names."""
+        return [(column, name) for column in self.columns for name in column.figures]
+
+    def figure(self, row: Row, column: Column, name: str) -> Figure:
+        """What a cell prints."""
+        return row.figure or column.figures[name]
+
+
+def read_definition(path: Path) -> Definition:
+    """Read a table's file.
+
+    Raises:
+        ConfigError: naming the key that is wrong, and what is allowed.
+    """
+    require(path.is_file(), "table", "there is no such file", str(path))
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError("table", f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from error
+    require(isinstance(content, Mapping), "table", f"{path} must hold {', '.join(_KEYS[-4:])}")
+    _known(content, _KEYS, "")
+    return _Reader(path, content).definition()
+
+
+class _Reader:
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        self.path = path
+        self.content = content
+
+    def definition(self) -> Definition:
+        content, path = self.content, self.path
+        default = _figure(content.get("figure", "Local-T.last"), "figure")
+        columns = tuple(self._column(name, node, default) for name, node in self._section("columns"))
+        rows = tuple(self._row(name, node, columns) for name, node in self._section("rows"))
+        seeds = content.get("seeds", [0])
+        whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
+        require(whole, "seeds", "must be a list of whole numbers >= 0", seeds)
+        require(len(set(seeds)) == len(seeds), "seeds", "must differ from each other", seeds)
+        spread = content.get("spread", "")
+        require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
+        scale = content.get("scale", 100)
+        require(type(scale) in (int, float), "scale", "must be a number", scale)
+        return Definition(
+            path,
+            str(content.get("name") or f"{path.resolve().parents[1].name}-{path.stem}"),
+            str(content.get("title") or path.stem),
+            str(content.get("source") or ""),
+            " ".join(str(content.get("note") or "").split()),
+            tuple(seeds),
+            spread,
+            float(scale),
+            self._overlay(content.get("base"), "base"),
+            columns,
+            rows,
+            self._published(rows, columns),
+        )
+
+    def _section(self, key: str) -> list[tuple[str, Any]]:
+        node = self.content.get(key)
+        require(isinstance(node, Mapping) and bool(node), key, f"must name the table's {key}", node)
+        assert isinstance(node, Mapping)
+        return [(str(name), {} if value is None else value) for name, value in node.items()]
+
+    def _column(self, name: str, node: Any, default: Figure) -> Column:
+        key = f"columns.{name}"
+        _known(node, (*_OVERLAY, "figure", "figures"), key)
+        given = node.get("figures")
+        require(given is None or isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
+        figures = {str(n): _figure(figure, f"{key}.figures.{n}") for n, figure in (given or {}).items()}
+        one = _figure(node["figure"], f"{key}.figure") if "figure" in node else default
+        return Column(name, self._overlay(node, key), figures or {"": one})
+
+    def _row(self, name: str, node: Any, columns: Sequence[Column]) -> Row:
+        key = f"rows.{name}"
+        _known(node, (*_OVERLAY, "figure", "columns"), key)
+        own = node.get("columns") or {}
+        require(isinstance(own, Mapping), f"{key}.columns", "must hold what differs, by column", own)
+        for column in own:
+            _among(str(column), [c.name for c in columns], f"{key}.columns.{column}")
+        different = {str(c): None if o is None else self._overlay(o, f"{key}.columns.{c}") for c, o in own.items()}
+        figure = _figure(node["figure"], f"{key}.figure") if "figure" in node else None
+        return Row(name, self._overlay(node, key), figure, different)
+
+    def _overlay(self, node: Any, key: str) -> Overlay:
+        if node is None:
+            return Overlay()
+        require(isinstance(node, Mapping), key, "must hold files and set", node)
+        if key == "base" or key.count(".") > 1:
+            _known(node, _OVERLAY, key)
+        files, settings = node.get("files") or [], node.get("set") or {}
+        named = isinstance(files, list) and all(isinstance(file, str) for file in files)
+        require(named, f"{key}.files", "must be a list of YAML files", files)
+        require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
+        paths = tuple((self.path.parent / file).resolve() for file in files)
+        for file, found in zip(files, paths, strict=True):
+            require(found.is_file(), f"{key}.files", f"there is no such file beside {self.path}", file)
+        return Overlay(paths, settings)
+
+    def _published(self, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, dict[str, dict[str, Published]]]:
+        node = self.content.get("published") or {}
+        require(isinstance(node, Mapping), "published", "must hold figures by row and column", node)
+        found: dict[str, dict[str, dict[str, Published]]] = {}
+        by_name = {column.name: column for column in columns}
+        for row, cells in node.items():
+            _among(str(row), [r.name for r in rows], f"published.{row}")
+            require(isinstance(cells, Mapping), f"published.{row}", "must hold figures by column", cells)
+            for column, cell in cells.items():
+                key = f"published.{row}.{column}"
+                _among(str(column), by_name, key)
+                figures = cell if isinstance(cell, Mapping) else {"": cell}
+                for name in figures:
+                    _among(str(name), by_name[str(column)].figures, f"{key}.{name}")
+                printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
+                found.setdefault(str(row), {})[str(column)] = printed
+        return found
+
+
+def _known(node: Any, allowed: Sequence[str], key: str) -> None:
+    require(isinstance(node, Mapping), key or "table", f"must hold {', '.join(allowed)}", node)
+    for name in node:
+        whole = f"{key}.{name}" if key else str(name)
+        require(name in allowed, whole, f"there is no such key; {suggest(str(name), allowed)}")
+
+
+def _among(name: str, choices: Iterable[str], key: str) -> None:
+    names = list(choices)
+    rule = "there is one figure a column, without a name" if names == [""] else suggest(name, names)
+    require(name in names, key, f"the table has none of that name; {rule}")
+
+
+def _figure(text: Any, key: str) -> Figure:
+    """``Local-T_received.best`` -> a figure."""
+    column, _, report = text.rpartition(".") if isinstance(text, str) else ("", "", "")
+    rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last"
+    require(bool(column) and report in REPORTS, key, rule, text)
+    return Figure(column, report)
+
+
+def _printed(value: Any, key: str) -> Published:
+    """``66.24 ± 0.6``, or a number, or a list of the two."""
+    if isinstance(value, list) and len(value) == 2 and all(type(part) in (int, float) for part in value):
+        return Published(float(value[0]), float(value[1]))
+    match = _SPREAD.fullmatch(str(value)) if not isinstance(value, bool) else None
+    if match is None:
+        raise ConfigError(key, "must be a number, alone or with ± and another", value)
+    return Published(float(match[1]), None if match[2] is None else float(match[2]))

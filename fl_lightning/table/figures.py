@@ -1,0 +1,179 @@
+"""What a table prints of its cells: means over seeds, both spreads, and whether two rows can be told apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from fl_lightning.report.record import Row as Record
+from fl_lightning.report.record import read_rows, summarise
+from fl_lightning.table.cells import Cell
+from fl_lightning.table.definition import Definition, Figure, Published
+
+BESIDE = ("last", "mean_last_10", "best")
+"""Moments that are given beside the one that the published figure means."""
+LEVEL = 0.05
+RESAMPLES = 10_000
+LEAST_SEEDS = 3  # of a paired test over seeds
+
+
+@dataclass
+class Value:
+    """A printed cell.
+
+    Args:
+        seeds: seed -> the figure, in the table's unit.
+        clients: client -> its figure, the mean over seeds; empty where the figure is none of clients'.
+        beside: moment -> the mean over seeds of the same column of `metrics.csv`.
+        published: what was printed, None where nothing was.
+        mark: ``best`` or ``second`` where a test tells the row from the next one.
+    """
+
+    seeds: dict[int, float] = field(default_factory=dict)
+    clients: dict[int, float] = field(default_factory=dict)
+    beside: dict[str, float] = field(default_factory=dict)
+    published: Published | None = None
+    mark: str = ""
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over seeds; None before the first run has ended."""
+        return math.fsum(self.seeds.values()) / len(self.seeds) if self.seeds else None
+
+    @property
+    def over_seeds(self) -> float | None:
+        """The sample standard deviation over seeds; None of fewer than two."""
+        return float(np.std(list(self.seeds.values()), ddof=1)) if len(self.seeds) > 1 else None
+
+    @property
+    def over_clients(self) -> float | None:
+        """The standard deviation over clients, as the papers print it (over N)."""
+        return float(np.std(list(self.clients.values()))) if self.clients else None
+
+    @property
+    def difference(self) -> float | None:
+        """To the published figure."""
+        return None if self.mean is None or self.published is None else self.mean - self.published.value
+
+
+@dataclass(frozen=True)
+class Head:
+    """A printed column: the setting and the figure's name, empty where it has one."""
+
+    column: str
+    figure: str
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.figure}".strip()
+
+
+Values = dict[tuple[str, Head], Value]
+"""(row, column) -> what is printed."""
+
+
+def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
+    """Read the figures of the finished cells, and mark what can be told apart."""
+    found: Values = {}
+    by_place: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        by_place.setdefault((cell.row.name, cell.column.name), []).append(cell)
+    for (row, column), runs in by_place.items():
+        for name in runs[0].column.figures:
+            figure = table.figure(runs[0].row, runs[0].column, name)
+            value = _value([run for run in runs if run.finished], figure, table.scale)
+            value.published = table.published.get(row, {}).get(column, {}).get(name)
+            found[row, Head(column, name)] = value
+    for head in {head for _, head in found}:
+        _mark({row: value for (row, own), value in found.items() if own == head and value.seeds})
+    return found
+
+
+def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
+    value = Value()
+    clients: dict[int, list[float]] = {}
+    beside: dict[str, list[float]] = {}
+    for run in runs:
+        rows = run.rows()
+        known = _moments(rows, figure.column, run.summary())
+        if figure.report not in known:
+            continue
+        value.seeds[run.seed] = scale * known[figure.report]
+        for moment in BESIDE:
+            if moment in known:
+                beside.setdefault(moment, []).append(scale * known[moment])
+        for client, own in _of_clients(run, figure, rows).items():
+            clients.setdefault(client, []).append(scale * own)
+    value.clients = {client: float(np.mean(own)) for client, own in sorted(clients.items())}
+    value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
+    return value
+
+
+def _moments(rows: Sequence[Record], column: str, summary: Mapping[str, object]) -> dict[str, float]:
+    """A column at each of the moments that it has."""
+    known = [row[column] for row in rows if isinstance(row.get(column), (int, float))]
+    if not known:
+        return {}
+    said = summarise(rows)
+    found = {"last": known[-1], "mean_last_10": math.fsum(known[-10:]) / len(known[-10:])}
+    found |= {"best": said["best"][column]["value"] if column in said["best"] else max(known)}
+    found["mean"] = math.fsum(known) / len(known)
+    final = summary.get("final_received")
+    if isinstance(final, Mapping) and isinstance(final.get(column), (int, float)):
+        found["final_received"] = final[column]
+    return found
+
+
+def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, float]:
+    """Each client's figure at the same moment; empty where it has none."""
+    column = figure.column
+    for ending in ("_weighted", "_std"):
+        column = column.removesuffix(ending)
+    rounds = [row["round"] for row in rows if isinstance(row.get(figure.column), (int, float))]
+    if figure.report == "final_received" or not rounds:
+        return {}  # the final receive is a mean alone
+    if figure.report == "best":
+        best = summarise(rows)["best"].get(figure.column)
+        chosen = {best["round"]} if best else set()
+    else:
+        chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
+    found: dict[int, list[float]] = {}
+    for row in read_rows(run.folder / "clients.csv"):
+        if row["round"] in chosen and isinstance(row.get(column), (int, float)):
+            found.setdefault(int(row["client"]), []).append(row[column])
+    return {client: float(np.mean(own)) for client, own in found.items()}
+
+
+# --- which rows can be told apart -------------------------------------------------------------------------------------
+
+
+def _mark(values: Mapping[str, Value]) -> None:
+    """Mark the best and the second best of a column, each only where a test tells it from the next one."""
+    ranked = sorted(values.values(), key=lambda value: -(value.mean or 0.0))
+    for place, mark in enumerate(("best", "second")):
+        if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):
+            ranked[place].mark = mark
+
+
+def differ(first: Value, second: Value) -> bool:
+    """Whether two cells can be told apart at the 5 % level, runs with the same seed and clients being pairs.
+
+    With three seeds or more, a paired t-test over seeds; else a paired bootstrap over clients (10,000 resamples, whose
+    95 % interval must not hold 0). Neither is corrected for how many rows there are.
+    """
+    seeds = sorted(first.seeds.keys() & second.seeds.keys())
+    if len(seeds) >= LEAST_SEEDS:
+        gaps = np.array([first.seeds[seed] - second.seeds[seed] for seed in seeds])
+        if np.ptp(gaps) == 0:
+            return bool(gaps[0] != 0)
+        return bool(stats.ttest_1samp(gaps, 0.0).pvalue < LEVEL)
+    clients = sorted(first.clients.keys() & second.clients.keys())
+    if len(clients) < 2:
+        return False
+    gaps = np.array([first.clients[client] - second.clients[client] for client in clients])
+    drawn = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
+    low, high = np.quantile(gaps[drawn].mean(axis=1), [LEVEL / 2, 1 - LEVEL / 2])
+    return bool(low > 0 or high < 0)

@@ -1,0 +1,137 @@
+"""How far a table is: each cell's rounds, and the time that is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table as Grid
+
+from fl_lightning.table.cells import Cell
+from fl_lightning.table.running import Crew, Job
+
+SIGNS = {"waiting": "·", "running": "▸", "finished": "✓", "stopped": "‖", "failed": "✗"}
+QUIET = 60.0  # seconds between two lines in a file
+
+
+class Pace:
+    """Seconds a round, from what cells have done.
+
+    Args:
+        cells: all of a table, whether they run in this process or not.
+    """
+
+    def __init__(self, cells: Iterable[Cell]) -> None:
+        self._seconds: dict[tuple[str, str, int], float] = {}
+        for cell in cells:
+            self.look(cell)
+
+    def look(self, cell: Cell) -> int:
+        """Take up what a cell has done; returns its rounds."""
+        known = [row["seconds"] for row in cell.rows() if isinstance(row.get("seconds"), (int, float))]
+        if known:
+            self._seconds[cell.row.name, cell.column.name, cell.seed] = math.fsum(known) / len(known)
+        return len(known)
+
+    def seconds(self, cell: Cell) -> float | None:
+        """Of a cell's round: its own, else another seed's, else the mean of its column's, else of all."""
+        own = {place: value for place, value in self._seconds.items() if place[1] == cell.column.name}
+        row = [value for place, value in own.items() if place[0] == cell.row.name]
+        exact = self._seconds.get((cell.row.name, cell.column.name, cell.seed))
+        for known in ([] if exact is None else [exact], row, list(own.values()), list(self._seconds.values())):
+            if known:
+                return math.fsum(known) / len(known)
+        return None
+
+
+class Progress:
+    """Shows a table that runs: a live grid on a terminal, a line whenever a cell ends anywhere else.
+
+    Args:
+        console: where.
+        cells: all of the table.
+    """
+
+    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
+        self.console = console
+        self.pace = Pace(cells)
+        self._states: dict[str, str] = {}
+        self._looked = self._written = -math.inf
+        self._rounds: dict[str, int] = {}
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def __call__(self, crew: Crew) -> None:
+        """Draw what has changed."""
+        changed = [job for job in crew.jobs if self._states.get(job.cell.name) != job.state]
+        now = time.monotonic()
+        if not changed and now - self._looked < 1:
+            return
+        self._looked = now
+        for job in {id(job): job for job in (*changed, *crew.running)}.values():
+            self._rounds[job.cell.name] = self.pace.look(job.cell)
+        self._states = {job.cell.name: job.state for job in crew.jobs}
+        if self.live is not None:
+            self.live.update(self._grid(crew), refresh=True)
+            return
+        ended = [job for job in changed if job.state in ("finished", "failed", "stopped")]
+        for job in ended if self._written > -math.inf else ():
+            said = f" ({job.said})" if job.said else ""
+            self._write(f"{SIGNS[job.state]} {job.cell.title}: {job.state}{said}; {self.line(crew)}")
+        if not ended and now - self._written >= QUIET:
+            self._written = now
+            self._write(self.line(crew))
+
+    def line(self, crew: Crew) -> str:
+        """Cells that are done, and the time left."""
+        done = sum(job.state == "finished" for job in crew.jobs)
+        return (
+            f"{done} of {len(crew.jobs)} runs finished, {len(crew.running)} running, {duration(self.left(crew))} left"
+        )
+
+    def left(self, crew: Crew) -> float | None:
+        """Seconds to the end, with as many at once as now; None where nothing is known."""
+        total, unknown = 0.0, False
+        for job in crew.jobs:
+            if job.state in ("waiting", "running"):
+                seconds = self.pace.seconds(job.cell)
+                unknown |= seconds is None
+                total += (seconds or 0.0) * (job.cell.rounds - self._rounds.get(job.cell.name, 0))
+        return None if unknown else total / max(1, min(crew.at_once, len(crew.waiting) + len(crew.running)))
+
+    def _grid(self, crew: Crew) -> Grid:
+        columns = list(dict.fromkeys(job.cell.column.name for job in crew.jobs))
+        grid = Grid("", *columns, caption=self.line(crew))
+        for row in dict.fromkeys(job.cell.row.name for job in crew.jobs):
+            own = [[j for j in crew.jobs if (j.cell.row.name, j.cell.column.name) == (row, c)] for c in columns]
+            grid.add_row(row, *(" ".join(map(self._sign, jobs)) for jobs in own))
+        return grid
+
+    def _sign(self, job: Job) -> str:
+        if job.state != "running":
+            return SIGNS[job.state]
+        return f"{self._rounds.get(job.cell.name, 0)}/{job.cell.rounds}"
+
+    def _write(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float | None) -> str:
+    """``2 h 5 min``; ``an unknown time`` of None."""
+    if seconds is None:
+        return "an unknown time"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -1,0 +1,162 @@
+"""Running a table's cells: several at once, each in a process of its own, going on where they stopped."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fl_lightning.federation.launch import num_cores, signals_handled
+from fl_lightning.table.cells import Cell
+
+TICK = 0.2  # seconds between two looks at the processes
+
+
+@dataclass
+class Job:
+    """A cell that is run.
+
+    Args:
+        cell: the cell.
+        process: its own; None before it starts.
+        state: ``waiting``, ``running``, ``finished``, ``stopped`` or ``failed``.
+        said: the last line that a failed run wrote.
+    """
+
+    cell: Cell
+    process: BaseProcess | None = None
+    state: str = "waiting"
+    said: str = ""
+
+
+class Crew:
+    """Runs cells, so many at once, on the machine's cores.
+
+    Args:
+        cells: what there is to do; a cell that is finished already is not run again.
+        logs: folder of what the runs write to the terminal.
+        jobs: how many run at once; the cores are shared out among them.
+        told: called whenever a cell changes its state, and now and then.
+    """
+
+    def __init__(self, cells: Sequence[Cell], logs: Path, jobs: int, told: Callable[[Crew], None]) -> None:
+        self.jobs = [Job(cell) for cell in distinct(cells)]
+        self.logs = logs
+        self.at_once = jobs
+        self.threads = max(1, num_cores() // jobs)
+        self.stopping = False
+        self._told = told
+
+    def run(self) -> int:
+        """Run them all.
+
+        Returns:
+            0 if all are finished, 1 if some failed, 128 + the signal's number if a signal stopped the table.
+        """
+        number = 0
+
+        def handle(received: int, frame: FrameType | None) -> None:
+            nonlocal number
+            again, number, self.stopping = self.stopping, received, True
+            for job in self.running:
+                assert job.process is not None
+                (job.process.kill if again else job.process.terminate)()
+
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for job in self.jobs:
+            job.state = "finished" if job.cell.finished else "waiting"
+        with signals_handled(handle, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            while self.running or (self.waiting and not self.stopping):
+                self._start_some()
+                time.sleep(TICK)
+                self._look()
+        self._told(self)
+        return 128 + number if self.stopping else int(any(job.state == "failed" for job in self.jobs))
+
+    @property
+    def running(self) -> list[Job]:
+        """Those at work."""
+        return [job for job in self.jobs if job.state == "running"]
+
+    @property
+    def waiting(self) -> list[Job]:
+        """Those that have not begun in this process."""
+        return [job for job in self.jobs if job.state == "waiting"]
+
+    def _start_some(self) -> None:
+        for job in [] if self.stopping else self.waiting[: self.at_once - len(self.running)]:
+            log = self.logs / f"{job.cell.name}.log"
+            methods = multiprocessing.get_all_start_methods()
+            context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
+            job.process = context.Process(target=run_cell, args=(job.cell.words, str(log), self.threads))
+            job.process.start()
+            job.state = "running"
+            self._told(self)
+
+    def _look(self) -> None:
+        for job in self.running:
+            assert job.process is not None
+            if job.process.is_alive():
+                continue
+            code = job.process.exitcode
+            job.process.close()
+            job.state = "finished" if job.cell.finished else "stopped" if self.stopping else "failed"
+            if job.state == "failed":
+                job.said = _last_line(self.logs / f"{job.cell.name}.log") or f"ended with exit code {code}"
+        self._told(self)
+
+
+def distinct(cells: Sequence[Cell]) -> list[Cell]:
+    """Each run once, though it may stand in two columns."""
+    first: dict[Path, Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.folder, cell)
+    return list(first.values())
+
+
+def _may_fork() -> bool:
+    """Whether a forked process can go on: not from one that has used a GPU."""
+    import torch
+
+    return sys.platform == "linux" and not torch.cuda.is_initialized()
+
+
+def run_cell(words: Sequence[str], log: str, threads: int) -> None:
+    """One run in a process of its own; what it writes goes into a file.
+
+    Args:
+        words: the command line.
+        log: the file, which is added to.
+        threads: of the run on the CPU, where its configuration does not say.
+    """
+    os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the table, which hands it on
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    import torch
+
+    torch.set_num_threads(threads)
+
+    from fl_lightning.cli import main
+
+    main(words)
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    said = next((line for line in reversed(lines) if "error:" in line), lines[-1] if lines else "")
+    return said.removeprefix("fl-lightning: error: ")[:300]

@@ -1,0 +1,165 @@
+"""A table as Markdown, CSV and LaTeX (booktabs)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_lightning.federation.files import write_text
+from fl_lightning.table.definition import Definition
+from fl_lightning.table.figures import BESIDE, Head, Value, Values
+
+DASH = "–"
+LEGEND = (
+    "**Best** and _second best_ are marked only where a paired test at 5 % tells them from the next row (t-test over "
+    "three seeds or more, else a bootstrap over clients), without a correction for the number of rows."
+)
+
+
+def write(folder: Path, table: Definition, values: Values, notes: Sequence[str]) -> list[Path]:
+    """Write `table.md`, `table.csv` and `table.tex`.
+
+    Args:
+        folder: where.
+        table: what the file says.
+        values: what is known.
+        notes: lines on what is missing.
+    """
+    texts = {
+        "table.md": markdown(table, values, notes),
+        "table.csv": as_csv(table, values),
+        "table.tex": latex(table, values),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def heads_of(table: Definition, values: Values) -> list[Head]:
+    """The printed columns that have cells."""
+    heads = [Head(column.name, name) for column, name in table.heads]
+    return [head for head in heads if any(own == head for _, own in values)]
+
+
+def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> str:
+    """The table with its spreads, and beside each figure the published one and the difference."""
+    heads = heads_of(table, values)
+    lines = [f"# {table.title}", ""]
+    lines += [f"{table.note}\n"] if table.note else []
+    lines += ["| | " + " | ".join(map(str, heads)) + " |", "|---|" + "---|" * len(heads)]
+    for row in table.rows:
+        cells = [values.get((row.name, head)) for head in heads]
+        if any(cell is not None for cell in cells):
+            lines.append(f"| {row.name} | " + " | ".join(map(_marked, cells)) + " |")
+    lines += ["", *_explained(table, values), LEGEND, ""]
+    lines += ["## The same figures at other moments", ""]
+    lines += ["`best` is chosen on the split that it is reported on.", ""]
+    lines += ["| | moment | " + " | ".join(map(str, heads)) + " |", "|---|---|" + "---|" * len(heads)]
+    for row in table.rows:
+        for moment in BESIDE:
+            known = [values.get((row.name, head), Value()).beside.get(moment) for head in heads]
+            if any(figure is not None for figure in known):
+                lines.append(f"| {row.name} | {moment} | " + " | ".join(map(_plain, known)) + " |")
+    if notes:
+        lines += ["", "## What is missing", "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(table: Definition, values: Values) -> list[str]:
+    seeds = {len(value.seeds) for value in values.values() if value.seeds}
+    runs = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{max(seeds, default=0)}"
+    many = "" if runs == "1" else "s"
+    said = f"Means of {runs} seed{many}; ± over seeds (sample deviation), in parentheses over clients."
+    if any(value.published for value in values.values()):
+        over = f", ± over {table.spread}" if table.spread else ""
+        said += f" In brackets: published ({table.source}){over}, and ours minus that."
+    figures = sorted({str(figure) for column in table.columns for figure in column.figures.values()})
+    figures += sorted({f"{row.figure} ({row.name})" for row in table.rows if row.figure})
+    return [said, f"Figure (column of `metrics.csv`, moment): {', '.join(figures)}.", ""]
+
+
+def _marked(value: Value | None) -> str:
+    if value is None:
+        return DASH
+    text = spread_out(value)
+    text = {"best": f"**{text}**", "second": f"_{text}_"}.get(value.mark, text)
+    if value.published is not None:
+        gap = "" if value.difference is None else f"; {value.difference:+.2f}"
+        text += f" [{value.published}{gap}]"
+    return text
+
+
+def spread_out(value: Value) -> str:
+    """``66.2 ± 0.4 (7.1)``: mean, over seeds, over clients."""
+    if value.mean is None:
+        return "…"
+    over = "" if value.over_seeds is None else f" ± {value.over_seeds:.2f}"
+    clients = "" if value.over_clients is None else f" ({value.over_clients:.2f})"
+    return f"{value.mean:.2f}{over}{clients}"
+
+
+def _plain(figure: float | None) -> str:
+    return DASH if figure is None else f"{figure:.2f}"
+
+
+def as_csv(table: Definition, values: Values) -> str:
+    """One line a cell: every digit, each seed's figure, and what was published."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    own = [
+        "mean",
+        "over_seeds",
+        "over_clients",
+        *BESIDE,
+        "published",
+        "published_spread",
+        "difference",
+        "mark",
+        "seeds",
+    ]
+    writer.writerow(["row", "column", "figure", *own])
+    for row in table.rows:
+        for head in heads_of(table, values):
+            value = values.get((row.name, head))
+            if value is not None:
+                printed = value.published
+                known = [value.mean, value.over_seeds, value.over_clients, *(value.beside.get(m) for m in BESIDE)]
+                known += [printed.value, printed.spread, value.difference] if printed else [None] * 3
+                seeds = " ".join(f"{seed}:{figure!r}" for seed, figure in sorted(value.seeds.items()))
+                cells = ["" if figure is None else repr(figure) for figure in known]
+                writer.writerow([row.name, head.column, head.figure, *cells, value.mark, seeds])
+    return buffer.getvalue()
+
+
+def latex(table: Definition, values: Values) -> str:
+    """A booktabs table: mean ± over seeds, the published figure below in small print."""
+    heads = heads_of(table, values)
+    lines = [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
+    lines.append(" & ".join(["Method", *(_escaped(str(head)) for head in heads)]) + r" \\")
+    lines.append(r"\midrule")
+    for row in table.rows:
+        cells = [values.get((row.name, head)) for head in heads]
+        if any(cell is not None for cell in cells):
+            lines.append(" & ".join([_escaped(row.name), *map(_in_latex, cells)]) + r" \\")
+            if any(cell is not None and cell.published for cell in cells):
+                small = [
+                    rf"{{\scriptsize {cell.published.value:g}}}" if cell and cell.published else "" for cell in cells
+                ]
+                lines.append(" & ".join([r"\quad{\scriptsize published}", *small]) + r" \\")
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+def _in_latex(value: Value | None) -> str:
+    if value is None or value.mean is None:
+        return "--"
+    over = "" if value.over_seeds is None else rf" \pm {value.over_seeds:.2f}"
+    inner = f"{value.mean:.2f}{over}"
+    return {"best": rf"$\mathbf{{{inner}}}$", "second": rf"\underline{{${inner}$}}"}.get(value.mark, f"${inner}$")
+
+
+def _escaped(text: str) -> str:
+    signs = {"\\": r"\textbackslash{}", "β": r"$\beta$", "=": "="} | {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    return "".join(signs.get(sign, sign) for sign in text)

@@ -1,0 +1,81 @@
+import pytest
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.table.definition import Published, read_definition
+
+GOOD = """
+title: T
+source: "Paper, Table 9"
+seeds: [0, 1]
+figure: Server-T.last
+spread: seeds
+base: {files: [base.yaml]}
+columns:
+  A: {set: {data.batch_size: 5}}
+  B: {figures: {L: Local-T.best, G: Global-T.mean_last_10}}
+rows:
+  FedAvg: {set: {method: FedAvg}}
+  Ours: {columns: {A: null}, figure: Local-T.last}
+published:
+  FedAvg: {A: 66.24 ± 0.6, B: {L: 50, G: [40.5, 1]}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "base.yaml").write_text("seed: 0\n")
+
+    def write(text):
+        path = tmp_path / "tables" / "nine.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_file_says_rows_columns_figures_and_what_was_published(write):
+    table = read_definition(write(GOOD))
+    assert (table.seeds, table.spread, table.scale) == ((0, 1), "seeds", 100.0)
+    assert table.name.endswith("-nine")
+    assert [(column.name, name) for column, name in table.heads] == [("A", ""), ("B", "L"), ("B", "G")]
+    assert str(table.columns[0].figures[""]) == "Server-T.last"
+    assert str(table.figure(table.rows[1], table.columns[1], "G")) == "Local-T.last"
+    assert table.rows[1].columns == {"A": None}
+    assert table.published["FedAvg"]["A"][""] == Published(66.24, 0.6)
+    assert table.published["FedAvg"]["B"] == {"L": Published(50.0), "G": Published(40.5, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "word"),
+    [
+        ("seeds: [0, 1]", "seeds: [0, 0]", "seeds", "differ"),
+        ("seeds: [0, 1]", "seeds: 3", "seeds", "list"),
+        ("seeds: [0, 1]", "seeds: [true]", "seeds", "whole"),
+        ("figure: Server-T.last", "figure: Server-T.newest", "figure", "mean_last_10"),
+        ("figure: Server-T.last", "figure: 3", "figure", "Local-T.last"),
+        ("spread: seeds", "spread: rounds", "spread", "clients"),
+        ("title: T", "titel: T", "titel", "did you mean title"),
+        ("base: {files: [base.yaml]}", "base: {files: [other.yaml]}", "base.files", "no such file"),
+        ("base: {files: [base.yaml]}", "base: {files: base.yaml}", "base.files", "list"),
+        ("{A: null}", "{C: null}", "rows.Ours.columns.C", "choose from A, B"),
+        ("A: 66.24 ± 0.6", "C: 1", "published.FedAvg.C", "choose from A, B"),
+        ("A: 66.24 ± 0.6", "A: high", "published.FedAvg.A", "a number"),
+        ("A: 66.24 ± 0.6", "A: {L: 1}", "published.FedAvg.A.L", "one figure a column"),
+        ("  FedAvg: {A:", "  FedProx: {A:", "published.FedProx", "FedAvg, Ours"),
+        ("{data.batch_size: 5}}", "{data.batch_size: 5}, st: 1}", "columns.A.st", "did you mean set"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_its_key(write, old, new, key, word):
+    assert old in GOOD
+    with pytest.raises(ConfigError) as caught:
+        read_definition(write(GOOD.replace(old, new)))
+    assert caught.value.key == key
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["rows: {A: }", "- 1", "", "columns: [\n"])
+def test_no_table_at_all(write, text):
+    with pytest.raises(ConfigError):
+        read_definition(write(text))

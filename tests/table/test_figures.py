@@ -1,0 +1,46 @@
+import math
+
+import numpy as np
+import pytest
+
+from fl_lightning.table.figures import Value, differ
+from fl_lightning.table.progress import duration
+from fl_lightning.table.writing import spread_out
+
+
+def test_means_and_both_spreads_by_hand():
+    value = Value(seeds={0: 60.0, 1: 64.0}, clients={0: 10.0, 1: 20.0})
+    assert value.mean == 62
+    assert value.over_seeds == pytest.approx(math.sqrt(8))
+    assert value.over_clients == 5
+    assert spread_out(value) == "62.00 ± 2.83 (5.00)"
+    assert spread_out(Value()) == "…"
+
+
+def test_three_seeds_are_compared_in_pairs():
+    noise = {0: 0.0, 1: 30.0, 2: -20.0, 3: 5.0}
+    lower = Value(seeds={seed: 50 + off for seed, off in noise.items()})
+    higher = Value(seeds={seed: 51 + off + 0.1 * seed for seed, off in noise.items()})
+    assert differ(higher, lower)  # though the spread over seeds is twenty times the difference
+    shaken = Value(seeds={0: 49.0, 1: 83.0, 2: 28.0, 3: 56.0})
+    assert not differ(shaken, lower)
+
+
+def test_equal_runs_are_not_told_apart_and_a_constant_gap_is():
+    same = Value(seeds={0: 1.0, 1: 2.0, 2: 3.0})
+    assert not differ(same, Value(seeds=dict(same.seeds)))
+    assert differ(Value(seeds={0: 1.5, 1: 2.5, 2: 3.5}), same)
+
+
+def test_one_seed_is_compared_over_clients():
+    draw = np.random.default_rng(1)
+    base = draw.normal(50, 10, 40)
+    first = Value(seeds={0: 1.0}, clients=dict(enumerate(base + draw.normal(2, 1, 40))))
+    second = Value(seeds={0: 1.0}, clients=dict(enumerate(base)))
+    assert differ(first, second)
+    assert not differ(Value(seeds={0: 1.0}, clients=dict(enumerate(base + draw.normal(0, 1, 40)))), second)
+    assert not differ(Value(seeds={0: 1.0}), Value(seeds={0: 2.0}))  # Server-T of one seed: nothing to compare with
+
+
+def test_durations():
+    assert [duration(s) for s in (None, 5, 150, 7500)] == ["an unknown time", "5 s", "2 min", "2 h 5 min"]
