@@ -182,7 +182,7 @@ def _partition(argv: list[str]) -> int:
 def _table(argv: list[str]) -> int:
     from fl_lightning.table.command import table
 
-    return table(argv)
+    return table(argv, main)
 
 
 def _compare(argv: list[str]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fl_lightning.table.cells import Cell, Choice, cells_of
 from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import values_of
 from fl_lightning.table.progress import Pace, Progress, duration
-from fl_lightning.table.running import Crew, distinct
+from fl_lightning.table.running import Command, Crew, distinct
 from fl_lightning.table.writing import markdown, write
 
 DESCRIPTION = (
@@ -26,8 +27,12 @@ DESCRIPTION = (
 )
 
 
-def table(argv: Sequence[str]) -> int:
+def table(argv: Sequence[str], command: Command) -> int:
     """The command.
+
+    Args:
+        argv: what follows ``table``.
+        command: runs one cell's command line, in a process of its own.
 
     Returns:
         0 if every cell that was wanted is finished, 1 if some failed, 128 + a signal's number.
@@ -44,6 +49,8 @@ def table(argv: Sequence[str]) -> int:
         tuple(overrides),
     )
     cells = cells_of(definition, choice)
+    require(options.rounds is None or options.rounds >= 1, "--rounds", "must be >= 1", options.rounds)
+    require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     shard = _shard(options.shard, cells)
     if options.print_commands:
         for cell in distinct(shard):
@@ -53,27 +60,35 @@ def table(argv: Sequence[str]) -> int:
     if options.dry_run:
         _forecast(console, distinct(shard), options.jobs)
         return 0
-    return _run(console, definition, cells, shard, options.jobs, choice.output / "tables" / definition.name)
-
-
-def _run(
-    console: Console, definition: Definition, cells: list[Cell], shard: list[Cell], jobs: int, folder: Path
-) -> int:
+    folder = choice.output / "tables" / definition.name
     missing = _without_data(shard)
     left = [cell for cell in shard if cell.column.name not in missing]
     with Progress(console, cells) as progress:
-        crew = Crew(left, folder / "logs", jobs, progress)
+        crew = Crew(left, folder / "logs", options.jobs, command, progress)
         code = crew.run()
+    others = cells_of(definition, replace(choice, rows=(), columns=())) if choice.rows or choice.columns else []
+    _conclude(console, definition, [*cells, *(cell for cell in others if cell.finished)], crew, missing, folder)
+    return code
+
+
+def _conclude(
+    console: Console,
+    definition: Definition,
+    cells: Sequence[Cell],
+    crew: Crew,
+    missing: Mapping[str, str],
+    folder: Path,
+) -> None:
+    """Write what is known, and say what is not."""
     notes = [f"column {column}: {said}" for column, said in missing.items()]
     notes += [f"{job.cell.title}: {job.said}" for job in crew.jobs if job.state == "failed"]
     unfinished = [cell for cell in cells if not cell.finished and cell.column.name not in missing]
     notes += [f"{len(unfinished)} of {len(cells)} runs are not finished"] if unfinished else []
-    kept = [cell for cell in cells if cell.column.name not in missing]
+    kept = list({(c.row.name, c.column.name, c.seed): c for c in cells if c.column.name not in missing}.values())
     values = values_of(definition, kept)
     written = write(folder, definition, values, notes)
     console.print(markdown(definition, values, notes), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
-    return code
 
 
 def _without_data(cells: Sequence[Cell]) -> dict[str, str]:

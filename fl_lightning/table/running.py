@@ -19,6 +19,8 @@ from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
 
+Command = Callable[[Sequence[str]], None]
+
 
 @dataclass
 class Job:
@@ -44,15 +46,19 @@ class Crew:
         cells: what there is to do; a cell that is finished already is not run again.
         logs: folder of what the runs write to the terminal.
         jobs: how many run at once; the cores are shared out among them.
+        command: runs a command line in the present process, and ends it.
         told: called whenever a cell changes its state, and now and then.
     """
 
-    def __init__(self, cells: Sequence[Cell], logs: Path, jobs: int, told: Callable[[Crew], None]) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], logs: Path, jobs: int, command: Command, told: Callable[[Crew], None]
+    ) -> None:
         self.jobs = [Job(cell) for cell in distinct(cells)]
         self.logs = logs
         self.at_once = jobs
         self.threads = max(1, num_cores() // jobs)
         self.stopping = False
+        self._command = command
         self._told = told
 
     def run(self) -> int:
@@ -96,7 +102,7 @@ class Crew:
             log = self.logs / f"{job.cell.name}.log"
             methods = multiprocessing.get_all_start_methods()
             context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
-            job.process = context.Process(target=run_cell, args=(job.cell.words, str(log), self.threads))
+            job.process = context.Process(target=run_cell, args=(self._command, job.cell.words, str(log), self.threads))
             job.process.start()
             job.state = "running"
             self._told(self)
@@ -129,10 +135,11 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized()
 
 
-def run_cell(words: Sequence[str], log: str, threads: int) -> None:
+def run_cell(command: Command, words: Sequence[str], log: str, threads: int) -> None:
     """One run in a process of its own; what it writes goes into a file.
 
     Args:
+        command: runs it.
         words: the command line.
         log: the file, which is added to.
         threads: of the run on the CPU, where its configuration does not say.
@@ -147,10 +154,7 @@ def run_cell(words: Sequence[str], log: str, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-
-    from fl_lightning.cli import main
-
-    main(words)
+    command(words)
 
 
 def _last_line(log: Path) -> str:

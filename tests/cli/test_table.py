@@ -1,0 +1,138 @@
+"""`fl-lightning table`: cells are ordinary runs, are found again, and stand beside what was published."""
+
+import csv
+import json
+import os
+import shlex
+import signal
+
+import pytest
+
+TABLE = """\
+title: "A small table"
+source: "nowhere, Table 1"
+seeds: [0, 1]
+spread: seeds
+base: {files: [../exp.yaml]}
+columns:
+  Digits:
+    figures: {received: Local-T_received.last, all: Global-T.best}
+rows:
+  FedAvg: {set: {method: FedAvg}}
+  FedRep: {set: {federation.lr_decay: 0.9}}
+published:
+  FedAvg: {Digits: {received: 50.5 ± 1}}
+"""
+
+
+@pytest.fixture
+def place(workplace):
+    workplace.draws = False
+    workplace.change(federation={"rounds": 2})
+    workplace.write("tables/small.yaml", TABLE)
+    return workplace
+
+
+def cells(place):
+    with (place.path / f"runs/tables/{place.path.name}-small/table.csv").open() as file:
+        return {(row["row"], row["figure"]): row for row in csv.DictReader(file)}
+
+
+def folders(place):
+    return sorted(path for path in (place.path / "runs/cells").iterdir() if path.is_dir())
+
+
+def test_a_table_from_one_command(place):
+    code, out, err = place.call("table", "tables/small.yaml", "--jobs", "2")
+    assert code == 0, err + out
+    assert "4 of 4 runs finished" in out
+    runs = folders(place)
+    assert len(runs) == 4
+    found = cells(place)
+    assert len(found) == 4
+    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
+    mine = [100 * s["last"]["Local-T_received"] for s in summaries if s["method"] == "FedAvg"]
+    received = found["FedAvg", "received"]
+    assert float(received["mean"]) == pytest.approx(sum(mine) / 2)
+    assert float(received["difference"]) == pytest.approx(sum(mine) / 2 - 50.5)
+    best = [100 * s["best"]["Global-T"]["value"] for s in summaries if s["method"] == "FedRep"]
+    assert float(found["FedRep", "all"]["mean"]) == pytest.approx(sum(best) / 2)
+    assert float(found["FedRep", "all"]["over_clients"]) > 0
+    text = (place.path / f"runs/tables/{place.path.name}-small/table.md").read_text()
+    assert "[50.5 ± 1; " in text
+    assert "nowhere, Table 1" in text
+    tex = (place.path / f"runs/tables/{place.path.name}-small/table.tex").read_text()
+    assert tex.count(r"\\") == 4  # the head, two methods, one line of what was published
+    assert tex.count("&") == 8
+
+    stamps = {run: (run / "summary.json").stat().st_mtime_ns for run in runs}
+    place.write("tables/other.yaml", TABLE.replace("small", "other").replace("[0, 1]", "[1]"))
+    code, out, err = place.call("table", "tables/other.yaml")  # another table with the same cells
+    assert code == 0, err + out
+    assert {run: (run / "summary.json").stat().st_mtime_ns for run in folders(place)} == stamps
+
+    code, out, _ = place.call("table", "tables/small.yaml", "--print-commands", "--only", "FedRep", "--shard", "2/2")
+    words = shlex.split(out)
+    assert (code, words[:2], words[-2:]) == (0, ["fl-lightning", "fit"], ["--resume", "auto"])
+    assert (place.path / "runs/cells" / words[words.index("--name") + 1]) in runs
+    code, out, _ = place.call("table", "tables/small.yaml", "--dry-run", "--rounds", "4")
+    assert code == 0
+    assert "0 of 4 rounds" in out
+    assert "4 runs, an unknown" in out or "4 runs," in out
+
+
+def test_a_killed_table_goes_on_to_the_same_figures(place):
+    code, out, err = place.call("table", "tables/small.yaml", "--only", "FedAvg", "--seeds", "0", "--output", "whole")
+    assert code == 0, err + out
+    (whole,) = [path for path in (place.path / "whole/cells").iterdir() if path.is_dir()]
+    running = place.start("table", "tables/small.yaml", "--only", "FedAvg", "--seeds", "0", "--rounds", "2")
+    cell = place.path / "runs/cells" / whole.name
+    running.wait_until(lambda: (cell / "metrics.csv").is_file() and len((cell / "metrics.csv").read_text()) > 400)
+    os.kill(running.process.pid, signal.SIGTERM)
+    code, out, err = running.result()
+    assert code in (0, 128 + signal.SIGTERM), err + out
+    code, out, err = place.call("table", "tables/small.yaml", "--only", "FedAvg", "--seeds", "0")
+    assert code == 0, err + out
+    code, out, err = place.call("compare", f"whole/cells/{whole.name}", f"runs/cells/{whole.name}")
+    assert code == 0, err + out
+
+
+def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
+    text = TABLE.replace(
+        "  FedRep: {set:", "  FedBN: {set: {model.init_args.hidden: [0], method: FedBN}}\n  FedRep: {set:"
+    )
+    text = text.replace(
+        "rows:\n",
+        "  MNIST:\n    set:\n      data.dataset: {class_path: MNIST, init_args: {root: none, download: false}}\n"
+        "rows:\n",
+    )
+    place.write("tables/small.yaml", text)
+    code, out, err = place.call("table", "tables/small.yaml", "--seeds", "0", "--jobs", "2", "--rounds", "1")
+    assert code == 1, err + out
+    assert "column MNIST: " in out
+    assert "train-images-idx3-ubyte" in out
+    assert "FedBN, Digits, seed 0: " in out
+    assert "hidden" in out
+    assert len(folders(place)) == 2
+    assert {row for row, _ in cells(place)} >= {"FedAvg", "FedRep"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--only", "FedAgv"], "did you mean FedAvg"),
+        (["--columns", "MNIST"], "Digits"),
+        (["--shard", "3/2"], "2/8"),
+        (["--seeds", "one"], "whole numbers"),
+        (["--seed", "1"], "--seeds"),
+        (["--jobs", "0"], "must be >= 1"),
+        (["--rounds", "0"], "must be >= 1"),
+        (["--federation.round", "3"], "rounds"),
+    ],
+)
+def test_mistakes_are_one_line(place, argv, word):
+    code, out, err = place.call("table", "tables/small.yaml", *argv)
+    assert code == 2, out + err
+    assert word in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (place.path / "runs").exists()
