@@ -183,6 +183,10 @@ class ArtifactRule(ABC):
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
     """Without a server: whether a value that is heard alone comes as it was sent."""
+    hears_mean: ClassVar[bool] = False
+    """Whether one value, the mean of all clients', may stand for theirs."""
+    takes_noise: ClassVar[bool] = True
+    """Whether values that were clipped and blurred one by one still mean what the rule takes them for."""
 
     @property
     def remembers(self) -> bool:
@@ -224,6 +228,7 @@ class TensorMean(ArtifactRule):
     """
 
     in_parts = True
+    hears_mean = True
 
     def __init__(self, uniform: bool = False) -> None:
         self._mean = WeightedMean()
@@ -252,6 +257,8 @@ class RunningSum(TensorMean):
     Args:
         divisor: > 0; the number of all clients makes it the mean over them of what those who are out last sent, too.
     """
+
+    hears_mean = False
 
     def __init__(self, divisor: float) -> None:
         super().__init__(uniform=True)
@@ -286,6 +293,7 @@ class ClassMeanRule(ArtifactRule):
     """
 
     in_parts = True
+    hears_mean = True
 
     def __init__(self, weighting: ClassWeighting = "count", missing: MissingClass = "keep") -> None:
         require(weighting in get_args(ClassWeighting), "weighting", f"must be in {get_args(ClassWeighting)}", weighting)

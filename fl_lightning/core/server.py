@@ -38,6 +38,11 @@ class Server:
     only_averages: ClassVar[bool] = True
     """Whether all that happens to weights is that they are averaged: then the method can do without a server, and its
     mean may be followed by a server optimizer. Not inherited: a subclass says so by itself."""
+    hears_mean: ClassVar[bool] = True
+    """Whether a round may come as one message, the mean of all: then the mean may be private
+    (`core/private_mean.py`). Not inherited either."""
+    takes_noise: ClassVar[bool] = True
+    """Whether messages may come clipped and blurred one by one."""
     sees_messages: ClassVar[bool] = False
     """Whether `see` is called: for a server that must see every single message, in the order of clients."""
 
@@ -62,6 +67,7 @@ class Server:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.only_averages = cls.__dict__.get("only_averages", False)
+        cls.hears_mean = cls.__dict__.get("hears_mean", False)
         if "collect" in cls.__dict__ or ("see" in cls.__dict__ and not cls.sees_messages):
             raise TypeError(f"{cls.__name__}: to look at messages, override `see` and say `sees_messages = True`")
 

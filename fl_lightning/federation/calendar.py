@@ -33,11 +33,26 @@ class Calendar:
 
     def _drawn(self, round: int) -> list[int]:
         there = self.num_present(round)
-        count = max(1, int(self.settings.participation * there + 1e-9))
+        if self.samples_independently:
+            rng = numpy_generator(self.seed, "participants", round)
+            return (rng.random(there) < self.settings.participation).nonzero()[0].tolist()
+        count = int(self.expected(round))
         if count == there:
             return list(range(there))
         rng = numpy_generator(self.seed, "participants", round)
         return sorted(rng.choice(there, size=count, replace=False).tolist())
+
+    @property
+    def samples_independently(self) -> bool:
+        """Whether each client takes part by a chance of its own (Poisson sampling)."""
+        return self.settings.sampling == "poisson" and self.settings.participation < 1
+
+    def expected(self, round: int) -> float:
+        """How many clients a round expects, whoever fails; under Poisson sampling the mean of their number."""
+        there = self.num_present(round)
+        if self.samples_independently:
+            return self.settings.participation * there
+        return max(1, int(self.settings.participation * there + 1e-9))
 
     def num_present(self, round: int) -> int:
         """How many clients have joined by `round`; they are the first ones."""

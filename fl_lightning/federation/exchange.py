@@ -12,6 +12,7 @@ from typing_extensions import override
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.private_mean import ANYONE, PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, require
@@ -77,6 +78,15 @@ class Exchange(ABC):
         """
         rule = f"needs a server, which a federation on a {type(self).__name__} has not: must be null"
         raise ConfigError("federation.server_optimizer", rule, type(optimizer).__name__)
+
+    def protect(self, mean: PrivateMean, template: ClientModule) -> None:
+        """Let the server hear nothing but a round's private mean.
+
+        Raises:
+            ConfigError: if there is no server, or it must see more than a mean.
+        """
+        rule = f"needs a server, which a federation on a {type(self).__name__} has not: must be client"
+        raise ConfigError("federation.wire.where", rule, "server")
 
     def global_message(self) -> Message | None:
         """The message that all clients will hear, where there is such a one."""
@@ -145,6 +155,8 @@ class Star(Exchange):
     """A server in the middle: every participant sends to it and hears from it."""
 
     server: Server
+    mean: PrivateMean | None = None
+    """What stands between clients and server; None where the server hears every message."""
 
     @override
     def setup(self, template: ClientModule, facts: Facts) -> None:
@@ -162,6 +174,15 @@ class Star(Exchange):
         self.server.optimizer = optimizer
 
     @override
+    def protect(self, mean: PrivateMean, template: ClientModule) -> None:
+        name, server = type(template.method).__name__, self.server
+        odd = [f"the rule of {key}" for key, rule in server.rules.items() if not rule().hears_mean]
+        odd = odd if server.hears_mean else [f"{name}'s server"]
+        rule = f"{odd[0] if odd else name} must see every single message and not only their mean: must be client"
+        require(not odd, "federation.wire.where", rule, "server")
+        self.mean = mean
+
+    @override
     def inbox(self, client: int) -> Message:
         return self.server.message_for(client)
 
@@ -169,13 +190,20 @@ class Star(Exchange):
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
         self.server.open_round()
+        if self.mean is not None:
+            self.mean.open_round()
 
     @override
     def post(self, client: int, message: Message) -> None:
-        self.server.collect(client, message)
+        if self.mean is None:
+            self.server.collect(client, message)
+        else:
+            self.mean.add(message)
 
     @override
     def close(self) -> None:
+        if self.mean is not None:
+            self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
         self.server.close_round()
 
     @override
@@ -185,20 +213,23 @@ class Star(Exchange):
     @property
     @override
     def works_in_parts(self) -> bool:
-        return self.server.works_in_parts
+        return self.mean is not None or self.server.works_in_parts
 
     @override
     def partial(self) -> Any:
-        return self.server.partial()
+        return self.server.partial() if self.mean is None else self.mean.partial()
 
     @override
     def merge(self, partial: Any) -> None:
-        self.server.merge(partial)
+        (self.server if self.mean is None else self.mean).merge(partial)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.server.state_dict()
+        state = self.server.state_dict()
+        return state if self.mean is None else {**state, "mean": self.mean.state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.server.load_state_dict(state)
+        if self.mean is not None:
+            self.mean.load_state_dict(state["mean"])

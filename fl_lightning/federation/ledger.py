@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fl_lightning.core.message import NOTHING, Size
+from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.scores import loss_column, mean_losses
 
@@ -17,9 +18,11 @@ class Ledger:
     Args:
         num_founders: clients that are there from the start, the first ones.
         has_newcomers: whether others join later.
+        account: of what privacy is spent; None where there is none.
     """
 
-    def __init__(self, num_founders: int, has_newcomers: bool) -> None:
+    def __init__(self, num_founders: int, has_newcomers: bool, account: Account | None = None) -> None:
+        self.account = account
         self.num_founders = num_founders
         self.has_newcomers = has_newcomers
         self.traffic = _traffic([])
@@ -37,7 +40,8 @@ class Ledger:
         spread = [name + suffix for name in accuracies for suffix in suffixes]
         lost = [*map(loss_column, losses), *(["loss_newcomers"] if self.has_newcomers else ())]
         present = ("participants", "missing")
-        return ["round", *spread, "Server-T", "receive_drop", *self.traffic, *present, "seconds", *lost]
+        spent = () if self.account is None else ("epsilon",)
+        return ["round", *spread, "Server-T", "receive_drop", *spent, *self.traffic, *present, "seconds", *lost]
 
     def write(
         self,
@@ -63,6 +67,7 @@ class Ledger:
         row |= mean_losses([report.losses for report in reports if report.client < self.num_founders])
         later = mean_losses([report.losses for report in reports if report.client >= self.num_founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
+        row |= {} if self.account is None else {"epsilon": self.account.epsilon(round)}
         row["seconds"] = time.perf_counter() - start
         self.seconds += row["seconds"]
         for name, value in traffic.items():

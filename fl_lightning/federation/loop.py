@@ -22,6 +22,7 @@ from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.ledger import Ledger
+from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Job, Runner
 from fl_lightning.federation.scores import ScoreBoard
@@ -97,7 +98,7 @@ class FederatedLoop:
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar)
-        self.ledger = Ledger(self.calendar.num_founders, bool(settings.newcomers.clients))
+        self.ledger = Ledger(self.calendar.num_founders, bool(settings.newcomers.clients), self.account)
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
@@ -110,6 +111,7 @@ class FederatedLoop:
         exchange.setup(template, facts)
         if settings.server_optimizer is not None:
             exchange.optimize(settings.server_optimizer, template)
+        self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
         self.workers = Workers.present(spread=self.runner.single_device)
         self.exchange = exchange
         if self.workers.size > 1:

@@ -146,6 +146,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "communication": communication(loop.traffic, rows),
             "parameters": loop.runner.num_parameters(),
             "clients_without_test": without_test,
+            **({} if loop.account is None else {"privacy": loop.account.summary(loop.round)}),
         }
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary

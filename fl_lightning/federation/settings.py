@@ -69,8 +69,10 @@ class Federation:
 
     Args:
         rounds: rounds of the run, >= 1.
-        participation: fraction of the clients in a round, in (0, 1]; ``max(1, int(participation * N))`` of them are
-            drawn without replacement, from the seed.
+        participation: fraction of the clients in a round, in (0, 1].
+        sampling: how they are drawn, from the seed: ``fixed`` draws ``max(1, int(participation * N))`` of them without
+            replacement; ``poisson`` takes each with that chance by itself, so that a round may have none: what
+            privacy by sampling asks for.
         local_epochs: epochs of a local fit, >= 1, where the method does not say otherwise.
         lr_decay: factor on the learning rate from round to round, in (0, 1].
         evaluate: what is evaluated.
@@ -99,6 +101,7 @@ class Federation:
 
     rounds: int = 20
     participation: float = 1.0
+    sampling: Literal["fixed", "poisson"] = "fixed"
     local_epochs: int = 1
     lr_decay: float = 1.0
     evaluate: EvaluationPolicy = field(default_factory=EvaluationPolicy)
@@ -122,6 +125,7 @@ class Federation:
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "federation.rounds", "must be >= 1", self.rounds)
         require(0 < self.participation <= 1, "federation.participation", "must be in (0, 1]", self.participation)
+        require(self.sampling in ("fixed", "poisson"), "federation.sampling", "must be fixed or poisson", self.sampling)
         require(self.local_epochs >= 1, "federation.local_epochs", "must be >= 1", self.local_epochs)
         require(0 < self.lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", self.lr_decay)
         require(self.evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", self.evaluate_every)

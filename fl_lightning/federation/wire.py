@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Message
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.packing import Packet
 
@@ -46,6 +46,27 @@ class WireFilter(ABC):
         """
 
 
+class MessageFilter(WireFilter):
+    """A filter that changes a message as a whole, before anything else does; on the way up alone."""
+
+    ways = "up"
+    last: bool = False
+    """Whether no other filter may follow on the way up, because the server takes apart what this one made."""
+
+    @abstractmethod
+    def change(self, message: Message, received: Message) -> Message:
+        """What goes on of what the method sends.
+
+        Args:
+            message: as the method sends it.
+            received: what the client received in this round.
+        """
+
+    def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
+        """Nothing is left to be done."""
+        return packet
+
+
 class Wire:
     """The chain of filters.
 
@@ -56,7 +77,7 @@ class Wire:
         exchange: what carries the messages.
 
     Raises:
-        ConfigError: for a filter that needs a server where there is none.
+        ConfigError: for a filter that needs a server where there is none, or that stands in the wrong place.
     """
 
     def __init__(self, filters: Sequence[WireFilter], exchange: Exchange) -> None:
@@ -65,7 +86,9 @@ class Wire:
             if own.needs_server and exchange.between_clients:
                 rule = f"needs a server, which a federation on a {type(exchange).__name__} has not: leave it out"
                 raise ConfigError(KEY, f"{type(own).__name__} {rule}")
-        self._up = [(index, own) for index, own in named if own.ways != "down"]
+        self._whole = [own for _, own in named if isinstance(own, MessageFilter)]
+        self._up = [(index, own) for index, own in named if own.ways != "down" and own not in self._whole]
+        _check_order([own for _, own in named if own.ways != "down"])
         self._down = [own for _, own in named if own.ways != "up" and not exchange.between_clients]
         self._last: tuple[Message, Message] | None = None
 
@@ -78,6 +101,8 @@ class Wire:
             received: what the client received in this round, which both ends know.
             memory: what filters keep for this client from round to round; changed in place.
         """
+        for whole in self._whole:
+            message = whole.change(message, received)
         if not self._up:
             return message
         packet = Packet.of(message, received)
@@ -99,3 +124,15 @@ class Wire:
                 packet = own.apply(packet, {})
             self._last = message, packet.unpacked(message)
         return self._last[1]
+
+
+def _check_order(filters: Sequence[WireFilter]) -> None:
+    """Filters of whole messages come first, and some alone."""
+    for place, own in enumerate(filters):
+        if isinstance(own, MessageFilter):
+            name = type(own).__name__
+            require(place == 0, KEY, f"{name} must be the first filter on the way up, and there can be only one")
+            alone = not own.last or len(filters) == 1
+            require(
+                alone, KEY, f"{name} at the server must be the only filter on the way up (Quantize may be ways: down)"
+            )

@@ -307,6 +307,8 @@ class GaussianMixture(Term):
 class VarianceMean(TensorMean):
     """Mean of variances that are sent as logarithms, weighted by samples."""
 
+    hears_mean = False
+
     @override
     def add(self, value: Tensor, num_samples: int) -> None:
         super().add(value.exp(), num_samples)

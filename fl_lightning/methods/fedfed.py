@@ -339,6 +339,7 @@ class PoolServer(Server):
     """
 
     sees_messages = True
+    takes_noise = False  # copies of single images are handed on
 
     def __init__(self, initial: Message, feature_rounds: int) -> None:
         self.feature_rounds = feature_rounds

@@ -113,6 +113,8 @@ class HeadServer(TrainingServer):
         weighting: whether class means count alike or by samples.
     """
 
+    hears_mean = True
+
     def __init__(
         self,
         initial: Message,

@@ -135,6 +135,7 @@ class NormalisedServer(Server):
     """
 
     sees_messages = True
+    takes_noise = False  # a client counts by the steps that it made
 
     def __init__(self, initial: Message, trained: set[str], momentum: float = 0.0) -> None:
         super().__init__(initial)

@@ -133,6 +133,7 @@ class FedPA(Method):
 class GeneratorServer(TrainingServer):
     """Trains the generator on the round's heads, then averages models and prototypes."""
 
+    hears_mean = True
     network: FeatureGenerator
 
     def __init__(

@@ -144,6 +144,8 @@ class PrototypeServer(TrainingServer):
         gap: how the margin follows the class means.
     """
 
+    hears_mean = True
+
     def __init__(
         self,
         initial: Message,

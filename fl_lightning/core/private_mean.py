@@ -1,0 +1,127 @@
+"""The mean of a round's clipped messages under noise: all that a server learns of its clients (DP-FedAvg)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.aggregation import ExactSum, Partial
+from fl_lightning.core.coding import Coding, clipped, deviations
+from fl_lightning.core.message import Message, Structured, accumulation_dtype, artifact
+from fl_lightning.seeding import torch_generator
+
+CLIPPED = "clipped"
+"""Name of the one artifact in a message that was clipped for this mean."""
+ANYONE = -1
+"""Who sends the mean: no client."""
+
+
+@artifact
+@dataclass(frozen=True)
+class Clipped(Structured):
+    """A message as one vector of bounded length.
+
+    Args:
+        vector: [P] float32.
+        layout: what lies where in it (`Coding.state`), as JSON.
+    """
+
+    vector: Tensor
+    layout: str
+
+    @classmethod
+    def of(cls, vector: Tensor, coding: Coding) -> Clipped:
+        """Pack a vector that was clipped."""
+        return cls(vector.float(), json.dumps(coding.state()))
+
+    @property
+    def coding(self) -> Coding:
+        """What lies where."""
+        return Coding.from_state(json.loads(self.layout))
+
+
+class PrivateMean:
+    """r + (Σ clip(v_i) + N(0, z² C²)) / m, with m fixed beforehand and all clients alike.
+
+    m is the number of clients that are expected in a round, whoever comes: a mean over those who came, or by their
+    samples, has no bound on what one client does to it. Sums are exact, so that the result does not depend on order or
+    workers; the noise is drawn once, by who closes the round.
+
+    Args:
+        norms: C of the weights' updates and of the artifacts.
+        multiplier: z, >= 0.
+        expected: round -> m.
+        seed: of the noise. Whoever knows it can take the noise away again: it is for experiments that repeat.
+    """
+
+    def __init__(
+        self, norms: tuple[float, float], multiplier: float, expected: Callable[[int], float], seed: int
+    ) -> None:
+        self.norms = norms
+        self.multiplier = multiplier
+        self.expected = expected
+        self.seed = seed
+        self.coding: Coding | None = None
+        self.released: Tensor | None = None
+        """[P] what the last round gave away: the mean vector under noise."""
+        self.open_round()
+
+    def open_round(self) -> None:
+        """Forget what was added."""
+        self._sum = ExactSum()
+
+    def add(self, message: Message) -> None:
+        """Add a client's message; it is clipped here, too, whatever has happened to it on its way.
+
+        Args:
+            message: with a `Clipped`, as the wire left it.
+        """
+        sent = message.artifacts[CLIPPED]
+        assert isinstance(sent, Clipped)
+        self.coding = sent.coding
+        self._sum.add(clipped(sent.vector.to(accumulation_dtype(sent.vector.device)), self.coding, self.norms), 1.0)
+
+    def partial(self) -> Partial:
+        """What was added so far, in plain containers."""
+        return {"sum": self._sum.partial(), "coding": None if self.coding is None else self.coding.state()}
+
+    def merge(self, partial: Mapping[str, Any]) -> None:
+        """Add what was added elsewhere."""
+        if partial["coding"] is not None:
+            self.coding = Coding.from_state(partial["coding"])
+        self._sum.merge(partial["sum"])
+
+    def release(self, round: int, reference: Mapping[str, Tensor]) -> Message:
+        """The round's mean as a message; under noise also where nobody came.
+
+        Args:
+            round: 1-based.
+            reference: the weights that clients received.
+        """
+        coding = Coding.of(Message(dict(reference))) if self.coding is None else self.coding
+        expected = self.expected(round)
+        noise = deviations(coding, self.norms, self.multiplier) / expected
+        vector = noise * torch.randn(
+            coding.size, generator=torch_generator(self.seed, "privacy", round), dtype=torch.float64
+        )
+        if self._sum.partial():
+            vector = vector + self._sum.value(expected).cpu()
+        self.released = vector
+        self.open_round()
+        device = next((tensor.device for tensor in reference.values()), vector.device)
+        message = coding.decoded(vector.to(device), reference, noise)
+        message.num_samples = max(1, int(expected + 0.5))
+        return message
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rounds depend on: how messages are laid out."""
+        return {"coding": None if self.coding is None else self.coding.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.coding = None if state["coding"] is None else Coding.from_state(state["coding"])

@@ -1,0 +1,78 @@
+"""(ε, δ) of Gaussian mechanisms, by Opacus' accountants."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from fl_lightning.errors import ConfigError
+
+Accountant = Literal["rdp", "prv"]
+ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
+"""Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
+PRV_ERROR = 2e-4
+"""Largest error of ε by privacy-loss random variables; it is added, so that ε is never too small."""
+
+
+class Mechanism(NamedTuple):
+    """A Gaussian mechanism of sensitivity 1, on a Poisson sample, so many times over.
+
+    Args:
+        noise_multiplier: standard deviation of the noise, >= 0.
+        sampling_rate: with what chance one is in the sample, in (0, 1]; 1 samples nothing.
+        times: how often, >= 0.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    times: int
+
+
+@lru_cache(4096)
+def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") -> float:
+    """ε at δ, with one more or one less as neighbours; infinite without noise, 0 where nothing happened.
+
+    Args:
+        mechanism: what happened.
+        delta: δ in (0, 1).
+        accountant: how it is composed.
+
+    Raises:
+        ConfigError: if Opacus is not installed.
+    """
+    accountants, analysis = _opacus()
+    if mechanism.times == 0:
+        return 0.0
+    if mechanism.noise_multiplier == 0:
+        return math.inf
+    if accountant == "prv":
+        prv = accountants.PRVAccountant()
+        prv.history = [tuple(mechanism)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy's, of logarithms that are not taken
+            return float(prv.get_epsilon(delta, eps_error=PRV_ERROR))
+    spent = [mechanism.times * one for one in _moments(mechanism.noise_multiplier, mechanism.sampling_rate)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the best order is the first or the last
+        return max(0.0, float(analysis.get_privacy_spent(orders=list(ORDERS), rdp=spent, delta=delta)[0]))
+
+
+@lru_cache(64)
+def _moments(noise_multiplier: float, sampling_rate: float) -> list[float]:
+    _, analysis = _opacus()
+    found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS))
+    return [float(one) for one in found]
+
+
+def _opacus() -> tuple[Any, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from opacus import accountants
+            from opacus.accountants.analysis import rdp
+    except ImportError as error:
+        rule = "privacy is accounted for by Opacus, which is not installed: pip install 'fl-lightning[privacy]'"
+        raise ConfigError("federation.wire", rule) from error
+    return accountants, rdp
