@@ -234,9 +234,7 @@ class FederatedLoop:
             self._save()
 
     def _save(self) -> None:
-        if self.checkpoints is None:
-            return
-        if not self.workers.writes:
+        if self.checkpoints is None or not self.workers.writes:
             return
         with Waiting.context():  # a slow disk takes its time
             files = union(self.workers.gather(self.runner.pool.flush(self.round)))
