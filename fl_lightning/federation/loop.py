@@ -273,11 +273,6 @@ class FederatedLoop:
         return self.ledger.columns(self.examiner.columns, self.runner.modules[0].loss_names)
 
     @property
-    def columns(self) -> list[str]:
-        """The columns that evaluations of clients fill."""
-        return self.examiner.columns
-
-    @property
     def board(self) -> ScoreBoard:
         """What is known of every client's accuracy."""
         return self.examiner.board

@@ -48,7 +48,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     def on_run_start(self, loop: FederatedLoop) -> None:
         self.metrics = MetricsFile(self.folder / "metrics.csv", loop.row_columns)
         ahead = ["round", "client", "participated", "failed", "num_train", "num_test"]
-        self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.columns, "loss"])
+        self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.examiner.columns, "loss"])
         self.topology = None
         if loop.exchange.between_clients:
             self.topology = MetricsFile(self.folder / "topology.csv", ["round", *Hop._fields])

@@ -60,7 +60,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
     if not folder.is_dir() or not loop.settings.evaluate.trained:
         return {}
-    scores = {name: np.full(loop.num_clients, np.nan) for name in loop.columns if "_received" not in name}
+    scores = {name: np.full(loop.num_clients, np.nan) for name in loop.examiner.columns if "_received" not in name}
     for client in range(loop.num_clients):
         file = folder / f"{client:05d}.pt"
         if file.is_file():
