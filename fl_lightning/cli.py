@@ -124,7 +124,10 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
     if not summary["finished"]:
         done, folder = summary["rounds"], experiment.folder
         again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
-        console.print(f"stopped after round {done}, which is saved; continue with\n  {again}", soft_wrap=True)
+        saved = (
+            f", which is saved; continue with\n  {again}" if loop.checkpoints is not None else f"; {experiment.advice}"
+        )
+        console.print(f"stopped after round {done}{saved}", soft_wrap=True)
         return code
     draw_run(experiment.folder, experiment.data, summary)
     print_summary(summary, console)

@@ -214,7 +214,7 @@ class Experiment:
     @property
     def advice(self) -> str:
         """What to do when a run was broken off."""
-        if self.loop.settings.checkpoint.every == 0:
+        if not self.loop.settings.checkpoint.saves:
             return "nothing was saved (federation.checkpoint.every is 0)"
         return (
             "the rounds before are saved; continue with\n"
@@ -316,6 +316,7 @@ def stop_on_signals(loop: FederatedLoop) -> StopSignals:
 
     def ask(number: int) -> None:
         loop.stop(number)
-        say(f"stopping once round {loop.round + 1} is saved; again to stop at once")
+        done = "saved" if loop.checkpoints is not None else "done"
+        say(f"stopping once round {loop.round + 1} is {done}; again to stop at once")
 
     return StopSignals(ask, stop_at_once, (signal.SIGINT,) if is_tethered() else STOP_SIGNALS)

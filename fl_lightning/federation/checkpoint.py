@@ -21,25 +21,42 @@ class CheckpointPolicy:
     """When a federation is saved.
 
     Args:
-        every: rounds between checkpoints, >= 0; the last round is always saved, 0 saves nothing at all.
+        every: rounds between checkpoints, >= 0; the last round is always saved. 0 leaves it to `seconds`, and without
+            that saves nothing at all.
+        seconds: > 0; the first round to end so many seconds after a checkpoint is saved, too. null leaves it to `every`.
         keep: newest checkpoints that are kept, >= 1.
         models: whether each client's own trained model is kept at the end (`models/`), so that `evaluate` can compute
             Local-T again: ``auto`` keeps them if they take less than 1 GiB together.
     """
 
     every: int = 1
+    seconds: float | None = None
     keep: int = 2
     models: bool | str = "auto"
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "federation.checkpoint.every", "must be >= 0", self.every)
+        waits = self.seconds is None or self.seconds > 0
+        require(waits, "federation.checkpoint.seconds", "must be > 0 or null", self.seconds)
         require(self.keep >= 1, "federation.checkpoint.keep", "must be >= 1", self.keep)
         allowed = self.models in (True, False, "auto")
         require(allowed, "federation.checkpoint.models", "must be true, false or auto", self.models)
 
-    def due(self, round: int, last: bool) -> bool:
-        """Whether `round` is saved."""
-        return self.every > 0 and (last or round % self.every == 0)
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved."""
+        return self.every > 0 or self.seconds is not None
+
+    def due(self, round: int, last: bool, waited: float = 0.0) -> bool:
+        """Whether `round` is saved.
+
+        Args:
+            round: 1-based.
+            last: whether the run ends with it.
+            waited: seconds since something was saved.
+        """
+        by_time = self.seconds is not None and waited >= self.seconds
+        return self.saves and (last or by_time or (self.every > 0 and round % self.every == 0))
 
 
 class Checkpoints:
@@ -136,7 +153,7 @@ class RunStorage:
         self._folder = folder
         self._policy = policy
         self.on_disk = on_disk
-        saves = folder is not None and policy.every > 0
+        saves = folder is not None and policy.saves
         self.checkpoints = Checkpoints(folder / "checkpoints") if folder is not None and saves else None
         """The checkpoints; None where nothing is saved."""
 

@@ -50,6 +50,8 @@ class FederatedLoop:
         self.stopped_by = 0
         """The signal by which somebody asked to stop; 0 where nobody did."""
         self._stops = False  # whether all processes know it
+        self._saved = time.monotonic()  # when something was saved last
+        self._waited = 0.0  # seconds since then, at the end of a round; the main process's, on all of them
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
     # --- setting up -------------------------------------------------------------------------------------------------
@@ -138,10 +140,15 @@ class FederatedLoop:
         self.stopped_by = number
 
     def _agree(self) -> None:
-        """Let all processes know whether to stop; who is asked later stops after the next round, with the others."""
-        asked = max(self.workers.everyone_says(self.stopped_by))
+        """Let all processes know whether to stop, and when something was saved.
+
+        Who is asked later stops after the next round, with the others.
+        """
+        said = self.workers.everyone_says((self.stopped_by, time.monotonic() - self._saved))
+        asked = max(number for number, _ in said)
         self._stops = asked != 0
         self.stopped_by = self.stopped_by or asked
+        self._waited = said[MAIN][1]
 
     def run(self) -> dict[str, Any] | None:
         """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.
@@ -154,6 +161,7 @@ class FederatedLoop:
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
         with watched(self.settings.worker_timeout, self.advice):
             self._call("on_run_start")
+            self._saved = time.monotonic()
             self._agree()
             while not self.done:
                 self.advance()
@@ -230,7 +238,7 @@ class FederatedLoop:
         row = self.ledger.write(self.round, reports, self.exchange.pulled(), missing, figures, start)
         self._call("on_round_end", row)
         self._agree()
-        if self.settings.checkpoint.due(self.round, self.done):
+        if self.settings.checkpoint.due(self.round, self.done, self._waited):
             self._save()
 
     def _save(self) -> None:
@@ -240,6 +248,7 @@ class FederatedLoop:
             files = union(self.workers.gather(self.runner.pool.flush(self.round)))
             if self.workers.is_main:
                 self.checkpoints.save(self.round, self.state_dict(), files, self.settings.checkpoint.keep)
+        self._saved = time.monotonic()
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))

@@ -139,3 +139,4 @@ def watched(limit: float, advice: str) -> Iterator[None]:
     finally:
         Waiting.context = nullcontext
         watch.stop()
+        watch.join(2 * PERIOD)  # a thread must not be in the middle of a look when the interpreter ends

@@ -73,15 +73,15 @@ class Workplace:
         config = yaml.safe_load((self.path / "exp.yaml").read_text())
         self.write("exp.yaml", merged(config, sections))
 
-    def start(self, *argv, env=None, die_at=None, out="out", terminal=None) -> Running:
+    def start(self, *argv, env=None, die_at=None, out="out", terminal=None, fatal=None) -> Running:
         """Start a command; `out` tells the output of several that run at once apart."""
         environment = {**self.environment, **(env or {})}
         output = self.path.parent / f"{self.name}.{out}"
-        return Running(argv, self.path, environment, output, die_at, self.draws, self.haste, terminal)
+        return Running(argv, self.path, environment, output, die_at, self.draws, self.haste, terminal, fatal)
 
-    def call(self, *argv, env=None, die_at=None):
+    def call(self, *argv, env=None, die_at=None, fatal=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""
-        return self.start(*argv, env=env, die_at=die_at).result()
+        return self.start(*argv, env=env, die_at=die_at, fatal=fatal).result()
 
     def fit(self, *argv, env=None, config="exp.yaml"):
         """Run `fit --config exp.yaml` with these options on top; it must succeed. Returns stdout."""

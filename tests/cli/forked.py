@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.fatal import FatalOperations
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["cli.warm"])
 TESTS = str(Path(__file__).parents[1])
@@ -36,16 +38,19 @@ class Running:
         draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
         terminal: the device that it writes to; None for files in `folder`.
         haste: how many of the seconds in which workers watch each other make one of the clock's.
+        fatal: arguments of `FatalOperations`, which see.
     """
 
-    def __init__(self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1, terminal=None) -> None:
+    def __init__(
+        self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1, terminal=None, fatal=None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
         for file in (self.out, self.err):
             file.unlink(missing_ok=True)
         if terminal is not None:
             self.out = self.err = terminal
-        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws, haste)
+        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws, haste, fatal)
         self.process = CONTEXT.Process(target=child, args=arguments)
         self.process.start()
 
@@ -78,7 +83,7 @@ class Running:
         return code, out, err
 
 
-def child(argv, cwd, env, out, err, die_at, draws, haste) -> None:
+def child(argv, cwd, env, out, err, die_at, draws, haste, fatal) -> None:
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -93,6 +98,8 @@ def child(argv, cwd, env, out, err, die_at, draws, haste) -> None:
     sys.path[:] = [path for path in sys.path if path not in ("", TESTS)]
     if die_at is not None:
         die_at_file_operation(die_at)
+    if fatal is not None:
+        FatalOperations(**fatal)
 
     import torch
 

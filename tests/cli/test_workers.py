@@ -61,6 +61,12 @@ def test_two_workers_make_the_run_of_one(workplace, finished, assert_same_run):
     assert_same_run(workplace.run, finished.run)
 
 
+def test_all_workers_save_where_the_main_one_says_that_it_is_time(workplace):
+    policy = ("--federation.checkpoint.every", "0", "--federation.checkpoint.keep", "9")
+    workplace.fit("--quiet", *TWO, *policy, "--federation.checkpoint.seconds", "0.000001")
+    assert len(list(workplace.run.glob("checkpoints/round-*.ckpt"))) == 3
+
+
 def test_auto_is_as_many_as_keep_the_cores_busy(workplace, finished, assert_same_run):
     workplace.fit("--quiet", "--federation.workers", "auto", "--federation.threads", "1")
     assert_same_run(workplace.run, finished.run)

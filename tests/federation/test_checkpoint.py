@@ -8,6 +8,7 @@ from fl_lightning.federation import files
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.files import load_tensors, save_tensors, write_text
+from fl_lightning.methods.fedavg import FedAvg
 
 
 @pytest.fixture
@@ -211,7 +212,25 @@ def test_rounds_that_are_saved(every, due):
     assert [round for round in range(1, 6) if policy.due(round, last=round == 5)] == due
 
 
-@pytest.mark.parametrize(("option", "value"), [("every", -1), ("keep", 0), ("models", "yes")])
+@pytest.mark.parametrize(
+    ("every", "waited", "due"), [(1, 0.0, True), (2, 59.9, False), (2, 60.0, True), (0, 59.9, False), (0, 61.0, True)]
+)
+def test_round_is_saved_by_time_beside_the_count(every, waited, due):
+    policy = CheckpointPolicy(every=every, seconds=60)
+    assert policy.due(3, False, waited) is due
+    assert policy.due(3, True, waited)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, [1, 2, 3, 4]), (1e9, [4])])
+def test_loop_saves_by_time(mlp, run_federation, tmp_path, seconds, rounds):
+    policy = CheckpointPolicy(every=0, seconds=seconds, keep=9)
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=4, folder=tmp_path, checkpoint=policy)
+    assert [path.name for path in loop.checkpoints.all()] == [f"round-{round:04d}.ckpt" for round in rounds]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("every", -1), ("seconds", 0.0), ("seconds", float("nan")), ("keep", 0), ("models", "yes")]
+)
 def test_checkpoint_policy_rejects(option, value):
     with pytest.raises(ConfigError, match=rf"federation\.checkpoint\.{option}.*{value}"):
         CheckpointPolicy(**{option: value})
