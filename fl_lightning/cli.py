@@ -118,7 +118,7 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
             say("stopped at once; the rounds before this one are saved")
             return exit_code(stopped.number)
     loop = experiment.loop
-    code = 0 if loop.round >= loop.settings.rounds else exit_code(loop.stopped_by)
+    code = 0 if loop.round >= loop.settings.rounds else exit_code(loop.agreement.asked_by)
     if summary is None:  # not the main process: it has nothing to tell
         return code
     if not summary["finished"]:

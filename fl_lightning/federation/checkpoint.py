@@ -23,7 +23,7 @@ class CheckpointPolicy:
     Args:
         every: rounds between checkpoints, >= 0; the last round is always saved. 0 leaves it to `seconds`, and without
             that saves nothing at all.
-        seconds: > 0; the first round to end so many seconds after a checkpoint is saved, too. null leaves it to `every`.
+        seconds: > 0; the first round to end so many seconds after a checkpoint is saved, too. null leaves that out.
         keep: newest checkpoints that are kept, >= 1.
         models: whether each client's own trained model is kept at the end (`models/`), so that `evaluate` can compute
             Local-T again: ``auto`` keeps them if they take less than 1 GiB together.

@@ -16,6 +16,7 @@ from fl_lightning.core.facts import OptimizerFactory
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.agreement import Agreement
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
@@ -47,11 +48,7 @@ class FederatedLoop:
         self.settings = settings
         self.callbacks = list(settings.callbacks or ())
         self.round = 0
-        self.stopped_by = 0
-        """The signal by which somebody asked to stop; 0 where nobody did."""
-        self._stops = False  # whether all processes know it
-        self._saved = time.monotonic()  # when something was saved last
-        self._waited = 0.0  # seconds since then, at the end of a round; the main process's, on all of them
+        self.agreement = Agreement()
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
     # --- setting up -------------------------------------------------------------------------------------------------
@@ -124,12 +121,12 @@ class FederatedLoop:
     @property
     def done(self) -> bool:
         """All rounds are done, or all processes know that somebody asked to stop."""
-        return self.round >= self.settings.rounds or self._stops
+        return self.round >= self.settings.rounds or self.agreement.stops
 
     @property
     def stopping(self) -> bool:
         """Whether somebody asked to stop."""
-        return self.stopped_by != 0
+        return self.agreement.asked_by != 0
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to stop once the present round is done and saved.
@@ -137,18 +134,7 @@ class FederatedLoop:
         Args:
             number: the signal by which somebody asked; a process that ran the loop alone ends with 128 + this number.
         """
-        self.stopped_by = number
-
-    def _agree(self) -> None:
-        """Let all processes know whether to stop, and when something was saved.
-
-        Who is asked later stops after the next round, with the others.
-        """
-        said = self.workers.everyone_says((self.stopped_by, time.monotonic() - self._saved))
-        asked = max(number for number, _ in said)
-        self._stops = asked != 0
-        self.stopped_by = self.stopped_by or asked
-        self._waited = said[MAIN][1]
+        self.agreement.asked_by = number
 
     def run(self) -> dict[str, Any] | None:
         """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.
@@ -161,8 +147,8 @@ class FederatedLoop:
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
         with watched(self.settings.worker_timeout, self.advice):
             self._call("on_run_start")
-            self._saved = time.monotonic()
-            self._agree()
+            self.agreement.note_save()
+            self.agreement.settle(self.workers)
             while not self.done:
                 self.advance()
             if self.round < self.settings.rounds:
@@ -237,8 +223,8 @@ class FederatedLoop:
         missing = len(self.calendar.missing(self.round))
         row = self.ledger.write(self.round, reports, self.exchange.pulled(), missing, figures, start)
         self._call("on_round_end", row)
-        self._agree()
-        if self.settings.checkpoint.due(self.round, self.done, self._waited):
+        self.agreement.settle(self.workers)
+        if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):
             self._save()
 
     def _save(self) -> None:
@@ -248,7 +234,7 @@ class FederatedLoop:
             files = union(self.workers.gather(self.runner.pool.flush(self.round)))
             if self.workers.is_main:
                 self.checkpoints.save(self.round, self.state_dict(), files, self.settings.checkpoint.keep)
-        self._saved = time.monotonic()
+        self.agreement.note_save()
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))

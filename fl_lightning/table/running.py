@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from fl_lightning.federation.launch import num_cores, signals_handled
+from fl_lightning.federation.launch import num_cores
+from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
 from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
@@ -67,25 +67,28 @@ class Crew:
         Returns:
             0 if all are finished, 1 if some failed, 128 + the signal's number if a signal stopped the table.
         """
-        number = 0
 
-        def handle(received: int, frame: FrameType | None) -> None:
-            nonlocal number
-            again, number, self.stopping = self.stopping, received, True
+        def ask(number: int) -> None:
+            self.stopping = True
             for job in self.running:
                 assert job.process is not None
-                (job.process.kill if again else job.process.terminate)()
+                job.process.terminate()
+
+        def end(number: int) -> None:
+            for job in self.running:
+                assert job.process is not None
+                job.process.kill()
 
         self.logs.mkdir(parents=True, exist_ok=True)
         for job in self.jobs:
             job.state = "finished" if job.cell.finished else "waiting"
-        with signals_handled(handle, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        with StopSignals(ask, end) as signals:
             while self.running or (self.waiting and not self.stopping):
                 self._start_some()
                 time.sleep(TICK)
                 self._look()
         self._told(self)
-        return 128 + number if self.stopping else int(any(job.state == "failed" for job in self.jobs))
+        return exit_code(signals.first) if self.stopping else int(any(job.state == "failed" for job in self.jobs))
 
     @property
     def running(self) -> list[Job]:
@@ -149,7 +152,7 @@ def run_cell(command: Command, words: Sequence[str], log: str, threads: int) -> 
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     import torch
 

@@ -1,0 +1,32 @@
+"""What the processes of a run agree on at the end of every round."""
+
+from __future__ import annotations
+
+import time
+
+from fl_lightning.federation.workers import MAIN, Workers
+
+
+class Agreement:
+    """Whether to stop, and how long ago something was saved; the same on all processes once they have settled it."""
+
+    def __init__(self) -> None:
+        self.asked_by = 0
+        """The signal by which somebody asked to stop; 0 where nobody did."""
+        self.stops = False
+        """Whether all processes know it."""
+        self.waited = 0.0
+        """Seconds since something was saved, by the main process's clock."""
+        self.note_save()
+
+    def note_save(self) -> None:
+        """Something was saved now, or there is nothing yet to be saved."""
+        self._saved = time.monotonic()
+
+    def settle(self, workers: Workers) -> None:
+        """Tell each other. Who is asked to stop later stops after the next round, with the others."""
+        said = workers.everyone_says((self.asked_by, time.monotonic() - self._saved))
+        asked = max(number for number, _ in said)
+        self.stops = asked != 0
+        self.asked_by = self.asked_by or asked
+        self.waited = said[MAIN][1]
