@@ -26,7 +26,7 @@ COMMANDS = {
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
-    "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
+    "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
 }
 
 
