@@ -178,6 +178,8 @@ def _partition(argv: list[str]) -> int:
     table = partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes)
     print_table(table)
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
+    if data.left_out:
+        print(f"{data.left_out} of {len(data.arrays.y)} samples are left out")
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
 
