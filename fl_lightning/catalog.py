@@ -14,7 +14,6 @@ KINDS = {
     "models": ("models", "fl_lightning.models.split.SplitModel"),
     "datasets": ("data", "fl_lightning.data.dataset.Dataset"),
     "partitions": ("data", "fl_lightning.data.partitions.Partition"),
-    "shifts": ("data", "fl_lightning.data.shifts.Shift"),
     "exchanges": ("federation", "fl_lightning.federation.exchange.Exchange"),
     "terms": ("losses", "fl_lightning.core.term.Term"),
     "server_optimizers": ("core", "fl_lightning.core.server_optimizer.ServerOptimizer"),
@@ -89,14 +88,14 @@ def options(class_path: str) -> Mapping[str, str | None]:
         Each parameter's name -> the path of the dataclass that its annotation names, None where it names none.
     """
     module, _, name = class_path.rpartition(".")
-    found = _find(module, name)
+    found = find(module, name)
     if found is None:
         return {}
     module, node = found
     own = _own_parameters(node)
     if own is not None:
         return {name: _dataclass(module, annotation) for name, annotation in own}
-    known = (options(f"{module}.{base}") for base in _bases(node) if _find(module, base))
+    known = (options(f"{module}.{base}") for base in _bases(node) if find(module, base))
     return next(known, {})
 
 
@@ -104,12 +103,12 @@ def _dataclass(module: str, annotation: ast.expr | None) -> str | None:
     """The dataclass that an annotation is, alone or beside None."""
     if isinstance(annotation, ast.BinOp):
         return _dataclass(module, annotation.left) or _dataclass(module, annotation.right)
-    found = _find(module, annotation.id) if isinstance(annotation, ast.Name) else None
+    found = find(module, annotation.id) if isinstance(annotation, ast.Name) else None
     return f"{found[0]}.{found[1].name}" if found and _is_dataclass(found[1]) else None
 
 
 @lru_cache
-def _find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+def find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
     """The module that defines what a module calls `name`, and its source; None for what is no class of the package."""
     for node in _body(module):
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -117,7 +116,7 @@ def _find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
         if isinstance(node, ast.ImportFrom) and node.module:
             original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), None)
             if original:
-                return _find(node.module, original)
+                return find(node.module, original)
     return None
 
 

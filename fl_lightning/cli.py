@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import warnings
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning import __version__
-from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
-from fl_lightning.parser import configured, one_line_parser, refuse
+from fl_lightning.parser import configured, one_line_parser, resolve
 from fl_lightning.terminal import outlived, say
+from fl_lightning.trust import Trust
 
 if TYPE_CHECKING:
     from fl_lightning.configuration import Config
@@ -26,8 +26,10 @@ COMMANDS = {
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
-    "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
+    "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
 }
+
+TRUST = "a package of your own that the run's configuration may import; may be given several times"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,22 +72,26 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _fit(argv: list[str]) -> int:
-    optional: Any = str | None
     options, config = configured(
         "fit",
         "Run a federation from a configuration.",
         argv,
-        resume={"type": optional, "help": "continue: auto (the newest checkpoint), or a checkpoint's path"},
+        resume={"help": "continue: auto (the newest checkpoint), or a checkpoint's path"},
         overwrite={"action": "store_true", "help": "replace the run that the output folder holds"},
         quiet={"action": "store_true", "help": "print neither progress nor tables"},
     )
+    with options.given.speaking():
+        return _start(config, options.resume, options.overwrite, options.quiet)
 
+
+def _start(config: Config, resume: str | None, overwrite: bool, quiet: bool) -> int:
+    """Run a federation in this process, or in as many as it asks for."""
     import torch
 
     from fl_lightning.experiment import Experiment
     from fl_lightning.federation import launch
 
-    arguments = config, options.resume, options.overwrite, options.quiet
+    arguments = config, resume, overwrite, quiet
     experiment = Experiment(config)
     team = experiment.team()
     if team.size == 1:
@@ -96,7 +102,7 @@ def _fit(argv: list[str]) -> int:
         with launch.speak_for_the_team(launch.is_main()):
             return _fit_here(*arguments)
     torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
-    experiment.check(options.resume, options.overwrite)  # here, so that a mistake is answered by one process
+    experiment.check(resume, overwrite)  # here, so that a mistake is answered by one process
     advice = experiment.advice
     del experiment  # its model and data: workers have their own
     return launch.launch(_fit_here, team, *arguments, advice=advice)
@@ -148,6 +154,7 @@ def _evaluate(argv: list[str]) -> int:
     parser = one_line_parser("evaluate", description=COMMANDS["evaluate"])
     parser.add_argument("run", type=str, help="a run's folder")
     parser.add_argument("--checkpoint", type=str, default="auto", help="auto (the newest) or a checkpoint's path")
+    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
     options = parser.parse_args(argv)
     folder = Path(options.run)
     require((folder / "config.yaml").is_file(), "evaluate", "there is no run in that folder", options.run)
@@ -156,8 +163,8 @@ def _evaluate(argv: list[str]) -> int:
     from fl_lightning.experiment import Experiment
     from fl_lightning.report.console import print_evaluation
 
-    sys.path.insert(0, os.getcwd())
-    experiment = Experiment(read_config(folder / "config.yaml"))
+    trust = Trust(tuple(options.trust))
+    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
     figures = experiment.evaluate(options.checkpoint)
     return 0 if print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures) else 1
@@ -171,15 +178,14 @@ def _partition(argv: list[str]) -> int:
     from fl_lightning.report.console import print_table
     from fl_lightning.report.figures import partition_bubbles, partition_table
 
-    data = Experiment(config).data
-    data.setup(config["seed"])
+    with options.given.speaking():
+        data = Experiment(config).data
+        data.setup(config["seed"])
     counts = data.class_counts()
     title = f"{type(data.dataset).__name__}, {type(data.partition).__name__}, seed {config['seed']}"
     table = partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes)
     print_table(table)
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
-    if data.left_out:
-        print(f"{data.left_out} of {len(data.arrays.y)} samples are left out")
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
 
@@ -203,12 +209,11 @@ def _compare(argv: list[str]) -> int:
 
 def _dashboard(argv: list[str]) -> int:
     parser = one_line_parser("dashboard", description=COMMANDS["dashboard"])
-    optional: Any = str | None
     parser.add_argument("runs", type=str, nargs="*", help="folders of the runs that --picture draws")
-    parser.add_argument("--project", type=optional, help="the W&B project that gets the dashboard as a workspace")
-    parser.add_argument("--entity", type=optional, help="its user or team; default: your own")
-    parser.add_argument("--json", type=optional, help="write the dashboard's panels there, as JSON")
-    parser.add_argument("--picture", type=optional, help="draw the same panels from runs' folders, as a PNG")
+    parser.add_argument("--project", help="the W&B project that gets the dashboard as a workspace")
+    parser.add_argument("--entity", help="its user or team; default: your own")
+    parser.add_argument("--json", help="write the dashboard's panels there, as JSON")
+    parser.add_argument("--picture", help="draw the same panels from runs' folders, as a PNG")
     options = parser.parse_args(argv)
 
     from fl_lightning.report import dashboard

@@ -1,25 +1,65 @@
-"""The command line and its files, read once: what they set, in their order, and what is left of it for the parser."""
+"""The command line, its files and the environment, read once: what they set, in their order, and all of it together."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
 
 SECTIONS = ("seed", "name", "output", "method", "model", "optimizer", "data", "federation", "trainer", "logger")
 ENTRY_KEYS = ("class_path", "init_args", "clients")
 """What an entry of a list of models may hold."""
+CLASS_KEYS = {
+    "method": "methods",
+    "model": "models",
+    "data.dataset": "datasets",
+    "data.partition": "partitions",
+    "federation.exchange": "exchanges",
+    "federation.server_optimizer": "server_optimizers",
+    "federation.wire": "filters",
+    "extra_terms": "terms",
+}
+"""Keys that name a class -> the kind that the package offers for it; the method's terms have keys of their own."""
+OPTIMIZER = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
+_ONE_CLASS = {"optimizer", *CLASS_KEYS} - {"federation.wire", "extra_terms"}
+_NODE = ("class_path", "init_args", "dict_kwargs", "clients")
 
 Setting = tuple[str, Any]
 """A dotted key and its value."""
+
+
+class Text(str):
+    """A value as it stands on a command line: a text, or what it says in YAML, as the key expects."""
+
+    __slots__ = ()
+
+    @property
+    def parsed(self) -> Any:
+        """What it says in YAML; the text where that is nothing."""
+        return read_value(self) if self else ""
+
+
+class Brief(dict[str, Any]):
+    """Arguments under their class's key, as options name them: ``--optimizer.lr`` is ``optimizer.init_args.lr``."""
+
+
+class More(list[Any]):
+    """What an option adds to a list: ``--trainer.callbacks+ Timer``."""
+
+
+class Renamed(dict[str, Any]):
+    """A class that took another one's place, and the arguments of that one, of which it takes what it can."""
+
+    def __init__(self, node: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        super().__init__(node)
+        self.before = before
 
 
 @dataclass(frozen=True)
@@ -27,29 +67,26 @@ class Part:
     """One option, or one section of a file.
 
     Args:
-        source: tells parts of one file from those of another.
-        section: the section that it changes; empty for a part that no later one can replace.
-        settings: dotted keys and values.
-        words: an option as it stands on the command line; none for a file's section.
-        content: a file's section under its name.
+        section: what it changes.
+        content: its value, nested.
+        settings: the same as dotted keys and values.
     """
 
-    source: int
-    section: str = ""
-    settings: list[Setting] = field(default_factory=list)
-    words: Sequence[str] = ()
-    content: Mapping[str, Any] = field(default_factory=dict)
+    section: str
+    content: Any
+    settings: list[Setting]
 
 
 class CommandLine:
-    """What the words after the subcommand say, files included and short forms written out.
+    """What the words after the subcommand say, files and environment included and short forms written out.
 
-    A method or model that is named anew replaces what was said of the one before: the parser would hand an argument on
-    to the new class wherever that has one of the same name, a weight of 10 that suits one method to a method that
-    means something else by it. So does a list of models, and a model named after it.
+    A method or model that is named anew replaces what was said of the one before: an argument would be handed on to the
+    new class wherever that has one of the same name, a weight of 10 that suits one method to a method that means
+    something else by it. So does a list of models, and a model named after it.
 
     Args:
         argv: the command line after the subcommand.
+        environment: what variables' names begin with that say what nothing else says; empty for none.
 
     Raises:
         ConfigError: if a file is no configuration, a short form is none of those allowed, an entry of a list of models
@@ -58,16 +95,41 @@ class CommandLine:
 
     settings: list[Setting]
     """All keys and values; entries of a list have their own (``model.1.init_args.depth``)."""
-    models: list[Any] | None
-    """The list of models; None where it is one model, or none."""
+    tree: dict[str, Any]
+    """Section -> what all parts together say of it."""
+    words: list[str]
+    """What belongs to no section: the command's own options."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self.models = None
+    def __init__(self, argv: Sequence[str], environment: str = "") -> None:
+        self.words = []
+        self.tree = {"optimizer": OPTIMIZER}
         self._parts: list[Part] = []
         self._named: dict[str, str] = {}  # section -> its class
-        for part in _parts(argv):
+        self._is_list = False  # the section model
+        for part in self._read([*_variables(environment), *argv]):
             self._add(part)
+        for part in self._parts:
+            self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
+
+    def _read(self, argv: Sequence[str]) -> Iterator[Part]:
+        waiting = list(argv)
+        while waiting:
+            option = waiting.pop(0)
+            key, equals, value = option[2:].partition("=")
+            words = [option]
+            if option.startswith("--") and not equals and waiting and not waiting[0].startswith("--"):
+                value = waiting.pop(0)
+                words.append(value)
+            section = key.rstrip("+").partition(".")[0]
+            if option.startswith("--") and key == "config":
+                yield from _sections(_content(Path(value)))
+            elif option.startswith("--") and section in SECTIONS and not key.endswith(".help"):
+                if len(words) == 1 and not equals and key not in SHORT_FORMS:
+                    raise ConfigError(key, f"needs a value: --{key} VALUE")
+                yield _option(key, value)
+            else:
+                self.words += words
 
     def _add(self, part: Part) -> None:
         if part.section in ("method", "model"):
@@ -79,73 +141,154 @@ class CommandLine:
                     self._parts = [earlier for earlier in self._parts if earlier.section != part.section]
                 self._named[part.section] = name
                 if part.section == "model":
-                    self.models = named if isinstance(named, list) else None
-            elif part.section == "model" and self.models is not None:
+                    self._is_list = isinstance(named, list)
+            elif part.section == "model" and self._is_list and part.settings:
                 rule = "`model` is a list here; change its entries, or say --model NAME for one model"
                 raise ConfigError(part.settings[0][0], rule)
         self._parts.append(part)
 
-    @property
-    def keys(self) -> list[str]:
-        """The dotted keys, without ``init_args``."""
-        return [key.replace(".init_args.", ".") for key, _ in self.settings]
+    @contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Let errors inside name keys as they were written."""
+        try:
+            yield
+        except ConfigError as error:
+            raise self.as_written(error) from error
 
-    def words(self, models: Sequence[Any] | None = None) -> list[str]:
-        """The command line for the parser: what later parts replace is left out, a file is its content.
+    def as_written(self, error: ConfigError) -> ConfigError:
+        """An error about the key as it was written, where a class names an argument without saying where it belongs.
 
-        Args:
-            models: the entries of the list of models, checked; the parser takes no list of them as it is written.
+        ``data.partition.beta`` and ``data.partition.init_args.beta`` are one key. A term that a method makes refuses
+        what it was given by its own name for it: then the value tells.
         """
-        words: list[str] = []
-        left = [part for part in self._parts if models is None or part.section != "model"]
-        for _, group in groupby(left, key=lambda part: part.source):
-            parts = list(group)
-            content = {name: value for part in parts for name, value in part.content.items()}
-            words += parts[0].words or ["--config", yaml.safe_dump(content, sort_keys=False)]
-        return words if models is None else [*words, f"--model={json.dumps(models)}"]
+        written = {key: value for key, value in self.settings if not isinstance(value, Mapping)}
+        alike = [key for key in written if _bare(key) == _bare(error.key)]
+        if not alike and error.value is not ...:
+            section = error.key.partition(".")[0]
+            under = [key for key in written if key.partition(".")[0] == section]
+            last = error.key.rpartition(".")[2]
+            alike = [key for key in under if key.rpartition(".")[2] == last and _is(written[key], error.value)]
+            alike = alike or [key for key in under if _is(written[key], error.value)]
+            alike = alike if len(alike) == 1 else []
+        return error.at(alike[-1]) if alike and alike[-1] != error.key else error
 
 
-def _parts(argv: Sequence[str]) -> Iterator[Part]:
-    waiting = list(argv)
-    while waiting:
-        source, option = len(waiting), waiting.pop(0)
-        if not option.startswith("--"):
-            yield Part(source, words=[option])
-            continue
-        words = [option]
-        key, equals, value = option[2:].partition("=")
-        if not equals and waiting and not waiting[0].startswith("--"):
-            value = waiting.pop(0)
-            words.append(value)
-        key = key.rstrip("+")
-        section, _, rest = key.partition(".")
-        if key == "config":
-            yield from _sections(source, _read(Path(value)))
-        elif key in SHORT_FORMS:
-            yield from _sections(source, {section: {rest: _long_form(key, _value(value), value)}})
-        else:
-            yield Part(source, "" if key.endswith(".help") else section, [(key, value)], words)
+def _bare(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != "init_args")
 
 
-def _sections(source: int, content: Mapping[str, Any]) -> Iterator[Part]:
+def _is(given: Any, value: object) -> bool:
+    given = given.parsed if isinstance(given, Text) else given
+    return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _variables(prefix: str) -> Iterator[str]:
+    """The environment's variables as options, files first: ``FL_LIGHTNING_FIT__DATA__BATCH_SIZE=32``."""
+    found = {
+        name.removeprefix(prefix): value for name, value in os.environ.items() if prefix and name.startswith(prefix)
+    }
+    for name in sorted(found, key=lambda name: (name != "CONFIG", name)):
+        yield f"--{name.lower().replace('__', '.')}={found[name]}"
+
+
+def _option(option: str, value: str) -> Part:
+    key = option.rstrip("+")
+    section, *path = key.split(".")
+    parsed = read_value(value)
+    content: Any = parsed if isinstance(parsed, (Mapping, list)) and section not in ("name", "output") else Text(value)
+    if key in SHORT_FORMS:
+        content = _long_form(key, parsed, value)
+        settings = list(flatten({key: content}))
+    else:
+        settings = list(flatten({key: content})) if isinstance(content, Mapping) else [(key, content)]
+    if option != key:
+        content = More(content if isinstance(content, list) else [content])
+    for name in reversed(path):
+        content = Brief({name: content})
+    return Part(section, content, settings)
+
+
+def _sections(content: Mapping[str, Any]) -> Iterator[Part]:
     """A file's sections, short forms written out."""
     for section, value in content.items():
         whole = value
         if isinstance(value, Mapping):
             short = {name: f"{section}.{name}" for name in value if f"{section}.{name}" in SHORT_FORMS}
             whole = {**value, **{name: _long_form(key, value[name], value[name]) for name, key in short.items()}}
-        yield Part(source, str(section), list(flatten({section: whole})), content={section: whole})
+        yield Part(str(section), whole, list(flatten({str(section): whole})))
 
 
-def flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:
+def _content(path: Path) -> Mapping[str, Any]:
+    content = read_yaml(path, "--config")
+    if not isinstance(content, Mapping):
+        raise ConfigError("--config", f"{path} must hold sections ({', '.join(SECTIONS)})")
+    return content
+
+
+def read_value(text: str) -> Any:
+    """What a text says in YAML; the text itself where that is nothing."""
+    try:
+        return load_yaml(text)
+    except UnreadableError:
+        return str(text)
+
+
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:
     """The dotted keys and values of nested mappings."""
     # A class first: it drops what was said of the arguments of an earlier one.
     for name, value in sorted(node.items(), key=lambda item: item[0] != "class_path"):
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{key}.")
         else:
             yield key, value
+
+
+def merged(old: Any, new: Any, key: str) -> Any:
+    """What a later part makes of an earlier one: mappings are laid over each other, all else is replaced.
+
+    Args:
+        old: what was said so far; None for nothing.
+        new: the later part.
+        key: the dotted key of both.
+    """
+    if isinstance(new, More):
+        return [*(old if isinstance(old, list) else [] if old is None else [old]), *new]
+    if isinstance(new, str) and key in _ONE_CLASS and not (isinstance(new, Text) and new.parsed is None):
+        new = {"class_path": str(new)}
+    if not isinstance(new, Mapping):
+        return new
+    if isinstance(new, Brief) and isinstance(old, list) and old:
+        ((name, value),) = new.items()
+        index, inside = (int(name), value) if name.isdigit() else (len(old) - 1, new)
+        if index >= len(old):
+            raise ConfigError(f"{key}.{name}", f"the list has {len(old)} entries")
+        return [*old[:index], merged(old[index], inside, f"{key}.{index}"), *old[index + 1 :]]
+    if isinstance(new, Brief) and isinstance(old, str):
+        old = {"class_path": str(old)}
+    before: Mapping[str, Any] = old if isinstance(old, Mapping) else {}
+    is_class = key in _ONE_CLASS or "class_path" in before
+    if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
+        new = {"init_args": new}
+    inherited = {**getattr(before, "before", {}), **getattr(new, "before", {})}
+    if "class_path" in new and _short(new) != _short(before) and isinstance(before.get("init_args"), Mapping):
+        inherited = {**getattr(before, "before", {}), **before["init_args"], **getattr(new, "before", {})}
+        before = {}
+    whole: dict[str, Any] = {
+        **before,
+        **{name: merged(before.get(name), value, f"{key}.{name}") for name, value in new.items()},
+    }
+    return Renamed(whole, inherited) if inherited else whole
+
+
+def _short(node: Mapping[str, Any]) -> str:
+    return str(node.get("class_path")).rpartition(".")[2]
+
+
+# --- lists of classes -----------------------------------------------------------------------------------------------
 
 
 def _with_entries(key: str, value: Any) -> Iterator[Setting]:
@@ -154,7 +297,6 @@ def _with_entries(key: str, value: Any) -> Iterator[Setting]:
         yield from _models(value)
         return
     if key in ("method.init_args.extra_terms", "method.extra_terms", "federation.wire"):
-        value = _value(value) if isinstance(value, str) else value
         for index, entry in enumerate(value if isinstance(value, list) else ()):
             if key == "federation.wire":
                 _check_entry(f"{key}.{index}", "filter", entry, ENTRY_KEYS[:2])
@@ -183,25 +325,6 @@ def _check_entry(key: str, kind: str, entry: Any, keys: Sequence[str]) -> None:
         raise ConfigError(f"{key}.init_args", f"must hold the {kind}'s arguments by name", entry["init_args"])
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise ConfigError("--config", "there is no such file", str(path))
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError("--config", f"{path} is not YAML: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ConfigError("--config", f"{path} must hold sections ({', '.join(SECTIONS)})")
-    return content
-
-
-def _value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # the latter for a date that is none
-        return text
-
-
 # --- short forms ----------------------------------------------------------------------------------------------------
 
 
@@ -223,10 +346,7 @@ def _failures(given: Any) -> dict[str, Any] | None:
             return {"schedule": {str(name): clients for name, clients in given.items()}} if fits else None
         named = all(isinstance(name, str) and not name[:1].isdigit() for name in given)
         return dict(given) if named else None
-    try:  # as a number, also where YAML 1.1 takes it for text: 1e-3
-        return None if isinstance(given, bool) else {"probability": float(given)}
-    except (TypeError, ValueError, OverflowError):
-        return None
+    return {"probability": given} if type(given) in (int, float) else None
 
 
 def _newcomers(given: Any) -> dict[str, Any] | None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
+
+LONGEST = 270
+"""Characters of a message; with the program's name before it, a line stays below 300."""
 
 
 class ConfigError(ValueError):
@@ -14,24 +19,67 @@ class ConfigError(ValueError):
 
     Args:
         key: the dotted configuration key (or file) that is at fault, e.g. ``data.partition.beta``.
-        value: the offending value, shown as given; leave it out where there is none.
+        value: the offending value, shown as given and shortened; leave it out where there is none.
         allowed: what is allowed, or what to do instead.
     """
 
     def __init__(self, key: str, allowed: str, value: object = ...) -> None:
-        got = "" if value is ... else f", got {value!r}"
-        super().__init__(" ".join(f"{key}: {allowed}{got}".split()))
+        said = shortened(key, 110)
+        got = "" if value is ... else f", got {shortened(_shown(value), 70)}"
+        super().__init__(f"{said}: {shortened(allowed, LONGEST - len(said) - len(got) - 2)}{got}")
         self.key = key
+        self.allowed = allowed
         self.value = value
+
+    def at(self, key: str) -> ConfigError:
+        """The same about another key."""
+        return ConfigError(key, self.allowed, self.value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConfigError, (self.key, self.allowed, self.value)
+
+
+def shortened(text: str, limit: int) -> str:
+    """A text in one line of at most `limit` printable characters; what is too long loses its middle."""
+    text = text if len(text) <= 20 * limit else f"{text[: 10 * limit]}…{text[-10 * limit :]}"
+    text = " ".join(text.split())
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    if len(text) <= limit:
+        return text
+    tail = limit // 3
+    return f"{text[: limit - tail - 1]}…{text[-tail:]}"
+
+
+def _shown(value: object) -> str:
+    """How a value is written; of a long one the beginning, so that a list of a million entries costs nothing."""
+    if isinstance(value, (list, tuple)) and len(value) > 50:
+        return f"{repr(list(value[:50]))[:-1]}, …]"
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; a list that holds itself
+        return f"a {type(value).__name__} that is too long to show"
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Say which of `choices` is nearest to `name`, and list them all: ``did you mean FedRep? (choose from …)``."""
-    choices = sorted(choices)
+    """Say which of `choices` is nearest to `name`, and list them: ``did you mean FedRep? (choose from …)``.
+
+    Where they are too many for one line, the nearest are listed.
+    """
+    choices = sorted(map(str, choices))
+    if not choices:
+        return "there is none to choose from"
     by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    hint = f"did you mean {by_lower[near[0]]}? " if near else ""
-    return f"{hint}(choose from {', '.join(choices)})"
+    near = difflib.get_close_matches(name.lower()[:100], by_lower, n=len(choices), cutoff=0.0)
+    close = near[:1] if difflib.get_close_matches(name.lower()[:100], near[:1], cutoff=0.5) else []
+    hint = f"did you mean {by_lower[close[0]]}? " if close else ""
+    if sum(len(choice) + 2 for choice in choices) <= 150:
+        return f"{hint}(choose from {', '.join(choices)})"
+    listed: list[str] = []
+    for choice in near:
+        if sum(len(each) + 2 for each in listed) + len(choice) > 110:
+            break
+        listed.append(by_lower[choice])
+    return f"{hint}(choose from {', '.join(listed)}, …; {len(choices)} in all)"
 
 
 def require(condition: bool, key: str, allowed: str, value: object = ...) -> None:
@@ -50,3 +98,16 @@ def require_choices(owner: str, **options: tuple[object, Any]) -> None:
     for name, (value, literal) in options.items():
         allowed = get_args(literal)
         require(value in allowed, f"{owner}.{name}", f"must be one of {', '.join(allowed)}", value)
+
+
+def refuse(message: str) -> NoReturn:
+    """Say what is wrong, once for all processes that torchrun or SLURM started, and exit with code 2."""
+    if is_first_process():
+        line = f"fl-lightning: error: {shortened(message, 278)}\n"
+        sys.stderr.write(line.encode("utf-8", "backslashreplace").decode())
+    sys.exit(2)
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that torchrun or SLURM started."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

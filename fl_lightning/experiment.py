@@ -20,17 +20,8 @@ import torch
 import yaml
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.configuration import (
-    Config,
-    architectures,
-    build,
-    build_as,
-    build_model,
-    identity,
-    import_class,
-    read_config,
-    short_name,
-)
+from fl_lightning.building import architectures, build, build_as
+from fl_lightning.configuration import Config, identity, read_config, short_name
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
@@ -45,6 +36,7 @@ from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_o
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.models.split import SplitModel
 from fl_lightning.terminal import say
+from fl_lightning.trust import import_name
 
 _OWN_FILES = (
     "config.yaml",
@@ -104,12 +96,12 @@ class Experiment:
         spec = self.data.spec
         models = self.config["model"]
         node, key = (models[architecture], f"model.{architecture}") if isinstance(models, list) else (models, "model")
-        cls = import_class(node["class_path"])
+        cls = import_name(node["class_path"])
         given = {"input_shape": spec.input_shape, "num_classes": spec.num_classes}
         if "vocabulary_size" in inspect.signature(cls).parameters:
             require(spec.vocabulary_size > 0, key, f"{cls.__name__} reads tokens, but the data set has no vocabulary")
             given["vocabulary_size"] = spec.vocabulary_size
-        model: SplitModel = build_model(node, key, **given)
+        model: SplitModel = build(node, key, **given)
         return build(self.config["method"], "method", model=model)
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
@@ -244,10 +236,10 @@ class Experiment:
 
     def _loggers(self) -> list[Logger]:
         loggers = []
-        for node in self.config["logger"] or ():
-            takes_folder = "save_dir" in inspect.signature(import_class(node["class_path"])).parameters
+        for index, node in enumerate(self.config["logger"] or ()):
+            takes_folder = "save_dir" in inspect.signature(import_name(node["class_path"])).parameters
             folder = {"save_dir": str(self.folder)} if takes_folder else {}
-            loggers.append(build({**node, "init_args": {**folder, **(node.get("init_args") or {})}}, "logger"))
+            loggers.append(build({**node, "init_args": {**folder, **(node.get("init_args") or {})}}, f"logger.{index}"))
         return loggers
 
     def about(self) -> Config:

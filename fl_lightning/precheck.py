@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fl_lightning import catalog
-from fl_lightning.command_line import SECTIONS, CommandLine, Setting
-from fl_lightning.configuration import import_class, options
+from fl_lightning.command_line import CLASS_KEYS, SECTIONS, CommandLine, Setting
 from fl_lightning.errors import ConfigError, suggest
 
-OPTIONS = ("resume", "overwrite", "quiet", "figure", "print_config", "help")
-CLASS_KEYS = {
-    "method": "methods",
-    "model": "models",
-    "data.dataset": "datasets",
-    "data.partition": "partitions",
-    "data.shift": "shifts",
-    "federation.exchange": "exchanges",
-    "federation.server_optimizer": "server_optimizers",
-    "federation.wire": "filters",
-    "extra_terms": "terms",
-}
-"""Keys that name a class -> the kind that the package offers for it; the method's terms have keys of their own."""
 MISPLACED = {
     "trainer.max_epochs": "a client's epochs are set by federation.local_epochs, the run's length by federation.rounds",
     "trainer.min_epochs": "a client's epochs are set by federation.local_epochs",
@@ -37,6 +23,9 @@ MISPLACED = {
 """Keys that Lightning's users may look for -> where to go instead."""
 FILLED_IN = ("model", "input_shape", "num_classes", "vocabulary_size", "params")
 """Constructor parameters that come from the data or the experiment, never from a configuration."""
+MODEL_SKIPS = {*FILLED_IN, "body", "embedding_size", "terms"}
+METHOD_SKIPS = {"model", "terms"}
+"""Those of a model, and of a method, that no configuration gives."""
 _IN_A_LIST = re.compile(r"(model|federation\.wire|method(?:\.init_args)?\.(extra_terms))\.\d+(?=\.|$)")
 """A key of a list's entry, be it a model, a filter or a term."""
 
@@ -69,34 +58,18 @@ def check_names(given: CommandLine) -> None:
     """
     for key, _ in given.settings:
         section, _, path = key.partition(".")
-        if section not in (*SECTIONS, *OPTIONS):
+        if section not in SECTIONS:
             raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
         if key.startswith("federation.wire.") and not _IN_A_LIST.match(key):
             raise ConfigError(key, "the wire is a list: federation.wire: [{class_path: …, init_args: {…}}]")
         if key in MISPLACED:
             raise ConfigError(key, MISPLACED[key])
         if section in catalog.GROUPS and path and not _split(key, CLASS_KEYS):
-            _check_argument(key, path, catalog.GROUPS[section], catalog.options)
+            check_argument(key, path, catalog.GROUPS[section], catalog.options)
     for named in _named(given.settings, CLASS_KEYS):
         found = _class_path(CLASS_KEYS[named.owner], named.key, named.name)
         for key, path in named.arguments.items() if found else ():
-            _check_argument(key, path, found, catalog.options, f" of {found.rpartition('.')[2]}")
-
-
-def check_classes(settings: Sequence[Setting], bases: Mapping[str, type]) -> None:
-    """The same for classes that must be imported to be known: PyTorch's optimizers and the user's own.
-
-    Args:
-        settings: keys and values.
-        bases: key of a class -> the class that it must derive from.
-
-    Raises:
-        ConfigError: for a name that is no class of that kind, or an argument that it does not take.
-    """
-    for named in _named(settings, bases):
-        found = _find_class(named.key, named.name, bases[named.owner])
-        for key, path in named.arguments.items():
-            _check_argument(key, path, found, options, f" of {found.__name__}")
+            check_argument(key, path, found, catalog.options, f" of {found.rpartition('.')[2]}")
 
 
 def _named(settings: Sequence[Setting], owners: Container[str]) -> list[Named]:
@@ -132,7 +105,9 @@ def _split(key: str, owners: Container[str]) -> tuple[str, str, str] | None:
     return own, owner, key[len(own) + 1 :].removeprefix("init_args.").removeprefix("dict_kwargs.")
 
 
-def _check_argument(key: str, path: str, owner: Any, options: Options, of: str = "") -> None:
+def check_argument(
+    key: str, path: str, owner: Any, options: Options, of: str = "", skip: Collection[str] = FILLED_IN
+) -> None:
     """Refuse an argument that its class does not take; inside a dataclass, one that is no field of it.
 
     Args:
@@ -141,14 +116,15 @@ def _check_argument(key: str, path: str, owner: Any, options: Options, of: str =
         owner: the class.
         options: what tells a class's parameters.
         of: the class for the message; nothing where the key says it.
+        skip: parameters that do not come from a configuration.
     """
     known = options(owner)
     if known is None:
         return  # the parser finds out what is behind **kwargs
-    known = {name: nested for name, nested in known.items() if name not in FILLED_IN}
+    known = {name: nested for name, nested in known.items() if name not in skip}
     name, _, rest = path.partition(".")
     if rest and known.get(name) is not None:
-        _check_argument(key, rest, known[name], options)
+        check_argument(key, rest, known[name], options)
     if name in known:
         return
     key = key.removesuffix(f".{rest}") if rest else key
@@ -164,25 +140,6 @@ def _check_argument(key: str, path: str, owner: Any, options: Options, of: str =
     raise ConfigError(key, f"there is no such key{of}; {hint}")
 
 
-def _find_class(key: str, name: str, base: type) -> type:
-    if "." in name:
-        found = import_class(name, key)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise ConfigError(key, f"must be a subclass of {base.__name__}", name)
-        return found
-    known = {cls.__name__: cls for cls in _subclasses(base) if not cls.__name__.startswith("_")}
-    if name not in known:
-        raise ConfigError(key, f"there is no class of that name; {suggest(name, known)}", name)
-    return known[name]
-
-
-def _subclasses(base: type) -> Iterator[type]:
-    cls: type
-    for cls in base.__subclasses__():
-        yield cls
-        yield from _subclasses(cls)
-
-
 def _class_path(kind: str, key: str, name: str) -> str:
     """The full path of one of the package's classes; empty for a class of the user's own, which is imported later."""
     known = {entry.name: entry.class_path for entry in catalog.entries(kind)}
@@ -193,3 +150,13 @@ def _class_path(kind: str, key: str, name: str) -> str:
     if "." in name or Path(name).suffix or Path(name).exists():
         return ""
     raise ConfigError(key, f"there is no {kind[:-1]} of that name; {suggest(name, known)}", name)
+
+
+def trainer_skips() -> set[str]:
+    """Flags of Lightning's Trainer that no configuration has."""
+    from fl_lightning.federation.runner import TRAINER_DEFAULTS
+
+    return {*TRAINER_DEFAULTS, "logger", "min_epochs", "default_root_dir", "barebones"} - {
+        "num_sanity_val_steps",
+        "devices",
+    }

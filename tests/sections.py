@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from fl_lightning.configuration import options
+from fl_lightning.schema import options
 
 
 def sectioned(cls, **given):

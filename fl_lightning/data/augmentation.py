@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.reading import plain
 from fl_lightning.seeding import isolated_streams
+from fl_lightning.trust import Trust, is_known
 
 KEY = "data.augmentation"
 LIBRARY = "torchvision.transforms.v2"
@@ -166,43 +168,56 @@ def build_augmentation(given: Sequence[Any] | None) -> Augmentation | None:
     """
     if not given:
         return None
-    return Augmentation([_build(node) if isinstance(node, (str, Mapping)) else node for node in given])
+    trust = Trust(own=True)
+    built = [
+        _build(node, f"{KEY}.{index}", trust) if isinstance(node, (str, Mapping)) else node
+        for index, node in enumerate(given)
+    ]
+    return Augmentation(built)
 
 
-def described(given: Any) -> list[dict[str, Any]]:
+def described(given: Any, trust: Trust | None = None) -> list[dict[str, Any]]:
     """Descriptions of transforms with full class paths, checked: what a run's `config.yaml` holds.
 
     Args:
         given: a list of names or of ``{class_path, init_args}``.
+        trust: what the classes may come from; None takes the caller's own, too.
 
     Raises:
         ConfigError: for an unknown class or argument, or an argument that the class refuses.
     """
     if not isinstance(given, (list, tuple)):
         raise ConfigError(KEY, "must be a list of transforms (class_path and init_args, or names)", given)
-    nodes = [_described(node) for node in given]
-    for node in nodes:
-        _build(node)
+    trust = trust or Trust(own=True)
+    nodes = [_described(node, f"{KEY}.{index}", trust) for index, node in enumerate(given)]
+    for index, node in enumerate(nodes):
+        _build(node, f"{KEY}.{index}", trust)
     return nodes
 
 
-def _described(node: Any) -> dict[str, Any]:
+def _described(node: Any, key: str, trust: Trust) -> dict[str, Any]:
     node = {"class_path": node} if isinstance(node, str) else node
     if not isinstance(node, Mapping) or not isinstance(node.get("class_path"), str):
-        raise ConfigError(KEY, "each transform must be a name, or hold one under class_path", node)
-    for key in node:
-        if key not in ("class_path", "init_args"):
-            raise ConfigError(f"{KEY}.{key}", "there is no such key; a transform has class_path and init_args")
-    cls, path = _find(node["class_path"])
-    arguments = dict(node.get("init_args") or {})
+        raise ConfigError(key, "each transform must be a name, or hold one under class_path", node)
+    for name in node:
+        if name not in ("class_path", "init_args"):
+            raise ConfigError(f"{key}.{name}", "there is no such key; a transform has class_path and init_args")
+    cls, path = _find(node["class_path"], key, trust)
+    given = node.get("init_args")
+    if not isinstance(given, (Mapping, type(None))):
+        raise ConfigError(f"{key}.init_args", "must hold arguments by name", given)
+    arguments = dict(given or {})
     allowed = inspect.signature(cls).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values())
     for name, value in arguments.items():
+        own = f"{key}.init_args.{name}"
         if name not in allowed and not open_ended:
-            hint = suggest(name, allowed) if allowed else "it takes no arguments"
-            raise ConfigError(f"{KEY}.{name}", f"there is no such key of {cls.__name__}; {hint}")
+            hint = suggest(str(name), allowed) if allowed else "it takes no arguments"
+            raise ConfigError(own, f"there is no such key of {cls.__name__}; {hint}")
         if name == "transforms" and isinstance(value, (list, tuple)):
-            arguments[name] = [_described(inner) for inner in value]
+            arguments[name] = [_described(inner, f"{own}.{index}", trust) for index, inner in enumerate(value)]
+        elif isinstance(value, (Mapping, list, float)):  # Python may hand in what no file can
+            arguments[name] = plain(value, own)
     # What is left out and what is said as it is by default are the same configuration.
     said = {name: value for name, value in arguments.items() if not _is_default(value, allowed.get(name))}
     return {"class_path": path, **({"init_args": said} if said else {})}
@@ -222,27 +237,31 @@ def _enumerated(value: Any, parameter: inspect.Parameter | None) -> Any:
     return next((member for member in type(default) if name in (member.name.lower(), member.value)), value)
 
 
-def _find(name: str) -> tuple[Any, str]:
-    module, _, last = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module or LIBRARY), last, None)
-    except ImportError as error:
-        raise ConfigError(KEY, f"cannot import the class: {error}", name) from error
-    if not isinstance(found, type) or not (issubclass(found, nn.Module) or "__call__" in vars(found)):
-        library = importlib.import_module(module or LIBRARY)
-        names = [n for n, value in vars(library).items() if isinstance(value, type) and not n.startswith("_")]
-        raise ConfigError(KEY, f"there is no transform of that name; {suggest(last, names)}", name)
-    return found, f"{module or LIBRARY}.{last}"
+def _find(name: str, key: str, trust: Trust) -> tuple[type, str]:
+    """A transform's class and its full path; torch's own are modules, anybody else's can at least be called."""
+    path = name if "." in name else f"{LIBRARY}.{name}"
+    known = vars(importlib.import_module(LIBRARY))
+    if "." not in name and not isinstance(known.get(name), type):
+        names = [n for n, value in known.items() if isinstance(value, type) and not n.startswith("_")]
+        raise ConfigError(key, f"there is no transform of that name; {suggest(name, names)}", name)
+    found = trust.load(path, key, (object,))
+    called = "__call__" in vars(found) and (path.startswith("torchvision.transforms.") or not is_known(path))
+    if not (issubclass(found, nn.Module) or called):
+        raise ConfigError(key, "must be a transform of images", name)
+    return found, path
 
 
-def _build(node: Any) -> Any:
-    node = _described(node)
-    cls, _ = _find(node["class_path"])
+def _build(node: Any, key: str, trust: Trust) -> Any:
+    node = _described(node, key, trust)
+    cls, _ = _find(node["class_path"], key, trust)
     parameters = inspect.signature(cls).parameters
     arguments = {n: _enumerated(value, parameters.get(n)) for n, value in (node.get("init_args") or {}).items()}
     if isinstance(arguments.get("transforms"), list):
-        arguments["transforms"] = [_build(inner) for inner in arguments["transforms"]]
+        inner = f"{key}.init_args.transforms"
+        arguments["transforms"] = [
+            _build(each, f"{inner}.{n}", trust) for n, each in enumerate(arguments["transforms"])
+        ]
     try:
         return cls(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(KEY, f"{cls.__name__}: {error}") from error
+    except Exception as error:  # whatever a transform raises
+        raise ConfigError(key, f"{cls.__name__}: {error}") from error

@@ -95,7 +95,7 @@ def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
     """Columns whose data set is not there -> what it says; the others' are decoded once here, for all their cells."""
     import torch
 
-    from fl_lightning.configuration import build
+    from fl_lightning.building import build
     from fl_lightning.data.cache import load
 
     torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
@@ -131,15 +131,13 @@ def _forecast(console: Console, cells: Sequence[Cell], jobs: int) -> None:
 
 def _parser() -> Any:
     parser = one_line_parser("table", description=DESCRIPTION)
-    optional: Any = str | None
     parser.add_argument("file", type=str, help="the table's YAML file, e.g. experiments/feddw/tables/table1.yaml")
-    parser.add_argument("--only", type=optional, help="rows, separated by commas")
-    parser.add_argument("--columns", type=optional, help="columns, separated by commas")
-    parser.add_argument("--seeds", type=optional, help="seeds instead of the table's own, separated by commas")
-    number: Any = int | None
-    parser.add_argument("--rounds", type=number, help="rounds of every run instead of the files'")
+    parser.add_argument("--only", help="rows, separated by commas")
+    parser.add_argument("--columns", help="columns, separated by commas")
+    parser.add_argument("--seeds", help="seeds instead of the table's own, separated by commas")
+    parser.add_argument("--rounds", type=int, help="rounds of every run instead of the files'")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; the cores are shared out among them")
-    parser.add_argument("--shard", type=optional, help="K/N: the K-th of N equal parts of the cells")
+    parser.add_argument("--shard", help="K/N: the K-th of N equal parts of the cells")
     parser.add_argument("--output", type=str, default="runs", help="folder of runs; cells are shared between tables")
     parser.add_argument("--print-commands", action="store_true", help="print one command a cell, and run none")
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do, and how long it takes")

@@ -43,7 +43,7 @@ def test_augmentation_belongs_to_a_runs_identity(augmented):
 def test_misspelt_transform_is_one_line(workplace):
     code, _, err = workplace.call("fit", "--config", "exp.yaml", "--data.augmentation", "[RandomHorizontalFlop]")
     assert code == 2
-    assert err.startswith("fl-lightning: error: data.augmentation: there is no transform of that name; did you mean ")
+    assert err.startswith("fl-lightning: error: data.augmentation.0: there is no transform of that name; did you mean ")
     assert err.count("\n") == 1
     assert not workplace.run.exists()
 

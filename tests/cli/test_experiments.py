@@ -3,7 +3,6 @@
 import inspect
 import re
 from dataclasses import asdict, is_dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,17 @@ import yaml
 
 from fl_lightning import catalog
 from fl_lightning.command_line import CommandLine
-from fl_lightning.configuration import import_class, short_name
+from fl_lightning.configuration import short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import Experiment
-from fl_lightning.parser import config_parser, parse_config, plain_config
+from fl_lightning.parser import resolve
 from fl_lightning.precheck import FILLED_IN, check_names
+from fl_lightning.trust import Trust, import_name
 
 ROOT = Path(__file__).parents[2]
-YAMLS = sorted(path.relative_to(ROOT) for path in (ROOT / "experiments").rglob("*.yaml"))
-FILES = [path.as_posix() for path in YAMLS if "tables" not in path.parts]
-"""Configurations; files of tables have tests of their own (tests/table)."""
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "experiments").rglob("*.yaml"))
 COMMAND = re.compile(r"fl-lightning fit ((?:\\\n|[^\n`])+)")
 SHAPES = {
     "MNIST": (1, 28, 28),
@@ -64,17 +62,11 @@ def shown_in(file):
     return commands((ROOT / file).read_text())
 
 
-@cache
-def parser(models):
-    """Made once: it takes most of the time."""
-    return config_parser("fit", "", models)
-
-
 def resolved(argv):
     """What `fit` would run."""
     given = CommandLine(argv)
     check_names(given)
-    return plain_config(parse_config(parser(given.models is not None), given))
+    return resolve(given.tree, Trust())
 
 
 def without_data(config):
@@ -121,7 +113,7 @@ def test_experiment_is_built_as_its_first_lines_say(file):
 def test_other_methods_take_over_an_experiment(file, options):
     """With their own defaults: no weight of the file's method gets into theirs."""
     method = check(["--config", file, *options]).config["method"]
-    parameters = inspect.signature(import_class(method["class_path"])).parameters
+    parameters = inspect.signature(import_name(method["class_path"])).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
     assert method["init_args"] == {name: asdict(own) if is_dataclass(own) else own for name, own in defaults.items()}
 
@@ -159,18 +151,18 @@ def test_no_constructor_has_more_than_ten_parameters():
     """Of methods and terms: more of them are sections, which a reader can take in one at a time."""
     for kind in ("methods", "terms"):
         for entry in catalog.entries(kind):
-            assert len(inspect.signature(import_class(entry.class_path)).parameters) <= 10, entry.name
+            assert len(inspect.signature(import_name(entry.class_path)).parameters) <= 10, entry.name
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_files_that_an_experiment_names_are_there(file):
     for name in re.findall(r"experiments/[\w/]+\.yaml", (ROOT / file).read_text()):
-        assert Path(name) in YAMLS, name
+        assert name in FILES, name
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_experiment_types_nothing_that_follows_from_the_data(file):
-    members = {key.rpartition(".")[2] for key in CommandLine(["--config", file]).keys if "." in key}
+    members = {key.rpartition(".")[2] for key, _ in CommandLine(["--config", file]).settings if "." in key}
     assert members.isdisjoint(FILLED_IN)
 
 
@@ -197,7 +189,7 @@ def test_every_overlay_of_fedproto_suits_every_data_set():
 def test_readme_names_files_that_exist_and_commands_that_work(readme):
     text = (ROOT / readme).read_text()
     for name in re.findall(r"experiments/[\w/]+\.yaml", text):
-        assert Path(name) in YAMLS, name
+        assert name in FILES, name
     for argv in commands(text):
         if argv[:1] == ["--config"] and argv[1].startswith("experiments/"):
             resolved([word for word in argv if word not in ("--overwrite", "--quiet")])

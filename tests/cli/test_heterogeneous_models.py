@@ -9,11 +9,13 @@ import yaml
 
 from cli.run_files import without_seconds
 from cli.test_bad_input import refused
+from fl_lightning.building import architectures
 from fl_lightning.command_line import CommandLine
-from fl_lightning.configuration import architectures
 from fl_lightning.errors import ConfigError
-from fl_lightning.parser import _checked_model
+from fl_lightning.parser import resolve
 from fl_lightning.precheck import check_names
+from fl_lightning.reading import load_yaml
+from fl_lightning.trust import Trust
 
 NARROW = {"class_path": "MLP", "init_args": {"hidden": [16, 8]}}
 WIDE = {"class_path": "MLP", "init_args": {"hidden": [24, 8]}}
@@ -257,6 +259,8 @@ def test_one_model_needs_no_architectures():
 def test_entry_is_read_like_a_single_model():
     """Defaults filled in, and 1e-1 is a number, which YAML's own rules do not say."""
     path = "fl_lightning.models.cnn.FedProtoCNN"
-    given = yaml.safe_load(f"{{class_path: {path}, init_args: {{channels: 18, dropout: 1e-1}}, clients: 7}}")
+    given = load_yaml(f"{{class_path: {path}, init_args: {{channels: 18, dropout: 1e-1}}, clients: 7}}")
     arguments = {"channels": 18, "embedding": 50, "dropout": 0.1, "kernel_size": 5, "head_bias": True}
-    assert _checked_model(0, given) == {"class_path": path, "init_args": arguments, "clients": 7}
+    data = {"dataset": "MNIST", "partition": "IID"}
+    config = resolve({"method": "FedProto", "model": [given], "data": data}, Trust())
+    assert config["model"] == [{"class_path": path, "init_args": arguments, "clients": 7}]

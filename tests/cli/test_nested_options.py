@@ -8,9 +8,11 @@ import yaml
 
 from cli.test_bad_input import refused
 from fl_lightning import catalog
-from fl_lightning.configuration import build, options
+from fl_lightning.building import build
 from fl_lightning.errors import ConfigError
-from fl_lightning.precheck import _check_argument
+from fl_lightning.precheck import check_argument
+from fl_lightning.schema import options
+from fl_lightning.trust import import_name
 
 MINE = """\
 from __future__ import annotations
@@ -96,7 +98,7 @@ def test_run_keeps_plain_mappings_and_is_built_from_them_again(place):
         "blend": BLEND,
         "extra_terms": [{**term, "init_args": {"weight": 0.1, "decay": {"rate": 0.25}}}],
     }
-    assert place.call("evaluate", "runs/run")[0] == 0
+    assert place.call("evaluate", "runs/run", "--trust", "mine")[0] == 0
     place.fit("--quiet", "--overwrite", config="runs/run/config.yaml")
 
 
@@ -117,16 +119,16 @@ def test_later_file_changes_one_field_and_leaves_the_others(place):
         ({"blend": {"fusion": {"level": 3}}}, ["method.init_args.blend.fusion.level:", "did you mean levels?"]),
         ({"mid_channels": 3}, ["method.init_args.mid_channels: has moved, it is blend.mid_channels of Blended now"]),
         ({"blend": {"levels": 3}}, ["method.init_args.blend.levels: has moved, it is method.init_args.blend.fusion."]),
-        ({"blend": {"mid_channels": "many"}}, ["method.blend.mid_channels:", "int", "many"]),
-        ({"blend": {"mid_channels": 0}}, ["method.blend.mid_channels: must be >= 1, got 0"]),
-        ({"blend": 3}, ["method.blend: must hold Blend's fields by name, got 3"]),
+        ({"blend": {"mid_channels": "many"}}, ["method.init_args.blend.mid_channels:", "int", "many"]),
+        ({"blend": {"mid_channels": 0}}, ["method.init_args.blend.mid_channels: must be >= 1, got 0"]),
+        ({"blend": 3}, ["method.init_args.blend: must hold Blend's fields by name, got 3"]),
         (
             {"extra_terms": [{"class_path": "mine.Fading", "init_args": {"rate": 0.1}}]},
             ["method.init_args.extra_terms.0.init_args.rate: has moved, it is decay.rate of Fading now"],
         ),
         (
             {"extra_terms": [{"class_path": "mine.Fading", "init_args": {"decay": {"rate": 2.0}}}]},
-            ["method.extra_terms.decay.rate: must be <= 1, got 2.0"],
+            ["method.init_args.extra_terms.0.init_args.decay.rate: must be <= 1, got 2.0"],
         ),
         (
             {"extra_terms": ["Proximal", {"class_path": "Proximal", "init_args": {"wait": 2.0}}]},
@@ -146,7 +148,7 @@ def test_wrong_option_inside_options_is_refused_on_the_command_line(place):
         place, "--method.mid_channels=1"
     )
     assert "method.blend.mid_chanels: there is no such key" in refused(place, "--method.blend.mid_chanels", "1")
-    assert refused(place, "--method.blend", "3") == "method.blend: must hold its fields by name, got '3'\n"
+    assert refused(place, "--method.blend", "3") == "method.blend: must hold Blend's fields by name, got 3\n"
 
 
 def test_terms_named_on_the_command_line_are_checked_and_taken(workplace):
@@ -205,7 +207,7 @@ def things(tmp_path, monkeypatch):
         path = tmp_path / "fl_lightning" / name
         path.parent.mkdir(parents=True)
         path.write_text(SOURCE if name.startswith("losses") else (catalog.ROOT / name).read_text())
-    caches = (catalog.options, catalog._find, catalog._body)
+    caches = (catalog.options, catalog.find, catalog._body)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(catalog, "ROOT", tmp_path / "fl_lightning")
@@ -235,26 +237,29 @@ def test_dataclasses_are_read_from_the_sources(things):
 )
 def test_wrong_key_of_a_class_of_the_package(things, path, said):
     with pytest.raises(ConfigError) as error:
-        _check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
+        check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
     assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize("path", ["options", "options.size", "options.saving.keep", "saving.keep", "weight.any"])
 def test_right_key_of_a_class_of_the_package(things, path):
-    _check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
+    check_argument(f"method.{path}", path, f"{things}.Thing", catalog.options, " of Thing")
 
 
 def test_source_and_import_agree_on_every_class():
-    from fl_lightning.configuration import import_class
-
     paths = [entry.class_path for kind in catalog.KINDS for entry in catalog.entries(kind)]
     for path in (*paths, *catalog.GROUPS.values()):
         read = {name: nested and nested.rpartition(".")[2] for name, nested in catalog.options(path).items()}
-        imported = {name: nested and nested.__name__ for name, nested in (options(import_class(path)) or {}).items()}
+        imported = {name: nested and nested.__name__ for name, nested in options(import_name(path)).items()}
         assert read == imported, path
 
 
 def test_build_takes_a_mapping_for_a_mapping_where_no_dataclass_is_asked_for():
+    node = {"class_path": "torch.nn.ParameterDict", "init_args": {"parameters": {"b": 1}}}
+    assert dict(build(node, "x")) == {"b": 1}
+
+
+def test_build_hands_on_what_is_behind_a_constructors_keywords():
     node = {"class_path": "collections.OrderedDict", "init_args": {"a": {"b": 1}}}
     assert build(node, "x") == {"a": {"b": 1}}
     assert build({**node, "dict_kwargs": {"key": 2}}, "x")["key"] == 2

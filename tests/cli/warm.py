@@ -8,8 +8,12 @@ import fl_lightning.experiment
 import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.wandb  # noqa: F401
+from fl_lightning.explained import help_parser
 from fl_lightning.federation.runner import make_trainer
-from fl_lightning.parser import config_parser
+from fl_lightning.parser import resolve
+from fl_lightning.trust import Trust
 
-config_parser("fit", "")
+help_parser("fit", "")
+named = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
+resolve(named, Trust())
 make_trainer({"accelerator": "cpu"})

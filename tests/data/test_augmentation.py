@@ -197,7 +197,7 @@ def test_prototypes_and_accuracies_are_of_images_as_they_are(
         (["RandomHorizontalFlop"], "there is no transform of that name; did you mean RandomHorizontalFlip?"),
         ([{"class_path": "RandomCrop", "init_args": {"size": 6, "pading": 2}}], "did you mean padding?"),
         ([{"class_path": "RandomHorizontalFlip", "init_args": {"p": 2.0}}], "RandomHorizontalFlip: "),
-        ([{"class_path": "no.such.Module"}], "cannot import the class"),
+        ([{"class_path": "no.such.Module"}], "cannot import no.such.Module"),
         ([{"class": "RandomCrop"}], "must be a name, or hold one under class_path"),
         ([{"class_path": "RandomCrop", "args": {}}], "there is no such key"),
         ("RandomHorizontalFlip", "must be a list"),

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from fl_lightning import catalog
-from fl_lightning.configuration import import_class
 from fl_lightning.core.message import Message
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
@@ -24,6 +23,7 @@ from fl_lightning.losses.gaussian_mixture import Mixture
 from fl_lightning.losses.prototype import Prototypes
 from fl_lightning.methods.drdfl import Latents, Updates
 from fl_lightning.methods.fedcpd import Reading
+from fl_lightning.trust import import_name
 
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
@@ -134,14 +134,14 @@ def make_method(case):
     kinds = {entry.name: entry.class_path for entry in catalog.entries("terms")}
 
     def make(_=0):
-        model_class = import_class("fl_lightning.models.mlp.MLP")
+        model_class = import_name("fl_lightning.models.mlp.MLP")
         model = model_class((1, 8, 8), 10, [24, 12])
         if case in CONV:
             from tiny_models import TinyConvNet
 
             model = TinyConvNet((1, 8, 8), 10)
-        terms = [import_class(kinds[term])() for term in TERMS.get(case, ())]
-        return import_class(METHODS[name])(model, **OPTIONS.get(case, {}), extra_terms=terms or None)
+        terms = [import_name(kinds[term])() for term in TERMS.get(case, ())]
+        return import_name(METHODS[name])(model, **OPTIONS.get(case, {}), extra_terms=terms or None)
 
     return make
 
@@ -154,7 +154,7 @@ def make_loop(case, precision, watch):
     if "exchange" in options:
         kinds = {entry.name: entry.class_path for entry in catalog.entries("exchanges")}
         in_turn = {"schedule": "sequential"} if "in turn" in case else {}
-        options["exchange"] = import_class(kinds[options["exchange"]])(**in_turn)
+        options["exchange"] = import_name(kinds[options["exchange"]])(**in_turn)
     loop = FederatedLoop(Federation(rounds=ROUNDS, callbacks=[watch], **options))
     step = (
         (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))

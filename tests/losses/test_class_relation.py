@@ -8,7 +8,7 @@ import torch
 from sections import sectioned
 from torch import nn
 
-from fl_lightning.configuration import build
+from fl_lightning.building import build
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.host import Collected
@@ -481,7 +481,6 @@ def test_configured_option_is_refused_where_it_is_written():
     node = {"class_path": "fl_lightning.losses.class_relation.ClassRelation", "init_args": {}}
     for section, option, value in (("soft_labels", "momentum", 1.0), ("relation", "bias", "no")):
         node["init_args"] = {section: {option: value}}
-        with pytest.raises(
-            ConfigError, match=rf"^method\.extra_terms\.{section}\.{option}: must be .*, got {value!r}$"
-        ):
+        key = rf"method\.extra_terms\.0\.init_args\.{section}\.{option}"
+        with pytest.raises(ConfigError, match=rf"^{key}: must be .*, got {value!r}$"):
             build([node], "method.extra_terms")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sections import sectioned
 
-from fl_lightning.configuration import build
+from fl_lightning.building import build
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.distillation import (
@@ -280,7 +280,9 @@ def test_bad_options_are_refused(options, message):
 def test_configured_option_is_refused_where_it_is_written():
     node = {"class_path": "fl_lightning.losses.distillation.FeatureDistillation"}
     node["init_args"] = {"distillation": {"mid_channels": 0}}
-    with pytest.raises(ConfigError, match=r"^method\.extra_terms\.distillation\.mid_channels: must be >= 1, got 0$"):
+    with pytest.raises(
+        ConfigError, match=r"^method\.extra_terms\.0\.init_args\.distillation\.mid_channels: must be >= 1, got 0$"
+    ):
         build([node], "method.extra_terms")
 
 

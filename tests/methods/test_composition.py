@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fl_lightning import catalog
-from fl_lightning.configuration import import_class
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.launch import Team, launch
+from fl_lightning.trust import import_name
 
 TERMS = {entry.name: entry.class_path for entry in catalog.entries("terms")}
 METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
@@ -58,8 +58,8 @@ def set_up_pair(set_up_federation, make_data, mlp):
     def set_up(method, term, weight=None, **options):
         def make():
             weights = {} if weight is None else {"weight": weight}
-            extra = [] if term is None else [import_class(TERMS[term])(**weights)]
-            return import_class(METHODS[method])(mlp(), extra_terms=extra or None)
+            extra = [] if term is None else [import_name(TERMS[term])(**weights)]
+            return import_name(METHODS[method])(mlp(), extra_terms=extra or None)
 
         return set_up_federation(make, data=data, optimizer=adam, **options)
 
@@ -91,7 +91,7 @@ def loop(pair, set_up_pair, tmp_path_factory):
 def test_pair_runs_and_logs_the_term_or_says_why_not(loop, pair):
     if loop is None:
         return
-    name = import_class(TERMS[pair[1]])().name
+    name = import_name(TERMS[pair[1]])().name
     for row in loop.diary.rows:
         assert math.isfinite(row[f"loss/{name}"])
         assert math.isfinite(row["loss"])

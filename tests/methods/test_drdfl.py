@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from sections import sectioned
 
-from fl_lightning.configuration import build, options
+from fl_lightning.building import build
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
@@ -30,6 +30,7 @@ from fl_lightning.methods import drdfl
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.resnet import ResNet18
+from fl_lightning.schema import options
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
 SMALL = {"personal_size": 6, "shared_size": 4}
@@ -772,7 +773,7 @@ def test_drdfl_rejects(mlp, option, value):
     with pytest.raises(ConfigError, match=rf"\.{option}: must be .*, got {value!r}$"):
         kind(**{option: value})
     node = {"class_path": "fl_lightning.methods.drdfl.DRDFL", "init_args": {section: {option: value}}}
-    with pytest.raises(ConfigError, match=rf"^method\.{section}\.{option}: must be .*, got {value!r}$"):
+    with pytest.raises(ConfigError, match=rf"^method\.init_args\.{section}\.{option}: must be .*, got {value!r}$"):
         build(node, "method", model=mlp())
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sections import sectioned
 
-from fl_lightning.configuration import build
+from fl_lightning.building import build
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation
@@ -364,7 +364,7 @@ def test_bad_options_are_refused(options, message):
 )
 def test_configured_option_is_refused_where_it_is_written(section, option, value):
     node = {"class_path": "fl_lightning.methods.fedcpd.FedCPD", "init_args": {section: {option: value}}}
-    with pytest.raises(ConfigError, match=rf"^method\.{section}\.{option}: must be .*, got {value!r}$"):
+    with pytest.raises(ConfigError, match=rf"^method\.init_args\.{section}\.{option}: must be .*, got {value!r}$"):
         build(node, "method", model=cnn())
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from sections import sectioned
 
-from fl_lightning.configuration import build
+from fl_lightning.building import build
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
@@ -295,5 +295,5 @@ def test_bad_values_are_refused(mlp, options):
     with pytest.raises(ConfigError, match=rf"(^method|^Generator|\.training)\.{option}: must be"):
         FedPA(mlp(), **sectioned(FedPA, **options))
     given = {section: options for section in sections} or options
-    with pytest.raises(ConfigError, match=rf"^{'.'.join(['method', *sections, option])}: must be"):
+    with pytest.raises(ConfigError, match=rf"^{'.'.join(['method.init_args', *sections, option])}: must be"):
         build({"class_path": "fl_lightning.methods.fedpa.FedPA", "init_args": given}, "method", model=mlp())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sections import sectioned
 
-from fl_lightning.configuration import build
+from fl_lightning.building import build
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
@@ -400,7 +400,7 @@ def test_fedproto_rejects_unknown_options_of_its_prototypes(mlp, option):
     with pytest.raises(ConfigError, match=rf"^Prototypes\.{option}: must be one of"):
         FedProto(mlp(), **sectioned(FedProto, **{option: "some"}))
     node = {"class_path": "fl_lightning.methods.fedproto.FedProto", "init_args": {"prototypes": {option: "some"}}}
-    with pytest.raises(ConfigError, match=rf"^method\.prototypes\.{option}: must be one of .*, got 'some'$"):
+    with pytest.raises(ConfigError, match=rf"^method\.init_args\.prototypes\.{option}: must be one of .*, got 'some'$"):
         build(node, "method", model=mlp())
 
 

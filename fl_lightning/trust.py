@@ -1,0 +1,99 @@
+"""Which classes a configuration may name, and what is imported for it.
+
+A configuration that one runs is a program that one runs: it may name classes of the user's own. What a run left behind
+is data: whoever reads it says which packages beside ours it may import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fl_lightning import catalog
+from fl_lightning.errors import ConfigError, is_first_process
+
+OURS = catalog.ROOT.name
+KNOWN = (OURS, "lightning", "torch", "torchvision", "torchmetrics")
+"""Packages whose modules may always be imported; what they offer is checked before it is called."""
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@dataclass
+class Trust:
+    """What the classes of a configuration may come from.
+
+    Args:
+        packages: beside `KNOWN`, packages or modules that may be imported.
+        own: whether any of the user's own modules may be imported, after a line on stderr that names it.
+        announced: modules that have been named there.
+    """
+
+    packages: Sequence[str] = ()
+    own: bool = False
+    announced: set[str] = field(default_factory=set)
+
+    def load(self, class_path: str, key: str, bases: Sequence[type]) -> type:
+        """Import a class that must derive from one of `bases`; nothing of it is called.
+
+        Where the class is ours, it is found in the sources before it is imported; Python's own library is refused by
+        its name.
+
+        Raises:
+            ConfigError: if there is no such class, it is of another kind, or its module is not trusted.
+        """
+        module, _, name = class_path.rpartition(".")
+        if len(class_path) > 200 or not _PATH.fullmatch(class_path) or "__main__" in class_path:
+            raise ConfigError(key, "is not the full path of a class (package.module.Class)", class_path)
+        if class_path.partition(".")[0] == OURS and catalog.find(module, name) is None:
+            raise ConfigError(key, f"{OURS} has no such class", class_path)
+        self._allow(module, key)
+        found = import_name(class_path, key)
+        if not isinstance(found, type) or not issubclass(found, tuple(bases)):
+            kind = " or ".join(base.__name__ for base in bases)
+            raise ConfigError(key, f"must be a subclass of {kind}", class_path)
+        return found
+
+    def _allow(self, module: str, key: str) -> None:
+        """Refuse a module that may not be imported for a configuration."""
+        package = module.partition(".")[0]
+        if is_known(module):
+            return
+        if package in sys.stdlib_module_names:
+            raise ConfigError(key, "Python's own library has no class for this key", module)
+        given = any(f"{module}.".startswith(f"{trusted}.") for trusted in self.packages)
+        if not (self.own or given):
+            rule = f"nothing is imported for a run that is read; if you trust its code, say --trust {package}"
+            raise ConfigError(key, rule, module)
+        if self.own and not given and module not in self.announced and is_first_process():
+            self.announced.add(module)
+            print(f"fl-lightning: imports your own module {module} for {key}", file=sys.stderr)
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # where a user's modules lie
+
+
+def import_name(path: str, key: str = "class_path") -> Any:
+    """Import what a dotted path names; `key` is where it was given.
+
+    Raises:
+        ConfigError: if there is no such module or name in it, or the module fails.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module of the user's raises
+        raise ConfigError(key, f"cannot import {path}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    own = isinstance(error, (ImportError, AttributeError))
+    return str(error) if own else f"{type(error).__name__}: {error}"
+
+
+def is_known(path: str) -> bool:
+    """Whether a path leads into a package whose modules may always be imported."""
+    return path.partition(".")[0] in KNOWN
