@@ -14,6 +14,7 @@ KINDS = {
     "models": ("models", "fl_lightning.models.split.SplitModel"),
     "datasets": ("data", "fl_lightning.data.dataset.Dataset"),
     "partitions": ("data", "fl_lightning.data.partitions.Partition"),
+    "shifts": ("data", "fl_lightning.data.shifts.Shift"),
     "exchanges": ("federation", "fl_lightning.federation.exchange.Exchange"),
     "terms": ("losses", "fl_lightning.core.term.Term"),
     "server_optimizers": ("core", "fl_lightning.core.server_optimizer.ServerOptimizer"),

@@ -26,7 +26,7 @@ COMMANDS = {
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
-    "list": "what there is: fl-lightning list methods|models|datasets|partitions|exchanges|terms",
+    "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
 }
 
 TRUST = "a package of your own that the run's configuration may import; may be given several times"
@@ -186,6 +186,8 @@ def _partition(argv: list[str]) -> int:
     table = partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes)
     print_table(table)
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
+    if data.left_out:
+        print(f"{data.left_out} of {len(data.arrays.y)} samples are left out")
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
 

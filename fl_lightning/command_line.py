@@ -21,6 +21,7 @@ CLASS_KEYS = {
     "model": "models",
     "data.dataset": "datasets",
     "data.partition": "partitions",
+    "data.shift": "shifts",
     "federation.exchange": "exchanges",
     "federation.server_optimizer": "server_optimizers",
     "federation.wire": "filters",

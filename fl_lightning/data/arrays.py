@@ -41,6 +41,8 @@ class Arrays:
         mean: mean per channel on the [0, 1] scale; used for uint8 images only, empty for none.
         std: standard deviation per channel on the [0, 1] scale; used for uint8 images only, empty for none.
         vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
+        groups: who or where each sample is from (a user, a writer, a site), int64 [N], >= 0; None where that is not
+            known.
     """
 
     x: Tensor
@@ -50,6 +52,7 @@ class Arrays:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     vocabulary_size: int = 0
+    groups: Tensor | None = None
 
     @property
     def spec(self) -> DataSpec:
@@ -82,6 +85,10 @@ class Arrays:
         num_classes = len(self.classes)
         check(num_classes > 0, "classes must name at least one class")
         self._check_range(name, self.y, num_classes, "label")
+        if self.groups is not None:
+            whole = isinstance(self.groups, Tensor) and self.groups.dtype == torch.int64
+            check(whole and self.groups.shape == self.y.shape, f"groups must be int64 [{len(self.y)}], as y")
+            check(int(self.groups.min()) >= 0, "groups must be >= 0")
         if self.x.dtype == torch.uint8:
             check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")
             channels = self.x.shape[1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +17,11 @@ from fl_lightning.data.augmentation import build_augmentation
 from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.partitions import Partition
-from fl_lightning.data.splits import ClientIndices, holdout, matched, server_only
+from fl_lightning.data.shifts import Shift
+from fl_lightning.data.splits import ClientIndices, from_file, holdout, matched, server_only
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.seeding import numpy_generator
 
 
 @dataclass(eq=False)
@@ -34,13 +37,14 @@ class FederatedData:
         num_clients: number of clients K.
         split: where test samples come from. ``holdout``: official parts merged, then each client's samples are cut at
             random; ``matched``: official test samples in each client's own class mix; ``global``: the official test
-            part stays on the server and clients have none.
+            part stays on the server and clients have none; ``file``: as the partition's file lists them.
         test_fraction: each client's share of test samples under ``holdout``, from 0 to below 1.
         validation_fraction: share cut from each client's training part for validation, from 0 to below 1.
         batch_size: samples in a mini-batch.
         drop_last: drop a smaller last mini-batch, but never a client's only one.
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
             the validation parts, and the test parts are not looked at.
+        shift: what makes clients' samples look, or mean, something else; null for nothing.
         augmentation: transforms of training images, one after another: classes of torchvision.transforms.v2 (class_path
             and init_args, or names alone, e.g. ``[RandomHorizontalFlip]``), drawn anew for every image of every local
             mini-batch. Evaluations and prototypes see images as they are.
@@ -50,12 +54,13 @@ class FederatedData:
     dataset: Dataset
     partition: Partition
     num_clients: int = 20
-    split: Literal["holdout", "matched", "global"] = "holdout"
+    split: Literal["holdout", "matched", "global", "file"] = "holdout"
     test_fraction: float = 0.25
     validation_fraction: float = 0.0
     batch_size: int = 10
     drop_last: bool = False
     evaluate_on: Literal["test", "validation"] = "test"
+    shift: Shift | None = None
     augmentation: list[Any] | None = None
     cache: str | None = None
 
@@ -76,11 +81,11 @@ class FederatedData:
             require(0 <= value < 1, f"data.{name}", "must be from 0 to below 1", value)
         require(self.num_clients >= 1, "data.num_clients", "must be at least 1", self.num_clients)
         require(self.batch_size >= 1, "data.batch_size", "must be at least 1", self.batch_size)
-        known = self.split in ("holdout", "matched", "global")
-        require(known, "data.split", "must be holdout, matched or global", self.split)
+        known = self.split in ("holdout", "matched", "global", "file")
+        require(known, "data.split", "must be holdout, matched, global or file", self.split)
         known = self.evaluate_on in ("test", "validation")
         require(known, "data.evaluate_on", "must be test or validation", self.evaluate_on)
-        cut = self.evaluate_on == "test" or self.validation_fraction > 0
+        cut = self.evaluate_on == "test" or self.validation_fraction > 0 or self.split == "file"
         require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", self.evaluate_on)
         self._augment = build_augmentation(self.augmentation)
         self._seed: int | None = None
@@ -104,11 +109,14 @@ class FederatedData:
         if self._seed == seed:
             return
         if self._seed is None:
-            self.arrays = load(self.dataset, None if self.cache is None else Path(self.cache))
+            self._decoded = self.arrays = load(self.dataset, None if self.cache is None else Path(self.cache))
             if self._augment is not None:
                 self._augment.check(self.arrays.x[:4])
             self.store = TensorStore(self.arrays)
         parts = self._split(seed)
+        if self.shift is not None:
+            self.arrays = shifted(self.shift, self._decoded, parts, seed)
+            self.store = TensorStore(self.arrays)
         for client, part in enumerate(parts):
             if len(part.train) == 0:
                 raise ConfigError(
@@ -144,12 +152,19 @@ class FederatedData:
             return holdout(
                 self.partition, self.arrays, self.num_clients, seed, self.test_fraction, self.validation_fraction
             )
-        split = matched if self.split == "matched" else server_only
+        split = {"matched": matched, "global": server_only, "file": from_file}[self.split]
         return split(self.partition, self.arrays, self.num_clients, seed, self.validation_fraction)
 
     def class_counts(self) -> np.ndarray:
         """Training samples of each client and class, int64 [K, C]."""
         return np.stack([client.class_counts.numpy() for client in self.clients])
+
+    @property
+    def left_out(self) -> int:
+        """Samples that nobody holds, neither a client nor the server."""
+        held = sum(len(client.train) + len(client.validation) for client in self.clients)
+        tests = len(self.server_test) if self.evaluate_on == "test" else 0
+        return len(self.arrays.y) - held - tests
 
     def partition_record(self) -> dict[str, Any]:
         """Who holds what, in plain lists and numbers, for ``partition.json``."""
@@ -162,6 +177,7 @@ class FederatedData:
             "seed": self._seed,
             "classes": list(self.arrays.classes),
             "num_clients": self.num_clients,
+            "left_out": self.left_out,
             "class_counts": self.class_counts().tolist(),
             "clients": [
                 {
@@ -172,6 +188,23 @@ class FederatedData:
                 for client in self.clients
             ],
         }
+
+
+def shifted(shift: Shift, arrays: Arrays, parts: Sequence[ClientIndices], seed: int) -> Arrays:
+    """The data set with every client's samples as it sees them.
+
+    Args:
+        shift: what changes them.
+        arrays: the data set.
+        parts: who holds what.
+        seed: the run's; a client's own stream comes from it.
+    """
+    x, y = arrays.x.clone(), arrays.y.clone()
+    for client, part in enumerate(parts):
+        own = torch.from_numpy(np.concatenate([part.train, part.validation, part.test]))
+        rng = numpy_generator(seed, "shift", client=client)
+        x[own], y[own] = shift.apply(x[own], y[own], client, len(parts), len(arrays.classes), rng)
+    return replace(arrays, x=x, y=y)
 
 
 def _hash(parts: list[ClientIndices], server_test: Tensor) -> str:

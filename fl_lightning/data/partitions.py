@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
+from fl_lightning.data.arrays import Arrays
 from fl_lightning.errors import ConfigError, require
 
 KEY = "data.partition"
@@ -37,6 +39,32 @@ class Partition(ABC):
         Raises:
             ConfigError: if these labels cannot be shared out that way.
         """
+
+    def share(self, arrays: Arrays, num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """The same for a rule that looks at more than labels; by default `assign`.
+
+        Args:
+            arrays: the data set.
+            num_samples: the first so many samples are shared out.
+            num_clients: number of clients K.
+            rng: the only source of randomness.
+        """
+        return self.assign(arrays.y.numpy()[:num_samples], num_clients, len(arrays.classes), rng)
+
+    def share_tests(self, arrays: Arrays, parts: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
+        """Share official test samples out for the split ``matched``; by default `match`, by classes.
+
+        Args:
+            arrays: the data set.
+            parts: each client's training samples.
+            rng: the only source of randomness.
+
+        Returns:
+            For each client its indices into the test part.
+        """
+        labels, num_classes = arrays.y.numpy(), len(arrays.classes)
+        counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
+        return self.match(labels[arrays.num_train :], counts, rng)
 
     def match(self, test_labels: np.ndarray, train_counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         """Share official test samples out so that each client's follow its training samples.

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.data.partitions import Partition
+from fl_lightning.data.listed import ListedPartition
+from fl_lightning.data.partitions import KEY, Partition
+from fl_lightning.data.shares import checked_shares
 from fl_lightning.errors import require
 from fl_lightning.seeding import numpy_generator
 
@@ -61,10 +63,9 @@ def matched(
     """
     _require_test_part(arrays, "matched")
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
-    labels = arrays.y.numpy()
-    num_classes = len(arrays.classes)
-    counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
-    tests = partition.match(labels[arrays.num_train :], counts, numpy_generator(seed, "partition/match"))
+    shared = partition.share_tests(arrays, parts, numpy_generator(seed, "partition/match"))
+    name, num_tests = type(partition).__name__, len(arrays.y) - arrays.num_train
+    tests = checked_shares(shared, num_tests, num_clients, KEY, f"{name}'s test part")
     return [
         _client(client, train, test + arrays.num_train, validation_fraction, seed)
         for client, (train, test) in enumerate(zip(parts, tests, strict=True))
@@ -85,9 +86,30 @@ def server_only(
     return [_client(client, train, nothing, validation_fraction, seed) for client, train in enumerate(parts)]
 
 
+def from_file(
+    partition: Partition, arrays: Arrays, num_clients: int, seed: int, validation_fraction: float = 0.0
+) -> list[ClientIndices]:
+    """Each client's training, validation and test samples, as a file of indices lists them.
+
+    Raises:
+        ConfigError: if the partition is none that lists them, or a sample is listed twice.
+    """
+    known = isinstance(partition, ListedPartition)
+    require(known, "data.split", "'file' needs a partition that lists each part, as FromFile does", "file")
+    assert isinstance(partition, ListedPartition)
+    rule = "must be 0 where the split is 'file': the file says what is for validation"
+    require(validation_fraction == 0, "data.validation_fraction", rule, validation_fraction)
+    listed = partition.listed(num_clients)
+    maker, size = f"{type(partition).__name__}'s file", len(arrays.y)
+    parts = [checked_shares(own, size, num_clients, KEY, maker) for own in zip(*listed, strict=True)]
+    everything = [np.concatenate(own) for own in zip(*parts, strict=True)]
+    checked_shares(everything, size, num_clients, KEY, maker)  # nor is a sample in two parts
+    return [ClientIndices(*own) for own in zip(*parts, strict=True)]
+
+
 def _assign(partition: Partition, arrays: Arrays, num_samples: int, num_clients: int, seed: int) -> list[np.ndarray]:
-    labels = arrays.y.numpy()[:num_samples]
-    return partition.assign(labels, num_clients, len(arrays.classes), numpy_generator(seed, "partition"))
+    made = partition.share(arrays, num_samples, num_clients, numpy_generator(seed, "partition"))
+    return checked_shares(made, num_samples, num_clients, KEY, type(partition).__name__)
 
 
 def _client(client: int, train: np.ndarray, test: np.ndarray, validation_fraction: float, seed: int) -> ClientIndices:

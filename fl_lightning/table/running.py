@@ -15,6 +15,7 @@ from typing import Any
 
 from fl_lightning.federation.launch import num_cores
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
+from fl_lightning.federation.tether import end_with
 from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
@@ -67,28 +68,28 @@ class Crew:
         Returns:
             0 if all are finished, 1 if some failed, 128 + the signal's number if a signal stopped the table.
         """
-
-        def ask(number: int) -> None:
-            self.stopping = True
-            for job in self.running:
-                assert job.process is not None
-                job.process.terminate()
-
-        def end(number: int) -> None:
-            for job in self.running:
-                assert job.process is not None
-                job.process.kill()
-
         self.logs.mkdir(parents=True, exist_ok=True)
         for job in self.jobs:
             job.state = "finished" if job.cell.finished else "waiting"
-        with StopSignals(ask, end) as signals:
+        with StopSignals(self._ask, self._end) as signals:
             while self.running or (self.waiting and not self.stopping):
                 self._start_some()
                 time.sleep(TICK)
                 self._look()
         self._told(self)
         return exit_code(signals.first) if self.stopping else int(any(job.state == "failed" for job in self.jobs))
+
+    def _ask(self, number: int) -> None:
+        """Let every run save its present round and end; begin no other."""
+        self.stopping = True
+        for job in self.running:
+            assert job.process is not None
+            job.process.terminate()
+
+    def _end(self, number: int) -> None:
+        for job in self.running:
+            assert job.process is not None
+            job.process.kill()
 
     @property
     def running(self) -> list[Job]:
@@ -105,7 +106,9 @@ class Crew:
             log = self.logs / f"{job.cell.name}.log"
             methods = multiprocessing.get_all_start_methods()
             context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
-            job.process = context.Process(target=run_cell, args=(self._command, job.cell.words, str(log), self.threads))
+            job.process = context.Process(
+                target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
+            )
             job.process.start()
             job.state = "running"
             self._told(self)
@@ -138,15 +141,17 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized()
 
 
-def run_cell(command: Command, words: Sequence[str], log: str, threads: int) -> None:
+def run_cell(starter: int, command: Command, words: Sequence[str], log: str, threads: int) -> None:
     """One run in a process of its own; what it writes goes into a file.
 
     Args:
+        starter: process id of the table's, with which it ends.
         command: runs it.
         words: the command line.
         log: the file, which is added to.
         threads: of the run on the CPU, where its configuration does not say.
     """
+    end_with(starter)
     os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the table, which hands it on
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

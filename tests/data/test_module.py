@@ -112,7 +112,7 @@ def test_partition_record_says_who_holds_what_and_goes_through_json(made):
         ({"validation_fraction": 1.0}, r"data.validation_fraction"),
         ({"evaluate_on": "train"}, r"data.evaluate_on: must be test or validation"),
         ({"evaluate_on": "validation"}, r"data.evaluate_on: validation needs data.validation_fraction"),
-        ({"split": "half"}, r"data.split: must be holdout, matched or global, got 'half'"),
+        ({"split": "half"}, r"data.split: must be holdout, matched, global or file, got 'half'"),
     ],
 )
 def test_constructor_refuses_bad_values(made, wrong, message):

@@ -1,0 +1,113 @@
+"""A partition that stands in a file: lists of indices, by client."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.data.partitions import KEY, Partition
+from fl_lightning.errors import ConfigError, require
+
+PARTS = ("train", "validation", "test")
+Listed = tuple[Any, Any, Any]
+"""A client's indices for training, validation and test."""
+
+
+class ListedPartition(Partition):
+    """A partition that can say each client's training, validation and test samples (split ``file``)."""
+
+    @abstractmethod
+    def listed(self, num_clients: int) -> list[Listed]:
+        """Each client's indices into the whole data set, training part first.
+
+        Raises:
+            ConfigError: if they are not known for so many clients.
+        """
+
+
+class FromFile(ListedPartition):
+    """Who holds what, from a JSON or npz file of indices into the data set (official training part first).
+
+    JSON: a list with an entry a client, or an object with clients' numbers as names, or either of them under
+    ``clients``, as in a run's own ``partition.json``. An entry is a list of indices, or an object with ``train`` and
+    perhaps ``validation`` and ``test``. npz: arrays named ``0``, ``1``, … or ``0/train``, ``0/test``, ….
+
+    With the split ``file`` the parts are taken as they are. With another split only lists of indices will do, or
+    ``train`` where that is the only part: the split cuts them.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def assign(
+        self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> list[np.ndarray]:
+        """The file's lists.
+
+        Raises:
+            ConfigError: if the file is missing or of another kind, or lists more than one part.
+        """
+        clients = self._clients(num_clients)
+        for client, entry in enumerate(clients):
+            whole = not isinstance(entry, Mapping) or set(entry) <= {"train"}
+            rule = f"{self.path} lists several parts of client {client}; say data.split: file"
+            require(whole, "data.split", rule)
+        return [entry["train"] if isinstance(entry, Mapping) else entry for entry in clients]
+
+    def listed(self, num_clients: int) -> list[Listed]:
+        """Each client's three parts; a list alone is for training."""
+        found = []
+        for client, entry in enumerate(self._clients(num_clients)):
+            parts = entry if isinstance(entry, Mapping) else {"train": entry}
+            odd = next((name for name in parts if name not in PARTS), None)
+            rule = f"{self.path}, client {client}: parts are {', '.join(PARTS)}"
+            require(odd is None and "train" in parts, f"{KEY}.path", rule, odd)
+            found.append(tuple(parts.get(name, []) for name in PARTS))
+        return found  # type: ignore[return-value]
+
+    def _clients(self, num_clients: int) -> list[Any]:
+        content = self._read()
+        if isinstance(content, Mapping) and "clients" in content:
+            content = content["clients"]
+        if isinstance(content, Mapping):
+            numbers = sorted((str(name) for name in content), key=lambda name: (len(name), name))
+            rule = f"{self.path}: clients must be numbered from 0 to {len(numbers) - 1}"
+            require(numbers == [str(n) for n in range(len(numbers))], f"{KEY}.path", rule)
+            content = [content[name] for name in numbers]
+        require(isinstance(content, list), f"{KEY}.path", f"{self.path} must list clients", type(content).__name__)
+        rule = f"must be {len(content)}, as many as {self.path} lists"
+        require(len(content) == num_clients, "data.num_clients", rule, num_clients)
+        return list(content)
+
+    def _read(self) -> Any:
+        path = Path(self.path).expanduser()
+        require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
+        try:
+            if path.suffix == ".npz":
+                with np.load(path, allow_pickle=False) as file:
+                    return _nested({name: file[name] for name in file.files})
+            return json.loads(path.read_text())
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            said = " ".join(str(error).split())[:120]
+            raise ConfigError(f"{KEY}.path", f"{self.path} is no JSON or npz file of indices ({said})") from error
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"0/train": a}`` -> ``{"0": {"train": a}}``."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        client, slash, part = name.partition("/")
+        if slash:
+            found.setdefault(client, {})[part] = value
+        else:
+            found[client] = value
+    return found

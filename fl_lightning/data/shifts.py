@@ -1,0 +1,164 @@
+"""Clients whose samples look, or mean, something else: feature skew and concept shift."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional
+
+from fl_lightning.errors import ConfigError, require
+
+KEY = "data.shift"
+
+
+class Shift(ABC):
+    """Changes each client's samples, once, after they were shared out: training and test parts alike.
+
+    A sample belongs to one client, so a union of clients' test parts holds every sample as its owner sees it. Samples
+    that nobody holds (an official test part on the server) stay as they are.
+    """
+
+    paper: str = ""
+    """One line saying whom to cite."""
+
+    @abstractmethod
+    def apply(
+        self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """A client's samples as it sees them.
+
+        Args:
+            x: [n, …] inputs as they are stored; images are uint8 [n, C, H, W].
+            y: [n] int64 classes.
+            client: 0-based.
+            num_clients: K.
+            num_classes: C.
+            rng: the client's own stream.
+
+        Returns:
+            Inputs and classes of the same shapes and types.
+
+        Raises:
+            ConfigError: for inputs that it cannot change.
+        """
+
+
+class NoiseSkew(Shift):
+    """Gaussian noise that grows from client to client: client i adds N(0, std · i / K) to inputs on the [0, 1] scale.
+
+    Args:
+        std: variance's level at the last client, > 0, as the paper's σ.
+    """
+
+    paper = "Li, Diao, Chen, He, ICDE 2022, Federated Learning on Non-IID Data Silos: An Experimental Study"
+
+    def __init__(self, std: float = 0.1) -> None:
+        require(std > 0 and math.isfinite(std), f"{KEY}.std", "must be above 0", std)
+        self.std = std
+
+    def apply(
+        self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Add noise of variance std · client / K."""
+        _require_numbers(x, self)
+        deviation = math.sqrt(self.std * client / num_clients)
+        noise = torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)) * deviation
+        if x.dtype == torch.uint8:
+            return (x.float() + 255 * noise).round_().clamp_(0, 255).to(torch.uint8), y
+        return x + noise, y
+
+
+class RotationSkew(Shift):
+    """Images turned by an angle of the client's own: client i has the (i mod n)-th of n angles.
+
+    Args:
+        angles: in degrees; multiples of 90 move pixels and change none.
+    """
+
+    paper = "Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, An Efficient Framework for Clustered Federated Learning"
+
+    def __init__(self, angles: Sequence[float] = (0.0, 90.0, 180.0, 270.0)) -> None:
+        finite = len(angles) > 0 and all(math.isfinite(angle) for angle in angles)
+        require(finite, f"{KEY}.angles", "must be a list of degrees", list(angles))
+        self.angles = tuple(angles)
+
+    def apply(
+        self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Turn counter-clockwise."""
+        _require_images(x, self)
+        angle = self.angles[client % len(self.angles)]
+        if angle % 90 == 0 and x.shape[-1] == x.shape[-2]:
+            return torch.rot90(x, int(angle // 90) % 4, dims=(-2, -1)).contiguous(), y
+        return functional.rotate(x, angle, functional.InterpolationMode.BILINEAR), y
+
+
+class ColourSkew(Shift):
+    """A gain and an offset of each colour channel, drawn once a client: other cameras, other light.
+
+    Args:
+        strength: gains are uniform in [1 − s, 1 + s], offsets in [−s/2, s/2] of the full scale; in (0, 1].
+    """
+
+    def __init__(self, strength: float = 0.3) -> None:
+        require(0 < strength <= 1, f"{KEY}.strength", "must be in (0, 1]", strength)
+        self.strength = strength
+
+    def apply(
+        self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Scale and move each channel."""
+        _require_images(x, self)
+        s, channels = self.strength, x.shape[1]
+        gain = torch.from_numpy(rng.uniform(1 - s, 1 + s, channels)).float().view(1, -1, 1, 1)
+        offset = torch.from_numpy(rng.uniform(-s / 2, s / 2, channels)).float().view(1, -1, 1, 1)
+        return (x.float() * gain + 255 * offset).round_().clamp_(0, 255).to(torch.uint8), y
+
+
+class ConceptShift(Shift):
+    """The same inputs mean other classes: labels are permuted, by one of several concepts.
+
+    Client i follows concept i mod n; concept 0 leaves labels as they are, the others permute `permuted` classes in a
+    cycle, so that none of those keeps its name.
+
+    Args:
+        concepts: how many there are, >= 1.
+        permuted: classes that change their names, >= 2; None for all.
+    """
+
+    paper = "Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, An Efficient Framework for Clustered Federated Learning"
+
+    def __init__(self, concepts: int = 2, permuted: int | None = None) -> None:
+        require(concepts >= 1, f"{KEY}.concepts", "must be at least 1", concepts)
+        require(permuted is None or permuted >= 2, f"{KEY}.permuted", "must be at least 2", permuted)
+        self.concepts = concepts
+        self.permuted = permuted
+
+    def apply(
+        self, x: Tensor, y: Tensor, client: int, num_clients: int, num_classes: int, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Rename classes; clients of one concept agree."""
+        permuted = num_classes if self.permuted is None else self.permuted
+        require(permuted <= num_classes, f"{KEY}.permuted", f"must be at most {num_classes}, the classes", permuted)
+        concept = client % self.concepts
+        if concept == 0:
+            return x, y
+        chosen = np.random.default_rng(concept).permutation(num_classes)[:permuted]
+        renamed = np.arange(num_classes)
+        renamed[chosen] = np.roll(chosen, 1)
+        return x, torch.from_numpy(renamed)[y]
+
+
+def _require_images(x: Tensor, shift: Shift) -> None:
+    if x.dtype != torch.uint8 or x.ndim != 4:
+        raise ConfigError(KEY, f"{type(shift).__name__} needs images, and inputs are {x.dtype} {list(x.shape[1:])}")
+
+
+def _require_numbers(x: Tensor, shift: Shift) -> None:
+    if x.dtype == torch.int64:
+        raise ConfigError(KEY, f"{type(shift).__name__} needs images or numbers, and inputs are tokens")

@@ -1,0 +1,100 @@
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.data.module import shifted
+from fl_lightning.data.partitions import IID
+from fl_lightning.data.shifts import ColourSkew, ConceptShift, NoiseSkew, RotationSkew
+from fl_lightning.data.splits import holdout
+from fl_lightning.errors import ConfigError
+
+
+def apply(shift, x, client, y=None, clients=4, classes=3, seed=0):
+    y = torch.zeros(len(x), dtype=torch.int64) if y is None else y
+    return shift.apply(x, y, client, clients, classes, np.random.default_rng(seed))
+
+
+def images(n=6, channels=3, size=8):
+    return torch.randint(
+        0, 256, (n, channels, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def test_noise_grows_from_client_to_client():
+    x = torch.full((20, 1, 16, 16), 128, dtype=torch.uint8)
+    spread = [apply(NoiseSkew(0.01), x, client)[0].float().std().item() / 255 for client in range(4)]
+    assert spread[0] == 0
+    assert spread == sorted(spread)
+    assert spread[3] == pytest.approx((0.01 * 3 / 4) ** 0.5, rel=0.05)
+    floats = apply(NoiseSkew(1.0), torch.zeros(500, 40), 2)[0]
+    assert floats.std().item() == pytest.approx(0.5**0.5, rel=0.05)
+
+
+def test_quarter_turns_move_pixels_and_change_none():
+    x = images()
+    shift = RotationSkew()
+    assert torch.equal(apply(shift, x, 0)[0], x)
+    assert torch.equal(apply(shift, x, 1)[0][..., 0, 0], x[..., 0, -1])  # counter-clockwise: the right end comes up
+    assert torch.equal(apply(shift, apply(shift, x, 1)[0], 3)[0], x)
+    assert torch.equal(apply(shift, x, 5)[0], apply(shift, x, 1)[0])
+    turned = apply(RotationSkew([45.0]), x, 0)[0]
+    assert turned.dtype == torch.uint8
+    assert not torch.equal(turned, x)
+
+
+def test_colours_are_one_draw_a_client():
+    x = images()
+    x = x // 4 + 96  # away from both ends
+    first, again = (apply(ColourSkew(0.2), x, 0)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    other = apply(ColourSkew(0.2), x, 0, seed=1)[0]
+    assert not torch.equal(first, other)
+    gains = [np.polyfit(x[:, c].flatten().float(), first[:, c].flatten().float(), 1)[0] for c in range(3)]
+    assert all(0.8 - 0.02 <= gain <= 1.2 + 0.02 for gain in gains)
+
+
+def test_clients_of_one_concept_agree_and_the_others_rename_classes():
+    y = torch.arange(5)
+    x = torch.zeros(5, 2)
+    shift = ConceptShift(concepts=3)
+    assert torch.equal(apply(shift, x, 0, y, classes=5)[1], y)
+    first = apply(shift, x, 1, y, classes=5, seed=1)[1]
+    assert torch.equal(first, apply(shift, x, 4, y, classes=5, seed=2)[1])
+    assert (first != y).all()
+    assert torch.equal(first.sort().values, y)
+    assert not torch.equal(first, apply(shift, x, 2, y, classes=5)[1])
+    two = apply(ConceptShift(2, permuted=2), x, 1, y, classes=5)[1]
+    assert int((two != y).sum()) == 2
+    with pytest.raises(ConfigError, match="at most 3"):
+        apply(ConceptShift(2, permuted=4), x, 1, y[:3])
+
+
+def test_every_sample_is_changed_once_by_its_owner_and_nothing_else(make_arrays):
+    arrays = make_arrays([20, 20], [10, 10])
+    before = arrays.x.clone()
+    parts = holdout(IID(), arrays, 4, seed=0)
+    made = shifted(RotationSkew(), arrays, parts, seed=0)
+    assert torch.equal(arrays.x, before)  # the cache's
+    for client, part in enumerate(parts):
+        for own in (part.train, part.test):
+            assert torch.equal(made.x[own], torch.rot90(before[own], client, dims=(-2, -1)))
+    renamed = shifted(ConceptShift(2), arrays, parts, seed=0)
+    assert torch.equal(renamed.y[parts[1].test], 1 - arrays.y[parts[1].test])
+    assert torch.equal(renamed.y[parts[2].train], arrays.y[parts[2].train])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: NoiseSkew(0.0), "data.shift.std"),
+        (lambda: RotationSkew([]), "data.shift.angles"),
+        (lambda: ColourSkew(2.0), "data.shift.strength"),
+        (lambda: ConceptShift(0), "data.shift.concepts"),
+        (lambda: ConceptShift(2, 1), "data.shift.permuted"),
+        (lambda: apply(RotationSkew(), torch.zeros(2, 5), 1), "RotationSkew needs images"),
+        (lambda: apply(NoiseSkew(), torch.zeros(2, 5, dtype=torch.int64), 1), "inputs are tokens"),
+    ],
+)
+def test_refusals(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
