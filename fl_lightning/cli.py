@@ -147,7 +147,7 @@ def draw_run(folder: Path, data: Any, summary: dict[str, Any]) -> None:
 
     title = f"{summary['method']}, {summary['clients']} clients ({summary['name']})"
     learning_curves(read_rows(folder / "metrics.csv"), folder / "curves.png", title)
-    partition_bubbles(data.class_counts(), folder / "partition.png", data.arrays.classes, title)
+    partition_bubbles(data.class_counts(), folder / "partition.png", data.arrays.classes, data.title(summary["seed"]))
 
 
 def _evaluate(argv: list[str]) -> int:
@@ -174,15 +174,18 @@ def _partition(argv: list[str]) -> int:
     figure = {"type": str, "default": "partition.png", "help": "where the picture is written"}
     options, config = configured("partition", "Show who holds what.", argv, figure=figure)
 
+    from fl_lightning.report.figures import check_ending, partition_bubbles, partition_table
+
+    check_ending(Path(options.figure), "--figure")
+
     from fl_lightning.experiment import Experiment
     from fl_lightning.report.console import print_table
-    from fl_lightning.report.figures import partition_bubbles, partition_table
 
     with options.given.speaking():
         data = Experiment(config).data
         data.setup(config["seed"])
     counts = data.class_counts()
-    title = f"{type(data.dataset).__name__}, {type(data.partition).__name__}, seed {config['seed']}"
+    title = data.title(config["seed"])
     table = partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes)
     print_table(table)
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
@@ -215,7 +218,7 @@ def _dashboard(argv: list[str]) -> int:
     parser.add_argument("--project", help="the W&B project that gets the dashboard as a workspace")
     parser.add_argument("--entity", help="its user or team; default: your own")
     parser.add_argument("--json", help="write the dashboard's panels there, as JSON")
-    parser.add_argument("--picture", help="draw the same panels from runs' folders, as a PNG")
+    parser.add_argument("--picture", help="draw the same panels from runs' folders: PNG, SVG, PDF")
     options = parser.parse_args(argv)
 
     from fl_lightning.report import dashboard

@@ -166,6 +166,13 @@ class FederatedData:
         tests = len(self.server_test) if self.evaluate_on == "test" else 0
         return len(self.arrays.y) - held - tests
 
+    def title(self, seed: int) -> str:
+        """What a picture of who holds what is called: the data set, the partition with its numbers, and the seed."""
+        own = vars(self.partition).items()
+        numbers = [f"{k}={v}" for k, v in own if type(v) in (int, float) and not k.startswith("_")]
+        partition = type(self.partition).__name__ + (f"({', '.join(numbers)})" if numbers else "")
+        return f"{type(self.dataset).__name__}, {partition}, {self.num_clients} clients, seed {seed}"
+
     def partition_record(self) -> dict[str, Any]:
         """Who holds what, in plain lists and numbers, for ``partition.json``."""
         return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.report.record import Row, read_rows, write_whole
+from fl_lightning.report.record import write_whole
 
 NAME = "Federated learning"
 STEP = "round"
@@ -182,29 +182,21 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
     """Draw the dashboard's panels from runs' folders.
 
     Args:
-        folders: runs' folders; a run goes by its method, or by its name where two have the same method.
-        path: the PNG to write.
+        folders: runs' folders; those that differ only in their seed are one line, with a band.
+        path: the picture to write: PNG, SVG or PDF.
 
     Raises:
-        ConfigError: if a folder holds no run, or none was named.
+        ConfigError: if a folder holds no run, none was named, or there is no format of that ending.
     """
-    from fl_lightning.report.figures import panel_grid
+    from fl_lightning.report.figures import check_ending
+    from fl_lightning.report.panels import panel_grid
+    from fl_lightning.report.run_folder import read_run
+    from fl_lightning.report.series import Member, series_of
 
     require(bool(folders), "dashboard", "name the folders of the runs to draw: --picture FILE runs/a runs/b")
-    named: dict[Path, tuple[str, list[Row]]] = {}
-    for folder in folders:
-        rows = read_rows(folder / "metrics.csv")
-        require(bool(rows), "dashboard", "there is no run with at least one round in that folder", str(folder))
-        named[folder] = _method_of(folder), rows
-    methods = [method for method, _ in named.values()]
-    runs = {m if methods.count(m) == 1 else f"{m} ({f.name})": rows for f, (m, rows) in named.items()}
+    check_ending(path, "dashboard --picture")
+    runs = series_of(Member(read_run(folder, "dashboard")) for folder in folders)
     lines = [panel for section in SECTIONS for panel in section.panels if panel.kind == "line"]
     panels = [(panel.title, panel.metrics, panel.is_share) for panel in lines if panel.title not in DRAWN_APART]
-    return panel_grid(panels, runs, path, NAME)
-
-
-def _method_of(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / "summary.json").read_text())["method"])
-    except (OSError, ValueError, KeyError):
-        return folder.name
+    settings = sorted({line.setting for line in runs})
+    return panel_grid(panels, runs, path, settings[0] if len(settings) == 1 else NAME)

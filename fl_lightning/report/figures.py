@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fl_lightning.errors import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -25,9 +27,9 @@ CURVES = {
 }
 TERM_COLORS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0072B2")
 TERM_STYLES = ("--", "-.", ":")
-RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#000000")
 INK, GRID, BUBBLE = "#222222", "#DDDDDD", "#0072B2"
 DPI = 100
+ENDINGS = (".png", ".svg", ".pdf")
 MARKED_POINTS = 30  # curves of at most so many points show them
 LOG_RANGE = 100  # a loss axis that spans more than this factor is logarithmic
 COUNTED_CLASSES = 12  # a partition's table shows the counts of at most so many classes
@@ -39,7 +41,7 @@ def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -
 
     Args:
         rows: the rows of ``metrics.csv``; what is None, empty or missing is skipped, the evaluated rounds are joined.
-        path: the PNG to write.
+        path: the picture to write: PNG, SVG or PDF.
         title: the picture's title.
 
     Returns:
@@ -53,7 +55,7 @@ def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -
     left, right = figure.subplots(1, 2)
     _draw_accuracies(left, rows)
     _draw_losses(right, rows)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -95,10 +97,11 @@ def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             _line(axes, rounds, values, label, color, style)
             drawn.append(values)
     _style(axes, "training loss", rows)
-    _log_if_wide(axes, drawn)
+    log_if_wide(axes, drawn)
 
 
-def _log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> None:
+def log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> None:
+    """Make the axis logarithmic where the values span more than it can show otherwise."""
     low, high = min(map(np.min, drawn), default=0), max(map(np.max, drawn), default=0)
     if low > 0 and high > LOG_RANGE * low:
         axes.set_yscale("log")
@@ -155,7 +158,7 @@ def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[st
 
     Args:
         class_counts: [K, C] training samples of each client and class.
-        path: the PNG to write; its size follows the number of clients and classes.
+        path: the picture to write: PNG, SVG or PDF; its size follows the number of clients and classes.
         classes: [C] class names; they label the axis where they are few and short, else their indices do.
         title: the picture's title.
 
@@ -195,7 +198,7 @@ def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[st
     axes.spines[:].set_color("#AAAAAA")
     key = figure.add_axes(((left + width) / full_width, bottom / full_height, right / full_width, height / full_height))
     _draw_key(key, right, height, peak, diameter)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _draw_bubbles(axes: Axes, x: np.ndarray, y: np.ndarray, areas: np.ndarray) -> None:
@@ -312,7 +315,7 @@ def class_relation_map(matrix: np.ndarray, path: Path, classes: Sequence[str], t
 
     Args:
         matrix: [C, C], row i what class i says of every class; NaN rows are absent and stay grey.
-        path: the PNG to write.
+        path: the picture to write: PNG, SVG or PDF.
         classes: [C] class names.
         title: the picture's title.
 
@@ -336,7 +339,7 @@ def class_relation_map(matrix: np.ndarray, path: Path, classes: Sequence[str], t
     axes.tick_params(length=2)
     axes.set_title(title, fontsize=11, color=INK, loc="left", parse_math=False)
     figure.colorbar(image, ax=axes, fraction=0.046).ax.tick_params(labelsize=8)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def class_projection(rows: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
@@ -344,7 +347,7 @@ def class_projection(rows: np.ndarray, path: Path, classes: Sequence[str], title
 
     Args:
         rows: [C, D], NaN rows are absent and left out.
-        path: the PNG to write.
+        path: the picture to write: PNG, SVG or PDF.
         classes: [C] class names; each point has its own.
         title: the picture's title.
 
@@ -370,7 +373,7 @@ def class_projection(rows: np.ndarray, path: Path, classes: Sequence[str], title
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=11, color=INK, loc="left", parse_math=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def principal_plane(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -406,101 +409,6 @@ def _short_names(classes: Sequence[str]) -> list[str]:
     return list(map(str, classes)) if short else list(map(str, range(len(classes))))
 
 
-# --- runs beside each other -----------------------------------------------------------------------------------------
-
-
-def panel_grid(
-    panels: Sequence[tuple[str, Sequence[str], bool]],
-    runs: Mapping[str, Sequence[Mapping[str, Any]]],
-    path: Path,
-    title: str,
-) -> Path:
-    """Draw panels of columns over rounds, four in a row: a colour a run, a line style a column.
-
-    Args:
-        panels: each panel's title, the columns that it draws (one that ends in ``*`` stands for all that start so), and
-            whether they are fractions, drawn in percent.
-        runs: name of a run -> its rows of ``metrics.csv``.
-        path: the PNG to write.
-        title: the picture's title.
-
-    Returns:
-        `path`.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.lines import Line2D
-
-    height = -(-len(panels) // 4)
-    figure = Figure(figsize=(12.8, 0.6 + 2.35 * height), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
-    grid = figure.subplots(height, 4, squeeze=False).ravel()
-    colors = dict(zip(runs, (color for _ in runs for color in RUN_COLORS), strict=False))
-    for axes, (name, columns, is_share) in zip(grid, panels, strict=False):
-        _draw_panel(axes, columns, runs, colors, 100.0 if is_share else 1.0)
-        axes.set_title(f"{name}, %" if is_share else name, fontsize=10, color=INK, loc="left", parse_math=False)
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    handles = [Line2D([], [], color=colors[run], linewidth=2.5, label=run) for run in runs]
-    figure.legend(handles=handles, loc="upper right", ncols=len(runs), frameon=False, fontsize=10)
-    return _save(figure, path)
-
-
-def _draw_panel(
-    axes: Axes,
-    columns: Sequence[str],
-    runs: Mapping[str, Sequence[Mapping[str, Any]]],
-    colors: Mapping[str, str],
-    factor: float,
-) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    styles: dict[str, str] = {}
-    drawn = []
-    for run, rows in runs.items():
-        for column in _matching(columns, rows):
-            rounds, values = _points(rows, column)
-            if len(rounds):
-                style = styles.setdefault(column, ("-", "--", ":", "-.")[len(styles) % 4])
-                axes.plot(rounds, factor * values, style, color=colors[run], linewidth=1.6)
-                drawn.append(values)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, length=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(styles) > 1:
-        names = [Line2D([], [], color=INK, linestyle=s, linewidth=1.2, label=_tail(n)) for n, s in styles.items()]
-        axes.legend(handles=names, frameon=False, fontsize=7, handlelength=2.4, labelspacing=0.25)
-    if not drawn:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.text(0.5, 0.5, "not in these runs", transform=axes.transAxes, ha="center", va="center", color="#777777")
-    elif factor == 1.0:
-        low, high = min(map(np.min, drawn)), max(map(np.max, drawn))
-        if high >= 1000:
-            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        if low >= 0 and high > 0:
-            axes.set_ylim(0, 1.08 * high)
-        _log_if_wide(axes, drawn)
-
-
-def _matching(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns of `rows` that are meant: ``loss/*`` stands for all that start so."""
-    there = dict.fromkeys(key for row in rows for key in row)
-    return [
-        name
-        for column in columns
-        for name in there
-        if name == column or (column.endswith("*") and name.startswith(column[:-1]))
-    ]
-
-
-def _tail(column: str) -> str:
-    return column.rpartition("/")[2]
-
-
 def _checked(class_counts: np.ndarray, classes: Sequence[str]) -> np.ndarray:
     counts = np.asarray(class_counts)
     if counts.ndim != 2 or 0 in counts.shape or counts.shape[1] != len(classes):
@@ -508,16 +416,29 @@ def _checked(class_counts: np.ndarray, classes: Sequence[str]) -> np.ndarray:
     return counts
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    """Write a PNG whole or not at all."""
+def check_ending(path: Path, key: str) -> None:
+    """Refuse a picture's file that no format goes by.
+
+    Raises:
+        ConfigError: naming the option `key`.
+    """
+    require(path.suffix.lower() in ENDINGS, key, f"must end in {', '.join(ENDINGS)}", str(path))
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture whole or not at all: PNG, SVG or PDF, as its name ends."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)
+    check_ending(path, "picture")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    kind = path.suffix.lower()[1:]
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     try:
-        with partial.open("wb") as file:
-            FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
+        with partial.open("wb") as file, rc_context({"svg.hashsalt": "fl-lightning"}):
+            FigureCanvasAgg(figure).print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
 
@@ -143,3 +144,8 @@ def test_one_client_with_one_sample_is_a_federation(make_arrays):
     assert (data.clients[0].num_train, data.clients[0].num_test, len(data.server_test)) == (1, 0, 0)
     (bundle,) = data.clients[0].bundles(0, 10, 16, drop_last=True)
     assert torch.isfinite(bundle.x).all()
+
+
+def test_title_names_data_partition_and_seed():
+    data = FederatedData(Digits(), Dirichlet(beta=0.5, min_samples=5), num_clients=4)
+    assert data.title(3) == "Digits, Dirichlet(beta=0.5, min_samples=5), 4 clients, seed 3"

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from matplotlib.figure import Figure
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.report import dashboard
 from fl_lightning.report.record import MetricsFile
+from fl_lightning.report.run_folder import read_run
+from fl_lightning.report.series import Member, series_of
 
 ROOT = Path(__file__).parents[2]
 PANELS = [panel for section in dashboard.SECTIONS for panel in section.panels]
@@ -54,19 +57,62 @@ def has(image, color):
     return bool((abs(image - color).max(-1) < 0.02).any())
 
 
-BLUE, ORANGE = (0, 0x72 / 255, 0xB2 / 255), (0xD5 / 255, 0x5E / 255, 0)
+def rgb(color):
+    return tuple(int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
 
 
-def test_picture_draws_every_run_in_its_color(tmp_path):
-    rows = [{"round": r, "Local-T": r / 10, "loss": 10.0**-r, "loss/a": None, "uplink_bytes": 5000} for r in (1, 2, 3)]
-    runs = [make_run(tmp_path / name, "Some", rows) for name in ("a", "b")]
-    one, two = (
+ROWS = [{"round": r, "Local-T": r / 10, "loss": 10.0**-r, "loss/a": None, "uplink_bytes": 5000} for r in (1, 2, 3)]
+
+
+def test_picture_draws_every_method_in_its_color(tmp_path):
+    runs = [make_run(tmp_path / name, name, ROWS) for name in ("One", "Two")]
+    one, two = (series_of([Member(read_run(run, "test"))])[0].light for run in runs)
+    assert one != two
+    alone, both = (
         matplotlib.image.imread(dashboard.draw(folders, tmp_path / "picture.png"))[..., :3]
         for folders in (runs[:1], runs)
     )
-    assert has(one, BLUE)
-    assert not has(one, ORANGE)
-    assert has(two, ORANGE)
+    assert has(alone, rgb(one))
+    assert not has(alone, rgb(two))
+    assert has(both, rgb(one))
+    assert has(both, rgb(two))
+
+
+def test_picture_of_four_methods_and_three_seeds_draws_four_lines_with_bands(tmp_path, monkeypatch):
+    runs, legend = [], Figure.legend
+    for method in ("One", "Two", "Three", "Four"):
+        for seed in range(3):
+            rows = [{**row, "Local-T": row["Local-T"] + seed / 100} for row in ROWS]
+            runs.append(make_run(tmp_path / f"{method}-{seed}", method, rows))
+            config = {"seed": seed, "method": {"class_path": f"m.{method}"}, "data": {"num_clients": 2}}
+            (runs[-1] / "config.yaml").write_text(json.dumps(config))
+    drawn = []
+    monkeypatch.setattr(Figure, "legend", lambda self, **kept: drawn.append(self) or legend(self, **kept))
+    path = dashboard.draw(runs, tmp_path / "picture.png")
+    figure = drawn[0]
+    panel = figure.axes[0]
+    assert len(panel.lines) == len(panel.collections) == 4
+    assert len({line.get_color() for line in panel.lines}) == 4
+    figure.draw_without_rendering()
+    key, title = figure.legends[0].get_window_extent(), figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= key.x0
+    assert key.x1 <= figure.bbox.x1
+    assert not key.overlaps(title)
+    assert not any(key.overlaps(axes.get_tightbbox()) for axes in figure.axes if axes.axison)
+    assert matplotlib.image.imread(path).shape[1] == 1280
+
+
+@pytest.mark.parametrize(("name", "head"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
+def test_picture_is_what_its_ending_says(tmp_path, name, head):
+    run = make_run(tmp_path / "run", "Some", ROWS)
+    assert dashboard.draw([run], tmp_path / name).read_bytes().startswith(head)
+
+
+def test_picture_of_another_ending_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", "Some", ROWS)
+    with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
+        dashboard.draw([run], tmp_path / "a.jpg")
+    assert not (tmp_path / "a.jpg").exists()
 
 
 def test_picture_works_on_a_run_without_accuracies(tmp_path):

@@ -1,0 +1,41 @@
+"""What makes two configurations those of one run, or of one run but for its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# What may differ between a run and its continuation, because it changes no number of the rounds done.
+_NO_IDENTITY = (
+    "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.callbacks", "federation.pool",
+    "federation.steps_per_bundle", "federation.workers", "federation.threads", "federation.worker_timeout",
+    "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
+)  # fmt: skip
+_TRAINER_IDENTITY = (
+    "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
+    "limit_train_batches", "overfit_batches", "fast_dev_run",
+)  # fmt: skip
+
+
+def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a run this run: every key, dotted, that changes a number."""
+    flat = dict(_flatten(config))
+    trainer = tuple(f"trainer.{name}" for name in _TRAINER_IDENTITY)
+    return {
+        key: value
+        for key, value in flat.items()
+        if not any(key == name or key.startswith(name + ".") for name in _NO_IDENTITY)
+        and (not key.startswith("trainer") or key.startswith(trainer))
+    }
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _flatten(value, f"{prefix}.{index}")
+        yield f"{prefix}.length", len(node)
+    elif node is not None:
+        yield prefix, node

@@ -1,0 +1,121 @@
+"""A run's folder as it is read back: tolerant of what is missing, and never believing what it says to be code."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fl_lightning.errors import require
+from fl_lightning.identity import identity
+from fl_lightning.report.record import Row, read_rows
+
+_FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run's folder says.
+
+    Args:
+        path: the folder.
+        config: ``config.yaml``; empty where it is missing or damaged.
+        summary: ``summary.json``, likewise.
+        partition: ``partition.json`` without the samples' indices, likewise.
+        rows: the rounds of ``metrics.csv``, at least one.
+        notes: what is missing or damaged, a line each.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    partition: Mapping[str, Any]
+    rows: Sequence[Row]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.summary.get("name") or self.config.get("name") or self.path.resolve().name)
+
+    @property
+    def method(self) -> str:
+        """The method's name; the run's where nothing says which method it is."""
+        return str(self.summary.get("method") or class_name(self.config.get("method")) or self.name)
+
+    @property
+    def seed(self) -> int | None:
+        """Of the run."""
+        seed = self.summary.get("seed", self.config.get("seed"))
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def partition_hash(self) -> str:
+        """Of who holds what; empty where nothing says it."""
+        return str(self.summary.get("partition_hash") or self.partition.get("hash") or "")
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        """All keys that change a number, but the seed; empty without a configuration."""
+        return {key: value for key, value in identity(self.config).items() if key != "seed"}
+
+    @cached_property
+    def client_rows(self) -> Sequence[Row]:
+        """The rows of ``clients.csv`` that name a round and a client; empty where there are none."""
+        rows = rows_of(self.path / "clients.csv")
+        return [row for row in rows if isinstance(row.get("client"), int)]
+
+
+def read_run(path: Path, command: str) -> RunFolder:
+    """Read a run's folder.
+
+    Args:
+        path: the folder.
+        command: who asks, for the error.
+
+    Raises:
+        ConfigError: if it holds no round of a run.
+    """
+    rows = rows_of(path / "metrics.csv")
+    require(bool(rows), command, "there is no run with at least one round in that folder", str(path))
+    notes: list[str] = []
+    config = _mapping(path / "config.yaml", notes)
+    summary = _mapping(path / "summary.json", notes)
+    partition = {key: value for key, value in _mapping(path / "partition.json", notes).items() if key != "clients"}
+    return RunFolder(path, config, summary, partition, rows, tuple(notes))
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a run's CSV file that name a round; empty where it is missing or no such file."""
+    try:
+        return [row for row in read_rows(path) if isinstance(row.get("round"), int)]
+    except (OSError, ValueError, csv.Error):
+        return []
+
+
+def class_name(node: Any) -> str:
+    """The class's name in a section of a configuration."""
+    path = node.get("class_path") if isinstance(node, Mapping) else node
+    return path.rpartition(".")[2] if isinstance(path, str) else ""
+
+
+def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """A YAML or JSON file that holds a mapping; else empty, and a note says why."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_FAST_LOADER)
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, Mapping):
+        notes.append(f"{path.name} is damaged")
+        return {}
+    return content

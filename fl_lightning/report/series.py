@@ -1,0 +1,195 @@
+"""Runs that differ only in their seed, as one line of a picture; and the settings in which lines are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.report.colours import DASHES, PALETTE, colours_of
+from fl_lightning.report.record import Row
+from fl_lightning.report.run_folder import RunFolder, class_name
+
+_SETTING = ("dataset", "partition", "num_clients", "split", "test_fraction", "validation_fraction", "evaluate_on")
+"""Keys of ``data`` that make two runs' figures comparable."""
+_NAMED_KEYS = 3  # at most so many keys say how two lines of one method differ
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run that is to be shown.
+
+    Args:
+        run: its folder.
+        label: what the line is called; empty leaves it to the method and its settings.
+        setting: of data and partition; empty leaves it to the configuration.
+    """
+
+    run: RunFolder
+    label: str = ""
+    setting: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: a run, or its repeats with other seeds.
+
+    Args:
+        label: for people; no two series of a setting have the same.
+        method: its name, which chooses the colour.
+        setting: in which its figures can be compared.
+        runs: in the order of seeds.
+        colour: place in `PALETTE`.
+        dash: place in `DASHES`; more than 0 where the method, or the colour, comes again.
+    """
+
+    label: str
+    method: str
+    setting: str
+    runs: tuple[RunFolder, ...]
+    colour: int
+    dash: int
+
+    @property
+    def light(self) -> str:
+        """Its colour on a white page."""
+        return PALETTE[self.colour][0]
+
+    @property
+    def dark(self) -> str:
+        """Its colour on a dark page."""
+        return PALETTE[self.colour][1]
+
+    def curve(self, column: str) -> Curve:
+        """A column of ``metrics.csv`` over the rounds that any of the runs has it in."""
+        return curve_of([run.rows for run in self.runs], column)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure over rounds.
+
+    Args:
+        rounds: [R] those in which a run has it.
+        mean: [R] over the runs that have it.
+        std: [R] the sample standard deviation over runs; NaN of fewer than two.
+    """
+
+    rounds: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+
+
+def curve_of(repeats: Sequence[Sequence[Row]], column: str) -> Curve:
+    """The mean and spread of a column over repeats of a run, round by round; what is no finite number is left out."""
+    found: dict[int, list[float]] = {}
+    for rows in repeats:
+        for row in rows:
+            value = row.get(column)
+            if isinstance(value, (int, float)) and np.isfinite(value):
+                found.setdefault(int(row["round"]), []).append(float(value))
+    rounds = sorted(found)
+    mean = [float(np.mean(found[round])) for round in rounds]
+    std = [float(np.std(found[round], ddof=1)) if len(found[round]) > 1 else np.nan for round in rounds]
+    return Curve(np.array(rounds, dtype=int), np.array(mean), np.array(std))
+
+
+def series_of(members: Iterable[Member]) -> list[Series]:
+    """Put runs that differ only in their seed together, and give every line its name, colour and style.
+
+    Args:
+        members: the runs, in the order in which they are to be shown.
+    """
+    groups: dict[tuple[Any, ...], list[Member]] = {}
+    for member in members:
+        groups.setdefault(_key(member, groups), []).append(member)
+    lines = list(groups.values())
+    labels = _labels(lines)
+    colours = colours_of(line[0].run.method for line in lines)
+    settings = [_setting(line[0]) for line in lines]
+    used: dict[tuple[str, int], list[str]] = {}
+    found = []
+    for line, label, setting in zip(lines, labels, settings, strict=True):
+        colour = colours[line[0].run.method]
+        before = used.setdefault((setting, colour), [])
+        runs = sorted((member.run for member in line), key=lambda run: (run.seed is None, run.seed or 0))
+        found.append(Series(label, line[0].run.method, setting, tuple(runs), colour, len(before) % len(DASHES)))
+        before.append(label)
+    return found
+
+
+def _key(member: Member, groups: Mapping[tuple[Any, ...], Sequence[Member]]) -> tuple[Any, ...]:
+    """Of the line that a run belongs to; a seed that the line has already makes a line of its own."""
+    run = member.run
+    what = tuple(sorted((key, repr(value)) for key, value in run.identity.items())) or (str(run.path),)
+    key: tuple[Any, ...] = (member.setting, member.label, run.method, what)
+    while any(other.run.seed == run.seed for other in groups.get(key, ())):
+        key = (*key, run.name)
+    return key
+
+
+def _setting(member: Member) -> str:
+    if member.setting:
+        return member.setting
+    data = member.run.config.get("data")
+    if not isinstance(data, Mapping):
+        said = member.run.partition
+        return ", ".join(str(said[key]) for key in ("dataset", "partition") if key in said) or "unknown data"
+    parts = [_shown(data.get("dataset")), _shown(data.get("partition")), f"{data.get('num_clients')} clients"]
+    usual = {"split": "holdout", "validation_fraction": 0.0, "evaluate_on": "test"}
+    for key in _SETTING[3:]:
+        value = data.get(key)
+        if value is not None and value != usual.get(key, value):
+            parts.append(f"{key} {value}")
+    return ", ".join(part for part in parts if part)
+
+
+def _shown(node: Any) -> str:
+    """``Dirichlet(beta=0.1, min_samples=20)``: a section of a configuration in one line."""
+    arguments = node.get("init_args") if isinstance(node, Mapping) else None
+    given = arguments if isinstance(arguments, Mapping) else {}
+    hidden = ("root", "download")
+    told = [f"{k}={v}" for k, v in given.items() if k not in hidden and isinstance(v, (bool, int, float, str))]
+    return class_name(node) + (f"({', '.join(told)})" if told else "")
+
+
+def _labels(lines: Sequence[Sequence[Member]]) -> list[str]:
+    """Each line's name: what its member says, or the method, with what differs between lines of one method."""
+    first = [line[0] for line in lines]
+    labels = []
+    for member in first:
+        others = [
+            other.run
+            for other in first
+            if other is not member and _same_name(other, member) and _setting(other) == _setting(member)
+        ]
+        label = member.label or member.run.method
+        labels.append(f"{label} ({_difference(member.run, others)})" if others else label)
+    seen: dict[tuple[str, str], int] = {}
+    for place, (member, label) in enumerate(zip(first, labels, strict=True)):
+        count = seen[_setting(member), label] = seen.get((_setting(member), label), 0) + 1
+        labels[place] = label if count == 1 else f"{label} [{count}]"
+    return labels
+
+
+def _same_name(a: Member, b: Member) -> bool:
+    return (a.label or a.run.method) == (b.label or b.run.method)
+
+
+def _difference(run: RunFolder, others: Sequence[RunFolder]) -> str:
+    """The keys in which a run differs from others of its method; its name where none does, or too many."""
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in (run, *others) for key in one.identity)
+        if any(other.identity.get(key) != run.identity.get(key) for other in others) and not key.endswith(".length")
+    ]
+    if not run.identity or not 1 <= len(keys) <= _NAMED_KEYS:
+        return run.name
+    return ", ".join(f"{_tail(key)} {run.identity.get(key, 'none')}" for key in keys)
+
+
+def _tail(key: str) -> str:
+    *ahead, last = key.split(".")
+    return last if not last.isdigit() else f"{ahead[-1]}.{last}"

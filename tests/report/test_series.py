@@ -1,0 +1,82 @@
+"""Which runs are one line, and what a line is called and drawn like."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_lightning.report.colours import PALETTE, colours_of
+from fl_lightning.report.run_folder import RunFolder, read_run
+from fl_lightning.report.series import Member, series_of
+
+
+def member(method="A", seed=0, name="run", lr=0.1, beta=0.5, value=0.5):
+    config = {
+        "seed": seed,
+        "name": name,
+        "method": {"class_path": f"package.{method}"},
+        "optimizer": {"class_path": "SGD", "init_args": {"lr": lr}},
+        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"beta": beta}}, "num_clients": 2},
+    }
+    return Member(
+        RunFolder(Path(name), config, {}, {}, [{"round": 1, "Local-T": value}, {"round": 2, "Local-T": None}])
+    )
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_line():
+    (line,) = series_of([member(seed=1, name="b", value=0.7), member(seed=0, name="a", value=0.5)])
+    assert line.label == "A"
+    assert [run.seed for run in line.runs] == [0, 1]
+    curve = line.curve("Local-T")
+    assert curve.rounds.tolist() == [1]
+    assert curve.mean[0] == pytest.approx(0.6)
+    assert curve.std[0] == pytest.approx(np.std([0.5, 0.7], ddof=1))
+
+
+def test_lines_of_one_method_say_what_differs_and_share_its_color():
+    one, two = series_of([member(lr=0.1), member(lr=0.2)])
+    assert [one.label, two.label] == ["A (lr 0.1)", "A (lr 0.2)"]
+    assert one.colour == two.colour
+    assert one.dash != two.dash
+
+
+def test_the_same_run_twice_is_two_lines():
+    labels = [line.label for line in series_of([member(name="a"), member(name="b")])]
+    assert labels == ["A (a)", "A (b)"]
+
+
+def test_other_data_is_another_setting():
+    one, two = series_of([member(beta=0.1), member(beta=0.5)])
+    assert one.label == two.label == "A"
+    assert "beta=0.1" in one.setting
+    assert one.setting != two.setting
+    assert one.dash == two.dash == 0
+
+
+def test_color_of_a_method_does_not_depend_on_the_others():
+    names = [f"method {place}" for place in range(40)]
+    alone = {name: colours_of([name])[name] for name in names}
+    pair = colours_of(names[:2])
+    assert sorted(pair.values()) == sorted(alone[name] for name in names[:2]) or alone[names[0]] == alone[names[1]]
+    ten = colours_of(names[: len(PALETTE)])
+    assert sorted(ten.values()) == list(range(len(PALETTE)))
+    assert max(list(colours_of(names).values()).count(place) for place in range(len(PALETTE))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", b"a: [b"),
+        ("config.yaml", b"\xff\xfe\x00"),
+        ("summary.json", b"[1, 2]"),
+        ("partition.json", b"{"),
+    ],
+)
+def test_damaged_files_are_noted(tmp_path, name, content):
+    (tmp_path / "metrics.csv").write_text("round,Local-T\n1,0.5\n2,0.6\n3,0")
+    for file in ("config.yaml", "summary.json", "partition.json"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    run = read_run(tmp_path, "test")
+    assert run.notes == (f"{name} is damaged",)
+    assert run.method == run.name == tmp_path.name
