@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 @contextmanager
 def workplaces() -> Iterator[Callable[[str], Any]]:
     """A function that makes an empty workplace (`tests/cli/conftest.py`), instead of an earlier one of that name."""
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     from cli.conftest import Workplace
     from cli.forked import start_server
 
