@@ -1,4 +1,4 @@
-"""Federations without training: the real loop, exchanges, pool, checkpoints and messages around a fit that is arithmetic.
+"""Federations without training: the real loop, exchanges, pool, checkpoints, messages around a fit that is arithmetic.
 
 A schedule follows from its seed alone: who is there, joins and fails, how messages travel, when the run is stopped or
 killed, and on how many workers it goes on. Workers are threads of which one runs at a time, and what they tell each
@@ -122,7 +122,11 @@ class Schedule:
         options = self.options if on_disk else {**self.options, "pool": "memory"}
         options = dict(options)
         every, keep = options.pop("checkpoint")
-        filters = {"quantize": [Quantize(bits=8)], "topk": [TopK(share=0.4)], "both": [TopK(share=0.4), Quantize(bits=16)]}
+        filters = {
+            "quantize": [Quantize(bits=8)],
+            "topk": [TopK(share=0.4)],
+            "both": [TopK(share=0.4), Quantize(bits=16)],
+        }
         exchanges = {"Star": Star, "Ring": Ring, "DirectedGraph": DirectedGraph, "RandomPeers": RandomPeers}
         return Federation(
             **{**options, "failures": Failures(**options["failures"]), "newcomers": Newcomers(*options["newcomers"])},
@@ -228,7 +232,7 @@ class Team:
             with self.turn:
                 try:
                     results[rank] = work(rank)
-                except BaseException as error:  # noqa: BLE001 - it is raised below
+                except BaseException as error:
                     self.failure = self.failure or error
                     self.turn.notify_all()
 
@@ -459,7 +463,7 @@ def check(seed: int) -> list[str]:
     try:
         with simulated():
             return _check(schedule, folder)
-    except Exception as error:  # noqa: BLE001 - one line a seed
+    except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

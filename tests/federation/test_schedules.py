@@ -2,7 +2,7 @@
 
 from federation.simulator import Schedule, check
 
-COUNT = 150
+COUNT = 120
 
 
 def test_schedules_hold_what_they_must():
