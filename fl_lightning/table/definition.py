@@ -11,10 +11,8 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.table.quantity import Figure, read_figure
 
-REPORTS = ("last", "best", "mean_last_10", "mean", "final_received")
-"""The moment of a run that a figure is of: its last evaluated round, its best one (chosen on the test split), the mean
-of the last ten or of all evaluated rounds, or one more receive after the last round."""
 _SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
 _KEYS = (
     "title",
@@ -23,6 +21,7 @@ _KEYS = (
     "name",
     "seeds",
     "figure",
+    "figures",
     "spread",
     "scale",
     "base",
@@ -31,22 +30,6 @@ _KEYS = (
     "published",
 )
 _OVERLAY = ("files", "set")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What a table prints of a run.
-
-    Args:
-        column: of `metrics.csv`, e.g. ``Local-T_received_weighted``.
-        report: the moment, one of `REPORTS`.
-    """
-
-    column: str
-    report: str
-
-    def __str__(self) -> str:
-        return f"{self.column}.{self.report}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +73,14 @@ class Row:
         name: as printed.
         overlay: over the column's.
         figure: what is printed of it where that is not the column's.
+        figures: the same by the figure's name; None where the row has none of it.
         columns: what differs in a column; None where the row has no cell in it.
     """
 
     name: str
     overlay: Overlay
     figure: Figure | None = None
+    figures: Mapping[str, Figure | None] = field(default_factory=dict)
     columns: Mapping[str, Overlay | None] = field(default_factory=dict)
 
 
@@ -136,9 +121,9 @@ class Definition:
         """The printed columns: each column with each of its figures' names."""
         return [(column, name) for column in self.columns for name in column.figures]
 
-    def figure(self, row: Row, column: Column, name: str) -> Figure:
-        """What a cell prints."""
-        return row.figure or column.figures[name]
+    def figure(self, row: Row, column: Column, name: str) -> Figure | None:
+        """What a cell prints; None where the row has nothing there."""
+        return row.figures[name] if name in row.figures else row.figure or column.figures[name]
 
 
 def read_definition(path: Path) -> Definition:
@@ -164,7 +149,7 @@ class _Reader:
 
     def definition(self) -> Definition:
         content, path = self.content, self.path
-        default = _figure(content.get("figure", "Local-T.last"), "figure")
+        default = self._figures(content, "") or {"": read_figure("Local-T.last", "figure")}
         columns = tuple(self._column(name, node, default) for name, node in self._section("columns"))
         rows = tuple(self._row(name, node, columns) for name, node in self._section("rows"))
         seeds = content.get("seeds", [0])
@@ -196,32 +181,40 @@ class _Reader:
         assert isinstance(node, Mapping)
         return [(str(name), {} if value is None else value) for name, value in node.items()]
 
-    def _column(self, name: str, node: Any, default: Figure) -> Column:
+    def _column(self, name: str, node: Any, default: Mapping[str, Figure]) -> Column:
         key = f"columns.{name}"
-        _known(node, (*_OVERLAY, "figure", "figures"), key)
-        given = node.get("figures")
-        require(given is None or isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
-        figures = {str(n): _figure(figure, f"{key}.figures.{n}") for n, figure in (given or {}).items()}
-        one = _figure(node["figure"], f"{key}.figure") if "figure" in node else default
-        return Column(name, self._overlay(node, key), figures or {"": one})
+        overlay = self._overlay(node, key, ("figure", "figures"))
+        return Column(name, overlay, self._figures(node, f"{key}.") or default)
+
+    def _figures(self, node: Mapping[str, Any], key: str) -> dict[str, Figure]:
+        """`figures` by name, or `figure` without one; empty where there is neither."""
+        given = node.get("figures") or {}
+        require(isinstance(given, Mapping), f"{key}figures", "must hold figures by name", given)
+        figures = {str(name): read_figure(figure, f"{key}figures.{name}") for name, figure in given.items()}
+        one = {"": read_figure(node["figure"], f"{key}figure")} if "figure" in node else {}
+        return figures or one
 
     def _row(self, name: str, node: Any, columns: Sequence[Column]) -> Row:
         key = f"rows.{name}"
-        _known(node, (*_OVERLAY, "figure", "columns"), key)
+        overlay = self._overlay(node, key, ("figure", "figures", "columns"))
         own = node.get("columns") or {}
         require(isinstance(own, Mapping), f"{key}.columns", "must hold what differs, by column", own)
         for column in own:
             _among(str(column), [c.name for c in columns], f"{key}.columns.{column}")
         different = {str(c): None if o is None else self._overlay(o, f"{key}.columns.{c}") for c, o in own.items()}
-        figure = _figure(node["figure"], f"{key}.figure") if "figure" in node else None
-        return Row(name, self._overlay(node, key), figure, different)
+        figure = read_figure(node["figure"], f"{key}.figure") if "figure" in node else None
+        given = node.get("figures") or {}
+        require(isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
+        for printed in given:
+            _among(str(printed), dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{printed}")
+        shown = {name: one for name, one in given.items() if one is not None}
+        figures = {**dict.fromkeys(map(str, given)), **self._figures({"figures": shown}, f"{key}.")}
+        return Row(name, overlay, figure, figures, different)
 
-    def _overlay(self, node: Any, key: str) -> Overlay:
+    def _overlay(self, node: Any, key: str, beside: Sequence[str] = ()) -> Overlay:
         if node is None:
             return Overlay()
-        require(isinstance(node, Mapping), key, "must hold files and set", node)
-        if key == "base" or key.count(".") > 1:
-            _known(node, _OVERLAY, key)
+        _known(node, (*_OVERLAY, *beside), key)
         files, settings = node.get("files") or [], node.get("set") or {}
         named = isinstance(files, list) and all(isinstance(file, str) for file in files)
         require(named, f"{key}.files", "must be a list of YAML files", files)
@@ -261,14 +254,6 @@ def _among(name: str, choices: Iterable[str], key: str) -> None:
     names = list(choices)
     rule = "there is one figure a column, without a name" if names == [""] else suggest(name, names)
     require(name in names, key, f"the table has none of that name; {rule}")
-
-
-def _figure(text: Any, key: str) -> Figure:
-    """``Local-T_received.best`` -> a figure."""
-    column, _, report = text.rpartition(".") if isinstance(text, str) else ("", "", "")
-    rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last"
-    require(bool(column) and report in REPORTS, key, rule, text)
-    return Figure(column, report)
 
 
 def _printed(value: Any, key: str) -> Published:

@@ -10,9 +10,10 @@ import numpy as np
 from scipy import stats
 
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.record import read_rows, summarise
+from fl_lightning.report.record import read_rows
 from fl_lightning.table.cells import Cell
-from fl_lightning.table.definition import Definition, Figure, Published
+from fl_lightning.table.definition import Definition, Published
+from fl_lightning.table.quantity import Figure, best_round, is_number, moments
 
 BESIDE = ("last", "mean_last_10", "best")
 """Moments that are given beside the one that the published figure means."""
@@ -31,6 +32,7 @@ class Value:
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
         mark: ``best`` or ``second`` where a test tells the row from the next one.
+        less_is_better: whether the best is the least.
     """
 
     seeds: dict[int, float] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class Value:
     beside: dict[str, float] = field(default_factory=dict)
     published: Published | None = None
     mark: str = ""
+    less_is_better: bool = False
 
     @property
     def mean(self) -> float | None:
@@ -84,7 +87,10 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
     for (row, column), runs in by_place.items():
         for name in runs[0].column.figures:
             figure = table.figure(runs[0].row, runs[0].column, name)
-            value = _value([run for run in runs if run.finished], figure, table.scale)
+            if figure is None:
+                continue
+            scale = table.scale if figure.scale is None else figure.scale
+            value = _value([run for run in runs if run.finished], figure, scale)
             value.published = table.published.get(row, {}).get(column, {}).get(name)
             found[row, Head(column, name)] = value
     for head in {head for _, head in found}:
@@ -93,12 +99,12 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
 
 
 def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
-    value = Value()
+    value = Value(less_is_better=figure.less_is_better)
     clients: dict[int, list[float]] = {}
     beside: dict[str, list[float]] = {}
     for run in runs:
         rows = run.rows()
-        known = _moments(rows, figure.column, run.summary())
+        known = moments(figure, rows, run.summary())
         if figure.report not in known:
             continue
         value.seeds[run.seed] = scale * known[figure.report]
@@ -112,38 +118,20 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     return value
 
 
-def _moments(rows: Sequence[Record], column: str, summary: Mapping[str, object]) -> dict[str, float]:
-    """A column at each of the moments that it has."""
-    known = [row[column] for row in rows if isinstance(row.get(column), (int, float))]
-    if not known:
-        return {}
-    said = summarise(rows)
-    found = {"last": known[-1], "mean_last_10": math.fsum(known[-10:]) / len(known[-10:])}
-    found |= {"best": said["best"][column]["value"] if column in said["best"] else max(known)}
-    found["mean"] = math.fsum(known) / len(known)
-    final = summary.get("final_received")
-    if isinstance(final, Mapping) and isinstance(final.get(column), (int, float)):
-        found["final_received"] = final[column]
-    return found
-
-
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, float]:
     """Each client's figure at the same moment; empty where it has none."""
-    column = figure.column
-    for ending in ("_weighted", "_std"):
-        column = column.removesuffix(ending)
-    rounds = [row["round"] for row in rows if isinstance(row.get(figure.column), (int, float))]
-    if figure.report == "final_received" or not rounds:
+    rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]
+    if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
-    if figure.report == "best":
-        best = summarise(rows)["best"].get(figure.column)
-        chosen = {best["round"]} if best else set()
+    best = best_round(figure, rows) if figure.report == "best" else None
+    if best is not None:
+        chosen = {best["round"]}
     else:
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
     for row in read_rows(run.folder / "clients.csv"):
-        if row["round"] in chosen and isinstance(row.get(column), (int, float)):
-            found.setdefault(int(row["client"]), []).append(row[column])
+        if row["round"] in chosen and is_number(row.get(figure.of_clients)):
+            found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
     return {client: float(np.mean(own)) for client, own in found.items()}
 
 
@@ -152,7 +140,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
 
 def _mark(values: Mapping[str, Value]) -> None:
     """Mark the best and the second best of a column, each only where a test tells it from the next one."""
-    ranked = sorted(values.values(), key=lambda value: -(value.mean or 0.0))
+    ranked = sorted(values.values(), key=lambda value: (value.mean or 0.0) * (1 if value.less_is_better else -1))
     for place, mark in enumerate(("best", "second")):
         if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):
             ranked[place].mark = mark

@@ -76,8 +76,10 @@ def _explained(table: Definition, values: Values) -> list[str]:
         over = f", ± over {table.spread}" if table.spread else ""
         said += f" In brackets: published ({table.source}){over}, and ours minus that."
     figures = sorted({str(figure) for column in table.columns for figure in column.figures.values()})
-    figures += sorted({f"{row.figure} ({row.name})" for row in table.rows if row.figure})
-    return [said, f"Figure (column of `metrics.csv`, moment): {', '.join(figures)}.", ""]
+    own = [(row, figure) for row in table.rows for figure in (row.figure, *row.figures.values()) if figure]
+    figures += sorted({f"{figure} ({row.name})" for row, figure in own})
+    said_of = "column of `metrics.csv` and moment, or entry of `summary.json`"
+    return [said, f"Figure ({said_of}): {', '.join(figures)}.", ""]
 
 
 def _marked(value: Value | None) -> str:

@@ -46,6 +46,28 @@ def test_a_file_says_rows_columns_figures_and_what_was_published(write):
     assert table.published["FedAvg"]["B"] == {"L": Published(50.0), "G": Published(40.5, 1.0)}
 
 
+def test_figures_of_the_table_of_a_column_and_of_a_row(write):
+    text = GOOD.replace("figure: Server-T.last", "figures: {L: Local-T.last, S: {of: seconds.mean, scale: 40}}")
+    text = text.replace("figures: {L: Local-T.best, G", "figures: {L: Local-T.best, S: seconds.last, G")
+    text = text.replace("{columns: {A: null}, figure: Local-T.last}", "{figures: {L: Local-T_std.last, S: null}}")
+    text = text.replace("A: 66.24 ± 0.6", "A: {L: 66.24 ± 0.6}")
+    table = read_definition(write(text))
+    (a, b), (fedavg, ours) = table.columns, table.rows
+    assert [str(table.figure(fedavg, a, name)) for name in a.figures] == ["Local-T.last", "seconds.mean × 40"]
+    assert [str(table.figure(fedavg, b, name)) for name in b.figures][:2] == ["Local-T.best", "seconds.last"]
+    assert str(table.figure(ours, b, "L")) == "Local-T_std.last"
+    assert table.figure(ours, a, "S") is None
+    assert str(table.figure(ours, b, "G")) == "Global-T.mean_last_10"
+    with pytest.raises(ConfigError, match=r"^rows\.Ours\.figures\.K: "):
+        read_definition(write(text.replace("S: null", "K: null")))
+
+
+def test_a_column_s_name_may_hold_dots(write):
+    text = GOOD.replace("  A: {set: {data.batch_size: 5}}", "  A (0.5 M.): {figure: Local-T.last}")
+    text = text.replace("A: 66.24 ± 0.6, ", "").replace("{A: null}", '{"A (0.5 M.)": {set: {seed: 1}}}')
+    assert str(read_definition(write(text)).columns[0].figures[""]) == "Local-T.last"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key", "word"),
     [
@@ -55,6 +77,7 @@ def test_a_file_says_rows_columns_figures_and_what_was_published(write):
         ("figure: Server-T.last", "figure: Server-T.newest", "figure", "mean_last_10"),
         ("figure: Server-T.last", "figure: 3", "figure", "Local-T.last"),
         ("spread: seeds", "spread: rounds", "spread", "clients"),
+        ("figures: {L: Local-T.best, G", "figures: {L: Local-T.finest, G", "columns.B.figures.L", "best"),
         ("title: T", "titel: T", "titel", "did you mean title"),
         ("base: {files: [base.yaml]}", "base: {files: [other.yaml]}", "base.files", "no such file"),
         ("base: {files: [base.yaml]}", "base: {files: base.yaml}", "base.files", "list"),

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from fl_lightning.table.figures import Value, differ
+from fl_lightning.table.figures import Value, _mark, differ
 from fl_lightning.table.progress import duration
 from fl_lightning.table.writing import spread_out
 
@@ -40,6 +40,12 @@ def test_one_seed_is_compared_over_clients():
     assert differ(first, second)
     assert not differ(Value(seeds={0: 1.0}, clients=dict(enumerate(base + draw.normal(0, 1, 40)))), second)
     assert not differ(Value(seeds={0: 1.0}), Value(seeds={0: 2.0}))  # Server-T of one seed: nothing to compare with
+
+
+def test_of_spreads_and_times_the_least_is_the_best():
+    values = [Value(seeds={0: m, 1: m + 1, 2: m + 3}, less_is_better=True) for m in (9.0, 3.0, 6.0)]
+    _mark(dict(zip("abc", values, strict=True)))
+    assert [value.mark for value in values] == ["", "best", "second"]
 
 
 def test_durations():

@@ -1,0 +1,127 @@
+"""What a table prints of a run: a column of `metrics.csv` at a moment, or an entry of `summary.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fl_lightning.errors import require, suggest
+from fl_lightning.report.record import Row as Record
+
+REPORTS = ("last", "best", "mean_last_10", "mean", "final_received")
+"""The moment of a run that a figure is of: its last evaluated round, its best one (chosen on the test split), the mean
+of the last ten or of all evaluated rounds, or one more receive after the last round."""
+SUMMARY = "summary"
+STD = "_std"
+_LESS = ("receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "communication.", "parameters.")
+"""How the names of columns and entries begin of which less is better."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a table prints of a run.
+
+    Args:
+        column: of `metrics.csv`, e.g. ``Local-T_received_weighted``; or an entry of `summary.json`, e.g.
+            ``communication.uplink_params``.
+        report: the moment, one of `REPORTS`, or ``summary`` for an entry of `summary.json`.
+        by: with ``best``, the column whose best round it is; the spread of a column goes with the column.
+        scale: factor of the figure; None takes the table's.
+    """
+
+    column: str
+    report: str
+    by: str = ""
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        if self.report == SUMMARY:
+            text = f"{SUMMARY}.{self.column}"
+        else:
+            other = f"@{self.by}" if self.by not in ("", self.column) else ""
+            text = f"{self.column}.{self.report}{other}"
+        return text if self.scale is None else f"{text} × {self.scale:g}"
+
+    @property
+    def less_is_better(self) -> bool:
+        """Spreads, losses, times and what is sent."""
+        return self.column.startswith(_LESS) or self.column.endswith(STD)
+
+    @property
+    def of_clients(self) -> str:
+        """The column of `clients.csv` that it is the mean of; empty where it is none."""
+        return "" if self.less_is_better or self.report == SUMMARY else self.column.removesuffix("_weighted")
+
+
+def read_figure(node: Any, key: str) -> Figure:
+    """``Local-T_received.best`` -> a figure; so is ``{of: Local-T_received.best, scale: 1}``.
+
+    Raises:
+        ConfigError: naming the key, and what is allowed.
+    """
+    if isinstance(node, Mapping):
+        for name in node:
+            require(
+                name in ("of", "scale"), f"{key}.{name}", f"there is no such key; {suggest(str(name), ('of', 'scale'))}"
+            )
+        scale = node.get("scale", 1)
+        require(type(scale) in (int, float), f"{key}.scale", "must be a number", scale)
+        return replace(read_figure(node.get("of"), f"{key}.of"), scale=float(scale))
+    rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last, or summary.ENTRY"
+    text, at, by = node.partition("@") if isinstance(node, str) else ("", "", "")
+    if text.startswith(f"{SUMMARY}."):
+        require(not at and len(text) > len(SUMMARY) + 1, key, rule, node)
+        return Figure(text.removeprefix(f"{SUMMARY}."), SUMMARY)
+    column, _, report = text.rpartition(".")
+    require(bool(column) and report in REPORTS, key, rule, node)
+    require(not at or (report == "best" and bool(by)), key, "@ names the column whose best round it is: A.best@B", node)
+    return Figure(column, report, by)
+
+
+def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> dict[str, float]:
+    """A figure at each of the moments that it has.
+
+    Args:
+        figure: what is asked for.
+        rows: of `metrics.csv`.
+        summary: what `summary.json` says.
+    """
+    if figure.report == SUMMARY:
+        entry = _entry(summary, figure.column)
+        return {} if entry is None else {SUMMARY: entry}
+    found: dict[str, float] = {}
+    known = [row[figure.column] for row in rows if is_number(row.get(figure.column))]
+    if known:
+        last_ten = known[-10:]
+        found = {"last": known[-1], "mean_last_10": math.fsum(last_ten) / len(last_ten)}
+        found["mean"] = math.fsum(known) / len(known)
+    best = best_round(figure, rows)
+    if best is not None and is_number(best.get(figure.column)):
+        found["best"] = best[figure.column]
+    final = _entry(summary.get("final_received") or {}, figure.column)
+    return found if final is None else {**found, "final_received": final}
+
+
+def best_round(figure: Figure, rows: Sequence[Record]) -> Record | None:
+    """The row of the round that ``best`` means, the earliest of equals; None before there is one."""
+    by = figure.by or figure.column.removesuffix(STD)
+    sign = -1 if Figure(by, "best").less_is_better else 1
+    known = [row for row in rows if is_number(row.get(by))]
+    return max(known, key=lambda row: (sign * row[by], -row["round"])) if known else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a cell holds one."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _entry(node: Any, key: str) -> float | None:
+    """An entry by its dotted name; the names of columns may themselves hold dots."""
+    while isinstance(node, Mapping):
+        if is_number(node.get(key)):
+            return float(node[key])
+        head, _, key = key.partition(".")
+        node = node.get(head) if key else None
+    return None
