@@ -1,0 +1,107 @@
+"""How signals are counted; what they do to a run is in `tests/cli/test_signals.py`."""
+
+import os
+import select
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from cli.processes import alive
+
+from fl_lightning.federation import signals, tether
+from fl_lightning.federation.signals import STOP_SIGNALS, StoppedAtOnce, StopSignals, exit_code, stop_at_once
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; processes are found through /proc")
+
+
+def in_a_child(work) -> int:
+    """Do something in a forked process; returns its exit code, 0 where nothing ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_first_asks_second_ends(number):
+    asked = []
+    with StopSignals(asked.append, stop_at_once) as counted:
+        signal.raise_signal(number)
+        assert (asked, counted.first) == ([number], number)
+        with pytest.raises(StoppedAtOnce) as caught:
+            signal.raise_signal(signal.SIGTERM)
+    assert caught.value.number == signal.SIGTERM
+    assert signal.getsignal(number) not in (counted._handle, signal.SIG_IGN)
+
+
+def test_third_ends_the_process_whatever_it_does():
+    def work():
+        with StopSignals(lambda number: None, lambda number: None):
+            for _ in range(3):
+                signal.raise_signal(signal.SIGUSR1)
+
+    assert in_a_child(work) == exit_code(signal.SIGUSR1) == 138
+
+
+@pytest.mark.parametrize(("seconds", "ended"), [(0.5, []), (1.5, [signal.SIGHUP])])
+def test_hangup_right_after_a_signal_is_its_echo(monkeypatch, seconds, ended):
+    asked, at_once, now = [], [], [100.0]
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with StopSignals(asked.append, at_once.append):
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += seconds
+        signal.raise_signal(signal.SIGHUP)
+    assert (asked, at_once) == ([signal.SIGTERM], ended)
+
+
+def test_hangup_stays_ignored_under_nohup(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(stop_at_once, stop_at_once):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_process_that_was_forked_in_between_just_ends():
+    with StopSignals(lambda number: None, lambda number: None):
+        assert in_a_child(lambda: signal.raise_signal(signal.SIGTERM)) == 143
+
+
+def orphan(work) -> int:
+    """Do something in a process whose parent ends as soon as it is under way; returns its process id."""
+    reader, writer = os.pipe()
+
+    def parent():
+        child = os.fork()
+        if child == 0:
+            work(os.getppid())
+            os.write(writer, str(os.getpid()).encode())
+            time.sleep(60)
+            os._exit(0)
+        select.select([reader], [], [])
+
+    in_a_child(parent)
+    child = int(os.read(reader, 20))
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
+@pytest.mark.parametrize("platform", ["linux", "another"])
+def test_process_ends_with_its_parent(monkeypatch, platform):
+    monkeypatch.setattr(tether, "sys", SimpleNamespace(platform=platform))
+    child = orphan(tether.end_with)
+    until = time.monotonic() + 2
+    while alive(child):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_process_whose_parent_is_gone_already_does_not_begin():
+    assert in_a_child(lambda: tether.end_with(os.getpid())) == 137

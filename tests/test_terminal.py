@@ -1,0 +1,54 @@
+"""What is printed when nobody reads any more."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fl_lightning.terminal import OutlivedStream, say
+
+
+@pytest.fixture
+def unread():
+    """A text stream into a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    stream = io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
+    os.close(reader)
+    yield stream
+    stream.close()
+
+
+def test_lines_that_nobody_reads_are_lost_without_a_word(unread):
+    stream = OutlivedStream(unread)
+    for _ in range(3):
+        assert stream.write("a line\n") == 7
+        stream.writelines(["one\n", "two\n"])
+        stream.flush()
+    with open(f"/dev/fd/{unread.fileno()}", "w") as void:
+        assert os.path.samestat(os.fstat(void.fileno()), os.stat(os.devnull))
+
+
+def test_all_else_is_the_streams_own(unread):
+    stream = OutlivedStream(unread)
+    assert stream.fileno() == unread.fileno()
+    assert stream.isatty() is False
+    assert stream.encoding == unread.encoding
+
+
+def test_line_in_the_middle_of_a_line_ends_nothing(monkeypatch):
+    class Busy:
+        def write(self, text):
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    monkeypatch.setattr(sys, "stderr", Busy())
+    say("stopping")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="closes descriptors by a shell")
+@pytest.mark.parametrize("streams", ["| true", ">&- 2>&-", "> /dev/full"])
+def test_command_outlives_its_reader(streams):
+    command = f"{sys.executable} -m fl_lightning --help {streams}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
