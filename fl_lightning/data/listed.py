@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.data.partitions import KEY, Partition
+from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
 
 PARTS = ("train", "validation", "test")
@@ -32,11 +33,12 @@ class ListedPartition(Partition):
 
 
 class FromFile(ListedPartition):
-    """Who holds what, from a JSON or npz file of indices into the data set (official training part first).
+    """Who holds what, from a file of indices into the data set (official training part first).
 
     JSON: a list with an entry a client, or an object with clients' numbers as names, or either of them under
     ``clients``, as in a run's own ``partition.json``. An entry is a list of indices, or an object with ``train`` and
-    perhaps ``validation`` and ``test``. npz: arrays named ``0``, ``1``, … or ``0/train``, ``0/test``, ….
+    perhaps ``validation`` and ``test``. npz: arrays named ``0``, ``1``, … or ``0/train``, ``0/test``, …. A pickle is
+    FL-bench's ``partition.pkl``; of it, too, nothing is run.
 
     With the split ``file`` the parts are taken as they are. With another split only lists of indices will do, or
     ``train`` where that is the only part: the split cuts them.
@@ -91,6 +93,8 @@ class FromFile(ListedPartition):
     def _read(self) -> Any:
         path = Path(self.path).expanduser()
         require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
+        if path.suffix in (".pkl", ".pickle"):
+            return _of_fl_bench(read_pickle(path, f"{KEY}.path"))
         try:
             if path.suffix == ".npz":
                 with np.load(path, allow_pickle=False) as file:
@@ -99,6 +103,19 @@ class FromFile(ListedPartition):
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             said = " ".join(str(error).split())[:120]
             raise ConfigError(f"{KEY}.path", f"{self.path} is no JSON or npz file of indices ({said})") from error
+
+
+def _of_fl_bench(content: Any) -> Any:
+    """FL-bench's ``partition.pkl``: its ``data_indices``, with our word for validation."""
+    if isinstance(content, Mapping) and "data_indices" in content:
+        content = content["data_indices"]
+    entries = content if isinstance(content, list) else []
+    return [
+        {{"val": "validation"}.get(name, name): part for name, part in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
+        for entry in entries
+    ]
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,8 @@ class ByGroup(Partition):
         wanted = num_clients * (self.per_client or 1)
         rule = f"the data set has {len(names)} groups of at least {self.min_samples} samples, and {wanted} are needed"
         require(wanted <= len(names), "data.num_clients", rule, num_clients)
-        names = rng.permutation(names)[: wanted if self.per_client else None]
+        if len(names) > num_clients:  # else client i has the i-th group
+            names = rng.permutation(names)[: wanted if self.per_client else None]
         owner = np.full(int(groups.max()) + 1, -1)
         owner[names] = np.arange(len(names)) % num_clients
         return [np.flatnonzero(owner[groups] == client) for client in range(num_clients)]

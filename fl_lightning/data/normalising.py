@@ -1,0 +1,106 @@
+"""From numbers as users keep them to `Arrays`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.normalization import half, mean_and_std
+from fl_lightning.errors import ConfigError, require
+
+Scaling = Literal["standard", "half", "none"]
+"""``standard``: mean 0 and std 1 by the training part; ``half``: images by 0.5 and 0.5; ``none``: as they are."""
+
+
+def require_scaling(normalize: str) -> None:
+    """Refuse any other word."""
+    known = normalize in ("standard", "half", "none")
+    require(known, f"{KEY}.normalize", "must be standard, half or none", normalize)
+
+
+def as_inputs(x: Any, name: str) -> Tensor:
+    """Inputs as they are stored: uint8 [N, C, H, W], int64 [N, L], or float32 [N, …].
+
+    Bytes of three axes are grey images; bytes of four are channels last where only their last axis has 1, 3 or 4.
+
+    Raises:
+        ConfigError: naming the data set, for anything that is no array of numbers.
+    """
+    array = x.numpy() if isinstance(x, Tensor) else np.asarray(x)
+    if array.dtype.kind not in "buif" or array.ndim < 2:
+        raise ConfigError(KEY, f"{name}: x must be numbers [N, …], is {array.dtype} {list(array.shape)}")
+    if array.dtype == np.uint8:
+        if array.ndim == 3:
+            array = array[:, None]
+        if array.ndim == 4 and array.shape[-1] in (1, 3, 4) and array.shape[1] not in (1, 3, 4):
+            array = array.transpose(0, 3, 1, 2)
+        if array.ndim == 4:
+            return torch.from_numpy(np.ascontiguousarray(array))
+    if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
+        return torch.from_numpy(array.astype(np.int64))
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
+def as_labels(y: Any, name: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels [N] in [0, C), and the classes' names.
+
+    Small whole numbers stay (up to twice as many as there are different ones, for a class may be missing); all else is
+    numbered in sorted order.
+
+    Raises:
+        ConfigError: for anything that is no list of names or whole numbers.
+    """
+    array = y.numpy() if isinstance(y, Tensor) else np.asarray(y)
+    array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
+    flat = array.ndim == 1 and array.dtype.kind in "iubUS"
+    require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
+    names, numbers = np.unique(array, return_inverse=True)
+    if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
+        return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
+    return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def as_groups(groups: Any, name: str) -> Tensor:
+    """Users or sites [N] as numbers from 0 on, by sorted names."""
+    array = groups.numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
+    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def arrays_of(
+    x: Tensor,
+    y: Tensor,
+    num_train: int,
+    classes: Sequence[str],
+    normalize: str = "standard",
+    groups: Tensor | None = None,
+    vocabulary_size: int = 0,
+) -> Arrays:
+    """Put a data set together; numbers are scaled here, images when batches are gathered.
+
+    Args:
+        x: inputs, as `as_inputs` gives them.
+        y: [N] labels.
+        num_train: rows of the official training part.
+        classes: names.
+        normalize: see `Scaling`; of no meaning to tokens.
+        groups: [N], or None.
+        vocabulary_size: of tokens; 0 takes the largest token and one.
+    """
+    if x.dtype == torch.int64:
+        size = vocabulary_size or (int(x.max()) + 1 if x.numel() else 0)
+        return Arrays(x, y, num_train, tuple(classes), vocabulary_size=size, groups=groups)
+    if x.dtype == torch.uint8:
+        known = {"half": half(x.shape[1]), "none": ((), ())}
+        mean, std = known[normalize] if normalize in known else mean_and_std(x[:num_train])
+        return Arrays(x, y, num_train, tuple(classes), mean, std, groups=groups)
+    if normalize != "none":
+        mean_, deviation = x[:num_train].double().mean(0), x[:num_train].double().std(0, correction=0)
+        deviation = torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation))
+        x = ((x.double() - mean_) / deviation).float()
+    return Arrays(x, y, num_train, tuple(classes), groups=groups)

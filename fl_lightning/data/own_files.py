@@ -1,0 +1,305 @@
+"""Data sets in files of a user's own: arrays, tables of features, texts, and other benchmarks' folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.normalising import Scaling, arrays_of, as_groups, as_inputs, as_labels, require_scaling
+from fl_lightning.data.pickles import read_pickled_npz
+from fl_lightning.errors import ConfigError, require
+
+
+class ArrayFile(Dataset):
+    """Arrays in one `.npz` or `.pt` file: ``x`` and ``y``, or ``x_train``, ``y_train``, ``x_test`` and ``y_test``.
+
+    ``groups`` (or ``groups_train`` and ``groups_test``) say who or where a sample is from, ``classes`` how the classes
+    are called. Bytes [N, C, H, W], [N, H, W, C] or [N, H, W] are images, whole numbers [N, L] tokens, anything else
+    features, which are scaled by the training part.
+
+    Args:
+        path: the file.
+        num_train: with ``x`` and ``y``: so many first rows are the official training part; None for all.
+        normalize: ``standard``, ``half`` (images) or ``none``.
+    """
+
+    def __init__(self, path: str, num_train: int | None = None, normalize: Scaling = "standard") -> None:
+        require_scaling(normalize)
+        self.path = path
+        self.num_train = num_train
+        self.normalize = normalize
+
+    def sources(self) -> list[Path]:
+        """The file."""
+        return [Path(self.path).expanduser()]
+
+    def arrays(self) -> Arrays:
+        """Read the file; nothing in it is run.
+
+        Raises:
+            ConfigError: if it is missing, damaged, or lacks an array.
+        """
+        found = self._read()
+        whole = "x" in found and "y" in found
+        names = ["x", "y"] if whole else ["x_train", "y_train"]
+        for name in names:
+            rule = f"{self.path} must hold x and y, or x_train, y_train, x_test and y_test"
+            require(name in found, f"{KEY}.path", rule, ", ".join(found) or "nothing")
+        x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
+        labels, classes = as_labels(y, "ArrayFile")
+        if "classes" in found:
+            classes = tuple(str(name) for name in np.asarray(found["classes"]).tolist())
+        num_train = (self.num_train or len(labels)) if whole else len(found["x_train"])
+        grouped = None if groups is None else as_groups(groups, "ArrayFile")
+        return arrays_of(as_inputs(x, "ArrayFile"), labels, num_train, classes, self.normalize, grouped)
+
+    @staticmethod
+    def _joined(found: Mapping[str, Any], name: str, whole: bool) -> Any:
+        if whole:
+            return found.get(name)
+        parts = [np.asarray(found[part]) for part in (f"{name}_train", f"{name}_test") if part in found]
+        return np.concatenate(parts) if parts else None
+
+    def _read(self) -> dict[str, Any]:
+        path = Path(self.path).expanduser()
+        require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
+        try:
+            if path.suffix == ".npz":
+                with np.load(path, allow_pickle=False) as file:
+                    return {name: file[name] for name in file.files}
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # numpy and torch raise a dozen types for damaged files
+            said = " ".join(str(error).split())[:120]
+            raise ConfigError(f"{KEY}.path", f"{self.path} cannot be read ({said})") from error
+        require(
+            isinstance(found, dict), f"{KEY}.path", f"{self.path} must hold a dict of tensors", type(found).__name__
+        )
+        return dict(found)
+
+
+class CSVTable(Dataset):
+    """A CSV table of features, one sample a line; the first line names the columns.
+
+    Columns of numbers are features as they are, others have one feature for each of their values (one-hot). Empty cells
+    are refused.
+
+    Args:
+        path: the file.
+        label: the column of the classes.
+        test_path: a file of the same columns that is the official test part.
+        group: the column that says who or where a sample is from; no feature.
+        leave_out: columns that are no features.
+        normalize: ``standard`` scales numbers to mean 0 and std 1 by the training part, ``none`` does not.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        label: str,
+        test_path: str | None = None,
+        group: str | None = None,
+        leave_out: Sequence[str] = (),
+        normalize: Scaling = "standard",
+    ) -> None:
+        require_scaling(normalize)
+        self.path = path
+        self.label = label
+        self.test_path = test_path
+        self.group = group
+        self.leave_out = list(leave_out)
+        self.normalize = normalize
+
+    def sources(self) -> list[Path]:
+        """The files."""
+        return [Path(path).expanduser() for path in (self.path, self.test_path) if path is not None]
+
+    def arrays(self) -> Arrays:
+        """Read the table.
+
+        Raises:
+            ConfigError: if a file or a column is missing, or a cell is empty; it says which.
+        """
+        train = read_columns(Path(self.path).expanduser(), "path")
+        num_train = len(train[self.label]) if self.label in train else 0
+        columns = train
+        if self.test_path is not None:
+            test = read_columns(Path(self.test_path).expanduser(), "test_path")
+            same = list(test) == list(train)
+            require(same, f"{KEY}.test_path", f"must have the columns of {self.path}", self.test_path)
+            columns = {name: [*train[name], *test[name]] for name in train}
+        for key, name in (("label", self.label), ("group", self.group)):
+            require(name is None or name in columns, f"{KEY}.{key}", f"must be one of {', '.join(columns)}", name)
+        features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
+        require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
+        x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)
+        labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
+        groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
+        return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
+
+    def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
+        empty = next((row for row, cell in enumerate(cells) if not cell.strip()), None)
+        rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or leave the column out"
+        require(empty is None, KEY, rule)
+        try:
+            return np.array([float(cell) for cell in cells], dtype=np.float32)[:, None]
+        except ValueError:
+            values, numbers = np.unique(np.array(cells), return_inverse=True)
+            return np.eye(len(values), dtype=np.float32)[numbers]
+
+
+def _labels(cells: Sequence[str]) -> np.ndarray:
+    """Whole numbers where all are, else names."""
+    try:
+        return np.array([int(cell) for cell in cells])
+    except ValueError:
+        return np.array(cells)
+
+
+def read_columns(path: Path, option: str) -> dict[str, list[str]]:
+    """The columns of a CSV file with a head, as text.
+
+    Raises:
+        ConfigError: if the file is missing, is no text, or a line has another number of cells.
+    """
+    require(path.is_file(), f"{KEY}.{option}", "there is no such file", str(path))
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{KEY}.{option}", f"{path} is no CSV file ({error})") from error
+    lines = [line for line in lines if line]
+    require(len(lines) > 1, f"{KEY}.{option}", f"{path} must have a line of names and samples below it")
+    head = lines[0]
+    for number, line in enumerate(lines[1:], start=2):
+        rule = f"{path}: line {number} has {len(line)} cells, and there are {len(head)} columns"
+        require(len(line) == len(head), f"{KEY}.{option}", rule)
+    return {name: [line[place] for line in lines[1:]] for place, name in enumerate(head)}
+
+
+class LEAF(Dataset):
+    """A LEAF benchmark's folder: ``train/*.json`` and ``test/*.json`` with users and their samples as numbers.
+
+    Every user is a group (`ByGroup` gives each client its own). Sets of texts are for `TextFile`.
+
+    Args:
+        root: the folder, LEAF's ``data``.
+        shape: of a sample, e.g. [1, 28, 28]; by default the flat list of its numbers.
+        normalize: ``standard`` or ``none``; FEMNIST's pixels are in [0, 1] already.
+    """
+
+    paper = "Caldas et al., 2018, LEAF: A Benchmark for Federated Settings"
+
+    def __init__(self, root: str, shape: Sequence[int] | None = None, normalize: Scaling = "none") -> None:
+        require_scaling(normalize)
+        self.root = root
+        self.shape = None if shape is None else list(shape)
+        self.normalize = normalize
+
+    def sources(self) -> list[Path]:
+        """All JSON files."""
+        return [path for part in ("train", "test") for path in self._files(part)]
+
+    def arrays(self) -> Arrays:
+        """Read all users' samples.
+
+        Raises:
+            ConfigError: if there are no such files, or one of them is none of LEAF's.
+        """
+        x: list[Any] = []
+        y: list[Any] = []
+        users: list[str] = []
+        num_train = 0
+        for part in ("train", "test"):
+            for user, data in self._users(part):
+                x += data["x"]
+                y += data["y"]
+                users += [user] * len(data["y"])
+            num_train = num_train or len(y)
+        require(bool(y), f"{KEY}.root", "holds no sample", self.root)
+        try:
+            inputs = np.array(x, dtype=np.float32)
+            inputs = inputs if self.shape is None else inputs.reshape(len(y), *self.shape)
+        except ValueError as error:
+            rule = f"samples must be lists of equally many numbers, of the shape {self.shape}; texts are for TextFile"
+            raise ConfigError(f"{KEY}.shape", rule) from error
+        labels, classes = as_labels(y, "LEAF")
+        return arrays_of(
+            as_inputs(inputs, "LEAF"), labels, num_train, classes, self.normalize, as_groups(users, "LEAF")
+        )
+
+    def _files(self, part: str) -> list[Path]:
+        return sorted((Path(self.root).expanduser() / part).glob("*.json"))
+
+    def _users(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        files = self._files(part)
+        require(bool(files) or part == "test", f"{KEY}.root", "must hold train/*.json, as LEAF writes them", self.root)
+        for path in files:
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                for user in content["users"]:
+                    data = content["user_data"][user]
+                    if len(data["x"]) != len(data["y"]):
+                        raise ValueError(f"user {user} has {len(data['x'])} samples and {len(data['y'])} labels")
+                    yield str(user), data
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{KEY}.root", f"{path} is no file of LEAF's ({error})") from error
+
+
+class PFLlibFolder(Dataset):
+    """A data set as PFLlib wrote it: ``train/0.npz``, ``test/0.npz`` and so on, one of each a client.
+
+    Client i is group i; with the partition `ByGroup` and the split ``matched`` every client has what it has in PFLlib.
+    Inputs stay as PFLlib has scaled them. The files are pickles of arrays; they are read without running anything else
+    that they may name.
+
+    Args:
+        root: the folder that holds ``train`` and ``test``.
+    """
+
+    paper = (
+        "Zhang et al., JMLR 2025, PFLlib: A Beginner-Friendly and Comprehensive Personalized FL Library and Benchmark"
+    )
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def sources(self) -> list[Path]:
+        """All clients' files."""
+        return [path for part in ("train", "test") for path in self._files(part)]
+
+    def arrays(self) -> Arrays:
+        """Read all clients' samples.
+
+        Raises:
+            ConfigError: if there are no such files, or one of them is none of PFLlib's.
+        """
+        x: list[np.ndarray] = []
+        y: list[np.ndarray] = []
+        groups: list[int] = []
+        sizes = []
+        for part in ("train", "test"):
+            for path in self._files(part):
+                data = read_pickled_npz(path, "data", f"{KEY}.root")
+                fits = isinstance(data, Mapping) and {"x", "y"} <= set(data) and len(data["x"]) == len(data["y"])
+                require(fits, f"{KEY}.root", f"{path} must hold data with x and y of one length")
+                x.append(np.asarray(data["x"]))
+                y.append(np.asarray(data["y"]).reshape(-1))
+                groups += [int(path.stem)] * len(y[-1])
+            sizes.append(sum(map(len, y)))
+        require(sizes[0] > 0, f"{KEY}.root", "must hold train/0.npz, train/1.npz, … as PFLlib writes them", self.root)
+        labels, classes = as_labels(np.concatenate(y), "PFLlibFolder")
+        inputs = as_inputs(np.concatenate(x), "PFLlibFolder")
+        grouped = as_groups(groups, "PFLlibFolder")
+        return arrays_of(inputs, labels, sizes[0], classes, "none", grouped)
+
+    def _files(self, part: str) -> list[Path]:
+        found = (Path(self.root).expanduser() / part).glob("*.npz")
+        return sorted((path for path in found if path.stem.isdigit()), key=lambda path: int(path.stem))

@@ -1,0 +1,160 @@
+"""Data sets that other libraries hold: torch's and Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset as TorchBase
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.normalising import Scaling, arrays_of, as_groups, as_inputs, as_labels, require_scaling
+from fl_lightning.data.tokens import Words
+from fl_lightning.errors import ConfigError, require
+
+
+class TorchDataset(Dataset):
+    """A `torch.utils.data.Dataset` of (input, label) pairs, torchvision's among them, decoded once.
+
+    Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once.
+
+    Args:
+        train: the official training part, or everything.
+        test: the official test part; None for none.
+        normalize: ``standard``, ``half`` (images) or ``none``.
+    """
+
+    def __init__(
+        self, train: TorchBase[Any], test: TorchBase[Any] | None = None, normalize: Scaling = "standard"
+    ) -> None:
+        require_scaling(normalize)
+        self.train = train
+        self.test = test
+        self.normalize = normalize
+
+    def arrays(self) -> Arrays:
+        """Take every sample, once.
+
+        Raises:
+            ConfigError: if samples are no pairs, or differ in shape; it says which one.
+        """
+        pairs = [self._pairs(part, name) for part, name in ((self.train, "train"), (self.test, "test")) if part]
+        x = np.stack([sample for part in pairs for sample, _ in part])
+        labels, classes = as_labels([label for part in pairs for _, label in part], "TorchDataset")
+        inputs = as_inputs(x, "TorchDataset")
+        return arrays_of(inputs, labels, len(pairs[0]), classes, self.normalize)
+
+    def _pairs(self, part: TorchBase[Any], name: str) -> list[tuple[np.ndarray, Any]]:
+        require(hasattr(part, "__len__"), f"{KEY}.{name}", "must have a length; a stream has none", type(part).__name__)
+        found: list[tuple[np.ndarray, Any]] = []
+        for index in range(len(part)):  # type: ignore[arg-type]
+            try:
+                sample, label = part[index]
+            except (TypeError, ValueError) as error:
+                rule = f"sample {index} of {type(part).__name__} must be (input, label)"
+                raise ConfigError(f"{KEY}.{name}", f"{rule} ({error})") from error
+            values = sample.numpy() if isinstance(sample, Tensor) else np.asarray(sample)
+            if found and values.shape != found[0][0].shape:
+                shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
+                raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
+            found.append((values, label.item() if isinstance(label, Tensor | np.generic) else label))
+        require(bool(found), f"{KEY}.{name}", "is empty", type(part).__name__)
+        return found
+
+
+class HuggingFace(Dataset):
+    """A data set of Hugging Face's `datasets`: images, features or texts. Needs ``pip install datasets``.
+
+    Args:
+        path: a folder that `save_to_disk` wrote, or a name on the hub.
+        input: the column of images, texts or lists of numbers.
+        label: the column of classes.
+        group: the column that says who or where a sample is from.
+        name: the configuration, for names on the hub.
+        train: the split that is the official training part.
+        test: the split that is the official test part; None for none.
+        normalize: ``standard``, ``half`` (images) or ``none``.
+        vocabulary: word numbers of texts, padding and unknown included.
+        length: words of a text that are kept.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        input: str = "image",
+        label: str = "label",
+        group: str | None = None,
+        name: str | None = None,
+        train: str = "train",
+        test: str | None = "test",
+        normalize: Scaling = "standard",
+        vocabulary: int = 10000,
+        length: int = 200,
+    ) -> None:
+        require_scaling(normalize)
+        self.path = path
+        self.input = input
+        self.label = label
+        self.group = group
+        self.name = name
+        self.train = train
+        self.test = test
+        self.normalize = normalize
+        self.vocabulary = vocabulary
+        self.length = length
+        self._words = Words(vocabulary, length)
+
+    def sources(self) -> list[Path]:
+        """The folder's files, where it is one."""
+        folder = Path(self.path).expanduser()
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+
+    def arrays(self) -> Arrays:
+        """Load and decode the splits.
+
+        Raises:
+            ConfigError: if the library, the data set, a split or a column is missing.
+        """
+        parts = self._parts()
+        size = len(parts[0])
+        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace")
+        names = getattr(parts[0].features[self.label], "names", None)
+        classes = tuple(names) if names and len(names) >= len(classes) else classes
+        groups = None if self.group is None else [v for part in parts for v in part[self.group]]
+        grouped = None if groups is None else as_groups(groups, "HuggingFace")
+        values = [value for part in parts for value in part[self.input]]
+        if isinstance(values[0], str):
+            x = self._words.tokens(values, size)
+            return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)
+        pixels = [np.asarray(value) for value in values]
+        odd = next((n for n, image in enumerate(pixels) if image.shape != pixels[0].shape), None)
+        require(odd is None, f"{KEY}.input", "samples must have one shape; resize them before", odd)
+        stacked = np.stack(pixels)
+        stacked = stacked if stacked.dtype == np.uint8 else stacked.astype(np.float32)
+        return arrays_of(as_inputs(stacked, "HuggingFace"), labels, size, classes, self.normalize, grouped)
+
+    def _parts(self) -> list[Any]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ConfigError(KEY, "HuggingFace needs the package `datasets`: pip install datasets") from error
+        try:
+            local = Path(self.path).expanduser().is_dir()
+            found = datasets.load_from_disk(self.path) if local else datasets.load_dataset(self.path, self.name)
+        except Exception as error:  # no network, no such set, damaged files: whatever it is, it is reported
+            said = " ".join(str(error).split())[:150]
+            raise ConfigError(
+                f"{KEY}.path", f"{self.path} cannot be loaded ({type(error).__name__}: {said})"
+            ) from error
+        splits = found if isinstance(found, dict) else {self.train: found}
+        wanted: Sequence[str] = [self.train] if self.test is None or len(splits) == 1 else [self.train, self.test]
+        for split in wanted:
+            require(split in splits, f"{KEY}.train", f"splits are {', '.join(splits)}", split)
+        for key, column in (("input", self.input), ("label", self.label), ("group", self.group)):
+            names = splits[self.train].column_names
+            require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
+        return [splits[split] for split in wanted]

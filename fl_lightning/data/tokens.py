@@ -1,0 +1,151 @@
+"""Texts as word numbers: a vocabulary of the training part's own, or a tokenizer that somebody else trained."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.normalising import arrays_of, as_groups, as_labels
+from fl_lightning.data.own_files import read_columns
+from fl_lightning.data.text import PAD, UNKNOWN, tokenise
+from fl_lightning.errors import ConfigError, require
+
+
+@dataclass(frozen=True)
+class Words:
+    """Number 0 is padding, 1 an unknown word, then come the training part's most frequent words (ties by alphabet).
+
+    Args:
+        vocabulary: word numbers, padding and unknown included, >= 3.
+        length: words of a text that are kept, >= 1.
+    """
+
+    vocabulary: int = 10000
+    length: int = 200
+
+    def __post_init__(self) -> None:
+        rule = "must be at least 3: padding, unknown and one word"
+        require(self.vocabulary >= 3, f"{KEY}.vocabulary", rule, self.vocabulary)
+        require(self.length >= 1, f"{KEY}.length", "must be at least 1", self.length)
+
+    def tokens(self, texts: Sequence[str], num_train: int) -> Tensor:
+        """[N, length] int64; texts are cut and padded at the end, one without a word is a single unknown word."""
+        split = [tokenise(text) for text in texts]
+        frequency = Counter(word for words in split[:num_train] for word in words)
+        kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
+        number = {word: token for token, word in enumerate(kept, start=2)}
+        return padded([[number.get(word, UNKNOWN) for word in words] for words in split], self.length)
+
+
+def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """[N, length] int64 of lists of numbers, cut and padded at the end."""
+    x = torch.full((len(texts), length), PAD, dtype=torch.int64)
+    for row, numbers in zip(x, texts, strict=True):
+        own = torch.tensor(list(numbers[:length]) or [UNKNOWN])
+        row[: len(own)] = own
+    return x
+
+
+class TextFile(Dataset):
+    """Texts in a CSV, TSV or JSON-lines file, as word numbers.
+
+    Args:
+        path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` with an object a line.
+        text: the column of texts.
+        label: the column of classes.
+        test_path: a file of the same kind that is the official test part.
+        group: the column that says who or where a text is from.
+        tokenizer: ``words`` for lower-case words and a vocabulary of the training part's own; or a ``tokenizer.json``
+            of Hugging Face's `tokenizers` (needs ``pip install tokenizers``).
+        vocabulary: word numbers, padding and unknown included, for ``words``.
+        length: tokens of a text that are kept.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        text: str = "text",
+        label: str = "label",
+        test_path: str | None = None,
+        group: str | None = None,
+        tokenizer: str = "words",
+        vocabulary: int = 10000,
+        length: int = 200,
+    ) -> None:
+        self.path = path
+        self.text = text
+        self.label = label
+        self.test_path = test_path
+        self.group = group
+        self.tokenizer = tokenizer
+        self._words = Words(vocabulary, length)
+        self.vocabulary = vocabulary
+        self.length = length
+
+    def sources(self) -> list[Path]:
+        """The files, and the tokenizer's."""
+        paths = [self.path, self.test_path, None if self.tokenizer == "words" else self.tokenizer]
+        return [Path(path).expanduser() for path in paths if path is not None]
+
+    def arrays(self) -> Arrays:
+        """Read and tokenise.
+
+        Raises:
+            ConfigError: if a file or a column is missing.
+        """
+        given = (("path", self.path), ("test_path", self.test_path))
+        parts = [_read(Path(path).expanduser(), option) for option, path in given if path is not None]
+        for key, name in (("text", self.text), ("label", self.label), ("group", self.group)):
+            for part in parts:
+                require(name is None or name in part, f"{KEY}.{key}", f"columns are {', '.join(part)}", name)
+        texts = [str(text) for part in parts for text in part[self.text]]
+        num_train = len(parts[0][self.text])
+        labels, classes = as_labels([label for part in parts for label in part[self.label]], "TextFile")
+        groups = None if self.group is None else as_groups([g for part in parts for g in part[self.group]], "TextFile")
+        x, size = self._tokens(texts, num_train)
+        return arrays_of(x, labels, num_train, classes, groups=groups, vocabulary_size=size)
+
+    def _tokens(self, texts: Sequence[str], num_train: int) -> tuple[Tensor, int]:
+        if self.tokenizer == "words":
+            return self._words.tokens(texts, num_train), self.vocabulary
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            rule = "a tokenizer's file needs the package `tokenizers`: pip install tokenizers"
+            raise ConfigError(f"{KEY}.tokenizer", rule, self.tokenizer) from error
+        path = Path(self.tokenizer).expanduser()
+        require(path.is_file(), f"{KEY}.tokenizer", "must be words, or a tokenizer.json", self.tokenizer)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain exceptions
+            said = " ".join(str(error).split())[:120]
+            raise ConfigError(f"{KEY}.tokenizer", f"{self.tokenizer} is no tokenizer ({said})") from error
+        encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        return padded(encoded, self.length), tokenizer.get_vocab_size()
+
+
+def _read(path: Path, option: str) -> dict[str, list[Any]]:
+    if path.suffix not in (".jsonl", ".ndjson"):
+        return dict(read_columns(path, option))
+    require(path.is_file(), f"{KEY}.{option}", "there is no such file", str(path))
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{KEY}.{option}", f"{path}: line {number} is no JSON ({error})") from error
+            same = isinstance(row, dict) and (not rows or row.keys() == rows[0].keys())
+            require(same, f"{KEY}.{option}", f"{path}: line {number} must be an object with the keys of the first line")
+            rows.append(row)
+    require(bool(rows), f"{KEY}.{option}", f"{path} holds no text")
+    return {name: [row[name] for row in rows] for name in rows[0]}

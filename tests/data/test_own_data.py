@@ -1,0 +1,240 @@
+"""What users bring: arrays, tables, texts, other libraries' data sets and other benchmarks' folders."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from fl_lightning.data.listed import FromFile
+from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
+from fl_lightning.data.own_objects import HuggingFace, TorchDataset
+from fl_lightning.data.skews import ByGroup
+from fl_lightning.data.splits import from_file, matched
+from fl_lightning.data.tokens import TextFile, Words
+from fl_lightning.errors import ConfigError
+
+
+def checked(dataset):
+    arrays = dataset.arrays()
+    arrays.validate("Test")
+    return arrays
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+def test_images_in_npz_with_channels_last(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x=x, y=np.array([0, 1, 2, 0, 1, 2]), groups=np.array(["b", "a", "b", "a", "b", "a"]))
+    arrays = checked(ArrayFile(str(tmp_path / "a.npz"), num_train=4))
+    assert arrays.x.shape == (6, 3, 8, 8)
+    assert torch.equal(arrays.x[0, 2], torch.from_numpy(x[0, :, :, 2].copy()))
+    assert (arrays.num_train, arrays.classes, arrays.groups.tolist()) == (4, ("0", "1", "2"), [1, 0, 1, 0, 1, 0])
+    assert arrays.mean[0] == pytest.approx(x[:4, :, :, 0].mean() / 255)
+
+
+def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
+    x = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.0]) + torch.tensor([0.0, 5.0, 7.0])
+    content = {"x_train": x[:40], "y_train": torch.arange(40) % 2, "x_test": x[40:], "y_test": torch.arange(10) % 2}
+    torch.save(content, tmp_path / "a.pt")
+    arrays = checked(ArrayFile(str(tmp_path / "a.pt")))
+    assert arrays.num_train == 40
+    assert torch.allclose(arrays.x[:40].mean(0), torch.zeros(3), atol=1e-6)
+    assert torch.allclose(arrays.x[:40].std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]), atol=1e-6)
+    plain = checked(ArrayFile(str(tmp_path / "a.pt"), normalize="none"))
+    assert torch.equal(plain.x, x)
+
+
+def test_grey_images_and_tokens(tmp_path):
+    np.savez(tmp_path / "g.npz", x=np.zeros((3, 5, 5), dtype=np.uint8), y=[5, 900, 5])
+    arrays = checked(ArrayFile(str(tmp_path / "g.npz")))
+    assert arrays.x.shape == (3, 1, 5, 5)
+    assert (arrays.y.tolist(), arrays.classes) == ([0, 1, 0], ("5", "900"))
+    np.savez(tmp_path / "t.npz", x=np.array([[1, 2, 0], [9, 0, 0]]), y=["no", "yes"])
+    arrays = checked(ArrayFile(str(tmp_path / "t.npz")))
+    assert (arrays.x.dtype, arrays.vocabulary_size, arrays.classes) == (torch.int64, 10, ("no", "yes"))
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_nothing_in_a_file_is_run(tmp_path):
+    mark = tmp_path / "mark"
+    np.savez(tmp_path / "b.npz", x=np.array([Bomb(mark)], dtype=object), y=[0])
+    torch.save({"x": Bomb(mark), "y": torch.zeros(1)}, tmp_path / "b.pt")
+    with (tmp_path / "b.pkl").open("wb") as file:
+        pickle.dump({"data_indices": [Bomb(mark)]}, file)
+    (tmp_path / "train").mkdir()
+    np.savez(tmp_path / "train" / "0.npz", data={"x": Bomb(mark), "y": [0]})
+    for read in (
+        ArrayFile(str(tmp_path / "b.npz")).arrays,
+        ArrayFile(str(tmp_path / "b.pt")).arrays,
+        PFLlibFolder(str(tmp_path)).arrays,
+        lambda: FromFile(str(tmp_path / "b.pkl")).listed(1),
+    ):
+        with pytest.raises(ConfigError):
+            read()
+    assert not mark.exists()
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+TABLE = """age,city,site,grade
+20,Bonn,a,good
+30,Rome,a,bad
+40,Bonn,b,good
+50,Rome,b,bad
+"""
+
+
+def test_a_table_of_numbers_and_names(tmp_path):
+    (tmp_path / "t.csv").write_text(TABLE)
+    arrays = checked(CSVTable(str(tmp_path / "t.csv"), "grade", group="site", normalize="none"))
+    assert arrays.x.tolist() == [[20, 1, 0], [30, 0, 1], [40, 1, 0], [50, 0, 1]]
+    assert (arrays.classes, arrays.y.tolist()) == (("bad", "good"), [1, 0, 1, 0])
+    assert arrays.groups.tolist() == [0, 0, 1, 1]
+    (tmp_path / "u.csv").write_text(TABLE.replace("20,Bonn", "90,Bonn"))
+    both = CSVTable(str(tmp_path / "t.csv"), "grade", str(tmp_path / "u.csv"), leave_out=["city", "site"])
+    arrays = checked(both)
+    assert (arrays.num_train, arrays.x.shape) == (4, (8, 1))
+    assert arrays.x[4, 0].item() == pytest.approx((90 - 35) / np.std([20, 30, 40, 50]))
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (TABLE, {"label": "grad"}, "data.dataset.label: must be one of age, city, site, grade"),
+        (TABLE, {"label": "grade", "group": "user"}, "data.dataset.group: must be one of"),
+        (TABLE.replace("30", ""), {"label": "grade"}, "line 3 has nothing under 'age'"),
+        (TABLE.replace("30,", ""), {"label": "grade"}, "line 3 has 3 cells, and there are 4 columns"),
+        ("age\n", {"label": "age"}, "samples below it"),
+        (TABLE, {"label": "grade", "leave_out": ["age", "city", "site"]}, "leaves no feature"),
+        (TABLE, {"label": "grade", "normalize": "fast"}, "data.dataset.normalize"),
+    ],
+)
+def test_tables_that_are_none(tmp_path, text, arguments, said):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        CSVTable(str(tmp_path / "t.csv"), **arguments).arrays()
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+def test_words_are_numbered_by_the_training_part():
+    tokens = Words(vocabulary=4, length=3).tokens(["b a b", "a b c c c", "", "z"], num_train=2)
+    assert tokens.tolist() == [[2, 1, 2], [1, 2, 3], [1, 0, 0], [1, 0, 0]]
+
+
+def test_texts_in_csv_and_json_lines(tmp_path):
+    (tmp_path / "t.csv").write_text('text,label\n"good, good",pos\nbad,neg\n')
+    arrays = checked(TextFile(str(tmp_path / "t.csv"), length=4, vocabulary=10))
+    assert arrays.x.tolist() == [[2, 2, 0, 0], [3, 0, 0, 0]]
+    assert (arrays.classes, arrays.vocabulary_size) == (("neg", "pos"), 10)
+    rows = [{"said": "good", "stars": 1, "who": "x"}, {"said": "bad bad", "stars": 0, "who": "y"}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arrays = checked(TextFile(str(tmp_path / "t.jsonl"), "said", "stars", group="who", length=3))
+    assert (arrays.y.tolist(), arrays.groups.tolist()) == ([1, 0], [0, 1])
+    (tmp_path / "t.jsonl").write_text('{"said": 1}\n{')
+    with pytest.raises(ConfigError, match="line 2 is no JSON"):
+        TextFile(str(tmp_path / "t.jsonl")).arrays()
+
+
+def test_a_tokenizer_of_somebody_elses(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "good": 1, "bad": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.csv").write_text("text,label\ngood bad,1\nugly,0\n")
+    arrays = checked(TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3))
+    assert arrays.x.tolist() == [[1, 2, 0], [0, 0, 0]]
+    assert arrays.vocabulary_size == 3
+
+
+# --- other libraries ------------------------------------------------------------------------------------------------
+def test_a_torch_data_set():
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    arrays = checked(TorchDataset(TensorDataset(x[:8], y[:8]), TensorDataset(x[8:], y[8:]), normalize="none"))
+    assert (arrays.num_train, arrays.classes) == (8, ("0", "1", "2"))
+    assert torch.equal(arrays.x, x)
+    with pytest.raises(ConfigError, match="sample 0 of TensorDataset must be"):
+        TorchDataset(TensorDataset(x)).arrays()
+
+
+def test_torchvisions_data_sets_of_pil_images():
+    from torchvision.datasets import FakeData
+
+    arrays = checked(TorchDataset(FakeData(10, (3, 8, 8), num_classes=2, random_offset=1)))
+    assert (arrays.x.dtype, arrays.x.shape) == (torch.uint8, (10, 3, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_data_set_on_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "who": datasets.Value("int64"),
+        }
+    )
+    rows = {"text": ["a b", "b", "c"], "label": [1, 0, 1], "who": [7, 7, 9]}
+    whole = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(tmp_path / "set")
+    arrays = checked(HuggingFace(str(tmp_path / "set"), input="text", group="who", length=2))
+    assert (arrays.num_train, arrays.classes, arrays.y.tolist()[:3]) == (3, ("no", "yes"), [1, 0, 1])
+    assert arrays.groups.tolist() == [0, 0, 1] * 2
+    vectors = datasets.Dataset.from_dict({"v": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    vectors.save_to_disk(tmp_path / "vectors")
+    arrays = checked(HuggingFace(str(tmp_path / "vectors"), input="v", test=None, normalize="none"))
+    assert arrays.x.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
+        HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
+
+
+# --- other benchmarks -----------------------------------------------------------------------------------------------
+def test_leafs_users_are_groups(tmp_path):
+    for part, sizes in (("train", (3, 2)), ("test", (1, 1))):
+        (tmp_path / part).mkdir()
+        data = {u: {"x": [[float(n)] * 4] * n, "y": [n % 2] * n} for u, n in zip(("u1", "u2"), sizes, strict=True)}
+        content = {"users": list(data), "num_samples": list(sizes), "user_data": data}
+        (tmp_path / part / "all.json").write_text(json.dumps(content))
+    arrays = checked(LEAF(str(tmp_path), shape=[1, 2, 2]))
+    assert (arrays.x.shape, arrays.num_train) == ((7, 1, 2, 2), 5)
+    clients = matched(ByGroup(), arrays, 2, seed=0)
+    assert [(len(own.train), len(own.test)) for own in clients] == [(3, 1), (2, 1)]
+    with pytest.raises(ConfigError, match=r"data\.dataset\.shape"):
+        LEAF(str(tmp_path), shape=[3]).arrays()
+    with pytest.raises(ConfigError, match=r"data\.dataset\.root"):
+        LEAF(str(tmp_path / "train")).arrays()
+
+
+def test_pfllibs_clients_have_what_they_have_there(tmp_path):
+    rng = np.random.default_rng(0)
+    content = {}
+    for part, size in (("train", 6), ("test", 2)):
+        (tmp_path / part).mkdir()
+        for client in range(11):
+            x = rng.standard_normal((size, 1, 4, 4)).astype(np.float32)
+            content[part, client] = x
+            np.savez_compressed(tmp_path / part / f"{client}.npz", data={"x": x, "y": np.full(size, client % 3)})
+    arrays = checked(PFLlibFolder(str(tmp_path)))
+    assert arrays.classes == ("0", "1", "2")
+    clients = matched(ByGroup(), arrays, 11, seed=3)
+    for client, own in enumerate(clients):
+        assert np.array_equal(arrays.x[own.train].numpy(), content["train", client])
+        assert np.array_equal(arrays.x[own.test].numpy(), content["test", client])
+
+
+def test_fl_benchs_partition(tmp_path, make_arrays):
+    indices = [
+        {"train": np.array([0, 2]), "val": np.array([], dtype=int), "test": np.array([4])},
+        {"train": [1], "test": [3]},
+    ]
+    with (tmp_path / "partition.pkl").open("wb") as file:
+        pickle.dump({"separation": {"train": [0, 1], "total": 2}, "data_indices": indices}, file)
+    clients = from_file(FromFile(str(tmp_path / "partition.pkl")), make_arrays([4, 4]), 2, seed=0)
+    assert [[own.train.tolist(), own.test.tolist()] for own in clients] == [[[0, 2], [4]], [[1], [3]]]
