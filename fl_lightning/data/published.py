@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset, data_root
 from fl_lightning.data.normalization import Constants, Normalize, half, require_normalize
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, shortened
 
 DOWNLOAD_TIMEOUT = 30.0
 """Seconds without an answer after which a download counts as failed."""
@@ -80,13 +80,13 @@ class PublishedSet(Dataset, ABC):
             except (
                 Exception
             ) as error:  # no network, no room, a server's answer, a wrong md5: whatever it is, it is reported
-                problem = f"the download failed ({type(error).__name__}: {error})"
+                problem = f"the download failed ({shortened(f'{type(error).__name__}: {error}', 60)})"
             else:
                 return
         raise ConfigError(
             KEY,
-            f"{self.name}: {missing[0]} is not there and {problem}. Put {', '.join(self.files())} under "
-            f"{data_root(self.root)}, or set `root` or FL_LIGHTNING_DATA to the folder that has them",
+            f"{self.name}: {missing[0]} is not there and {problem}. Put it there, or set `root` or FL_LIGHTNING_DATA "
+            f"to the folder that holds {missing[0].relative_to(data_root(self.root)).parent}",
         )
 
     def _download_files(self) -> None:

@@ -158,7 +158,7 @@ def test_failed_download_leaves_nothing_behind(tmp_path, monkeypatch, existing):
     root = tmp_path / "new" / "root"
     if existing:
         root.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"the download failed \(URLError: .*no network.*Put MNIST/raw/train-images"):
+    with pytest.raises(ConfigError, match=r"the download failed \(URLError: .*no network.*that holds MNIST/raw"):
         MNIST(str(root)).arrays()
     assert root.exists() == existing
     assert file_names(tmp_path / "new") == (["root"] if existing else [])
