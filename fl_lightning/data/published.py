@@ -85,8 +85,7 @@ class PublishedSet(Dataset, ABC):
                 return
         raise ConfigError(
             KEY,
-            f"{self.name}: {missing[0]} is not there and {problem}. Put it there, or set `root` or FL_LIGHTNING_DATA "
-            f"to the folder that holds {missing[0].relative_to(data_root(self.root)).parent}",
+            f"{self.name}: {missing[0]} is not there, and {problem}; put it there, or set `root` or FL_LIGHTNING_DATA",
         )
 
     def _download_files(self) -> None:

@@ -134,7 +134,7 @@ def test_label_out_of_range_is_refused(mnist, tmp_path):
 
 def test_missing_files_without_download_say_where_they_belong(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"MNIST: .*MNIST/raw/train-images-idx3-ubyte is not there and `download` is false"
+        ConfigError, match=r"MNIST: .*MNIST/raw/train-images-idx3-ubyte is not there, and `download` is false"
     ):
         MNIST(str(tmp_path / "nowhere"), download=False).arrays()
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_failed_download_leaves_nothing_behind(tmp_path, monkeypatch, existing):
     root = tmp_path / "new" / "root"
     if existing:
         root.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"the download failed \(URLError: .*no network.*that holds MNIST/raw"):
+    with pytest.raises(ConfigError, match=r"the download failed \(URLError: .*no network.*put it there"):
         MNIST(str(root)).arrays()
     assert root.exists() == existing
     assert file_names(tmp_path / "new") == (["root"] if existing else [])
