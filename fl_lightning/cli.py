@@ -26,6 +26,7 @@ COMMANDS = {
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
+    "audit": "what runs give away: fl-lightning audit runs/a runs/b --output FOLDER [--canaries 1000]",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
 }
 
@@ -64,7 +65,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
-    run |= {"table": _table, "compare": _compare, "dashboard": _dashboard, "list": _list}
+    run |= {"table": _table, "compare": _compare, "dashboard": _dashboard, "audit": _audit, "list": _list}
     return run[command](rest)
 
 
@@ -235,6 +236,35 @@ def _dashboard(argv: list[str]) -> int:
         print(f"drawn in {options.picture}")
     if options.project:
         print(f"saved as {dashboard.publish(options.project, options.entity)}")
+    return 0
+
+
+def _audit(argv: list[str]) -> int:
+    parser = one_line_parser("audit", description=COMMANDS["audit"])
+    optional: Any = str | None
+    number: Any = float | None
+    parser.add_argument("runs", type=str, nargs="+", help="runs' folders, of the same data, partition and seed")
+    parser.add_argument("--output", type=optional, help="where to write; default: audit/ in the first run's folder")
+    parser.add_argument("--images", type=int, default=4, help="images that are sought in a message; 0 for none")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the search")
+    parser.add_argument("--objective", choices=["cosine", "dlg"], default="cosine", help="what is matched")
+    parser.add_argument("--lr", type=number, help="learning rate of the search; default: the objective's own")
+    parser.add_argument("--noise", type=float, default=1.0, help="of a second attack, in RMS of the update; 0: none")
+    parser.add_argument("--canaries", type=int, default=0, help="canaries of the one-shot audit; 0 for none")
+    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
+    options = parser.parse_args(argv)
+    runs = [Path(run) for run in options.runs]
+    for run in runs:
+        require((run / "config.yaml").is_file(), "audit", "there is no run in that folder", str(run))
+
+    from fl_lightning.audit.command import run_audit
+    from fl_lightning.audit.matching import Attack
+
+    output = runs[0] / "audit" if options.output is None else Path(options.output)
+    attack = Attack(options.steps, options.objective, options.lr)
+    trust = Trust(tuple(options.trust))
+    run_audit(runs, output, attack, options.images, options.noise, options.canaries, print, trust)
+    print(f"written to {output}: audit.json, index.html and pictures")
     return 0
 
 

@@ -77,8 +77,12 @@ class Experiment:
         self.identity = identity(config)
         self.architecture = architectures(config["model"], self.data.num_clients)
 
-    def setup(self) -> None:
-        """Load the data, build clients and Trainer. Writes nothing into the run's folder."""
+    def setup(self, in_memory: bool = False) -> None:
+        """Load the data, build clients and Trainer. Writes nothing into the run's folder.
+
+        Args:
+            in_memory: keep the loop out of the run's folder, too, when it runs.
+        """
         self.data.setup(self.seed)
         trainer = {"default_root_dir": str(self.folder), **self.trainer}
         self.loop.setup(
@@ -88,7 +92,7 @@ class Experiment:
             self.seed,
             trainer=trainer,
             architecture=self.architecture,
-            folder=self.folder,
+            folder=None if in_memory else self.folder,
             identity=self.identity,
         )
 

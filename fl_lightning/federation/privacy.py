@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.client import ClientModule
@@ -20,6 +21,7 @@ from fl_lightning.federation.accounting import Accountant, Mechanism, epsilon
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.wire import KEY, MessageFilter, WireFilter
+from fl_lightning.seeding import torch_generator
 
 Where = Literal["server", "client"]
 
@@ -122,6 +124,21 @@ class ClipAndNoise(MessageFilter):
         vector = vector + (noise * torch.randn(coding.size, dtype=noise.dtype)).to(vector)
         sent = {name: reference[name] for name in message.weights if name in reference}
         return coding.decoded(vector, sent, noise)
+
+    def alone(self, packed: Clipped, reference: dict[str, Tensor], seed: int) -> Message:
+        """One client's message as the mean gives it away to who knows all the others': under the round's whole noise.
+
+        Args:
+            packed: as it crosses to the server.
+            reference: weights that all ends know.
+            seed: of the noise.
+        """
+        coding = packed.coding
+        noise = deviations(coding, self.norms, self.noise_multiplier)
+        drawn = torch.randn(coding.size, generator=torch_generator(seed, "privacy/alone"), dtype=noise.dtype)
+        names = {entry.name for entry in coding.entries}
+        known = {name: tensor for name, tensor in reference.items() if name in names}
+        return coding.decoded(packed.vector.cpu().to(noise.dtype) + noise * drawn, known, noise)
 
 
 class Account:

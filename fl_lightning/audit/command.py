@@ -1,0 +1,135 @@
+"""`fl-lightning audit RUN …`: what runs give away."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.audit.canaries import Estimate, audit_canaries
+from fl_lightning.audit.inversion import Inversion, Victim, choose_victim, invert
+from fl_lightning.audit.matching import Attack
+from fl_lightning.audit.page import draw_curves, draw_reconstructions, write_page
+from fl_lightning.configuration import read_config
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.experiment import Experiment
+from fl_lightning.federation.files import write_text
+from fl_lightning.parser import resolve
+from fl_lightning.trust import Trust
+
+
+def run_audit(
+    runs: Sequence[Path],
+    output: Path,
+    attack: Attack,
+    images: int = 4,
+    noise: float = 1.0,
+    canaries: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+    trust: Trust | None = None,
+) -> dict[str, Any]:
+    """Audit runs, and write `audit.json`, pictures and a page.
+
+    Args:
+        runs: folders of runs; of each its configuration is read, and nothing is written.
+        output: where the audit is written.
+        attack: how images are sought.
+        images: how many are sought, of one client; 0 for none.
+        noise: of a second attack under noise, in units of the update's root mean square; 0 for none.
+        canaries: how many of them; 0 for no such audit.
+        tell: is told what happens.
+        trust: which packages of the user's own the runs' configurations may import.
+
+    Returns:
+        What `audit.json` says.
+    """
+    require(images >= 0, "audit --images", "must be >= 0", images)
+    require(attack.steps >= 1, "audit --steps", "must be >= 1", attack.steps)
+    require(attack.lr is None or attack.lr > 0, "audit --lr", "must be > 0", attack.lr)
+    require(0 <= noise < math.inf, "audit --noise", "must be >= 0 and finite", noise)
+    require(canaries == 0 or canaries >= 20, "audit --canaries", "must be >= 20, or 0 for no such audit", canaries)
+    require(images + canaries > 0, "audit", "there is nothing to do without images and canaries")
+    trust = Trust() if trust is None else trust
+    found: list[Inversion] = []
+    truth: Victim | None = None
+    if images:
+        found, truth = _inversions([_experiment(run, trust) for run in runs], attack, images, noise, tell)
+    estimates = _estimates([_experiment(run, trust) for run in runs], canaries, tell) if canaries else {}
+    said = {
+        "runs": [str(run) for run in runs],
+        "attack": asdict(attack),
+        "images": images,
+        "noise": noise,
+        "inversion": [_as_dict(own) for own in found],
+        "canaries": {name: None if own is None else own.as_dict() for name, own in estimates.items()},
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    if truth is not None:
+        draw_reconstructions(truth.images, found, output / "reconstructions.png")
+        draw_curves(found, output / "psnr.png")
+    write_page(said, None if truth is None else truth.images, found, output / "index.html")
+    write_text(output / "audit.json", json.dumps(said, indent=2) + "\n")
+    return said
+
+
+def _experiment(run: Path, trust: Trust) -> Experiment:
+    require((run / "config.yaml").is_file(), "audit", "there is no run in that folder", str(run))
+    return Experiment(resolve(read_config(run / "config.yaml"), trust))
+
+
+def _inversions(
+    experiments: Sequence[Experiment], attack: Attack, images: int, noise: float, tell: Callable[[str], None]
+) -> tuple[list[Inversion], Victim]:
+    """The attacks on every run, all on the same images."""
+    found: list[Inversion] = []
+    first: Victim | None = None
+    for experiment in experiments:
+        experiment.setup(in_memory=True)
+        victim = choose_victim(experiment.loop, images)
+        first = victim if first is None else first
+        same = victim.images.shape == first.images.shape and bool((victim.images == first.images).all())
+        if not same:
+            rule = f"runs must share data, partition and seed, but {experiment.name} holds other images at client"
+            raise ConfigError("audit", f"{rule} {victim.client}")
+        own = invert(experiment, victim, attack, noise, _every(attack.steps, experiment.name, tell))
+        for each in own:
+            end = "sends nothing that can be followed"
+            tell(f"{each.label}: {end if each.found is None else f'{float(each.found.curves[-1].mean()):.1f} dB'}")
+        found += own
+    assert first is not None
+    return found, first
+
+
+def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int], None]:
+    def report(step: int) -> None:
+        if steps >= 100 and step and step % 100 == 0:
+            tell(f"{name}: step {step} of {steps}")
+
+    return report
+
+
+def _estimates(experiments: Sequence[Experiment], canaries: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    estimates: dict[str, Estimate | None] = {}
+    for experiment in experiments:
+        own = estimates[experiment.name] = audit_canaries(experiment, canaries, tell)
+        if own is None:
+            tell(f"{experiment.name}: no ClipAndNoise in federation.wire, so that nothing is promised")
+        else:
+            accounted = "infinite" if own.epsilon_accounted is None else f"{own.epsilon_accounted:.2f}"
+            tell(f"{experiment.name}: epsilon is at least {own.epsilon_at_least:.2f}, at most {accounted}")
+    return estimates
+
+
+def _as_dict(own: Inversion) -> dict[str, Any]:
+    if own.found is None:
+        return {"label": own.label, "attacked_values": own.sent, "psnr": None, "curves": None}
+    curves = own.found.curves
+    return {
+        "label": own.label,
+        "attacked_values": own.sent,
+        "psnr": [round(value, 3) for value in curves[-1].tolist()],
+        "curves": [[round(value, 3) for value in row] for row in curves.tolist()],
+    }

@@ -1,0 +1,235 @@
+"""What runs give away: images sought in messages, canaries sought in means."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from fl_lightning.audit.canaries import audit_canaries, directions, estimate, told_apart
+from fl_lightning.audit.command import run_audit
+from fl_lightning.audit.matching import Attack, best_order, psnr, total_variation
+from fl_lightning.core.coding import Coding
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import Experiment
+from fl_lightning.parser import configured
+
+CONFIG = """\
+seed: 0
+method: {class_path: FedAvg}
+model: {class_path: MLP, init_args: {hidden: [64, 32]}}
+optimizer: {class_path: SGD, init_args: {lr: 0.2}}
+data:
+  dataset: Digits
+  partition: {class_path: Dirichlet, init_args: {beta: 0.5, min_samples: 20}}
+  num_clients: 6
+  batch_size: 64
+federation: {rounds: 2, evaluate: {globally: false}}
+trainer: {accelerator: cpu}
+"""
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run's folder, of which an audit reads the configuration alone: `run_folder("a", "--method=FedNova")`."""
+
+    def make(name, *options):
+        file = tmp_path / "exp.yaml"
+        file.write_text(CONFIG)
+        _, config = configured("fit", "", [f"--config={file}", f"--name={name}", *options])
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        return folder
+
+    return make
+
+
+def experiment(folder):
+    from fl_lightning.configuration import read_config
+
+    return Experiment(read_config(folder / "config.yaml"))
+
+
+def wire(**options):
+    filters = [{"class_path": "ClipAndNoise", "init_args": options}]
+    return "--federation.wire=" + json.dumps(filters)
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_a_class_are_matched_in_the_best_order():
+    truth = torch.stack([torch.full((1, 2, 2), value) for value in (0.0, 1.0, 0.5)])
+    y = torch.tensor([3, 3, 5])
+    found = truth[[1, 0, 2]] * 0.9  # the two of class 3 the other way round
+    assert best_order(found, truth, y).tolist() == [1, 0, 2]
+    assert psnr(found, truth, y).tolist() == [pytest.approx(v, abs=1e-3) for v in (100.0, 20.0, 26.0206)]
+    alone = best_order(truth[[2, 1, 0]], truth, y)
+    assert int(alone[2]) == 2  # never across classes, however much nearer
+
+
+def test_total_variation_of_a_step():
+    """Half of 3 differences a row are 1 across the step: mean 1/3 along width, 0 along height."""
+    x = torch.zeros(1, 1, 4, 4)
+    x[..., 2:] = 1
+    assert float(total_variation(x)) == pytest.approx(1 / 3)
+    assert float(total_variation(torch.ones(3, 5))) == 0
+
+
+def test_two_gaussians_match_numerical_integration():
+    """δ(ε) of N(1, 1.2²) against N(0, 1), by sums over a fine grid, both ways round."""
+    for mean, std in ((1.0, 1.2), (1.0, 0.8), (0.3, 1.0), (2.0, 1.0)):
+        epsilon = told_apart(mean, std, 1.0, 1e-4)
+        x = np.linspace(-15, 15, 400_001)
+        p = np.exp(-0.5 * ((x - mean) / std) ** 2) / std / math.sqrt(2 * math.pi)
+        q = np.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
+        step = x[1] - x[0]
+        deltas = [float(np.clip(a - math.exp(epsilon) * b, 0, None).sum() * step) for a, b in ((p, q), (q, p))]
+        assert max(deltas) == pytest.approx(1e-4, rel=1e-2)
+    assert told_apart(0.0, 1.0, 1.0, 1e-5) == 0
+
+
+def test_estimate_claims_less_than_it_sees():
+    """Cosines of directions that took no part claim nothing."""
+    rng = np.random.default_rng(0)
+    assert estimate(rng.normal(0, 0.01, 500), 10_000, 5.0, 1e-5).epsilon_at_least == pytest.approx(0, abs=0.3)
+    there = estimate(rng.normal(0.01, 0.01, 500), 10_000, 5.0, 1e-5)
+    assert 0 < there.epsilon_at_least < there.epsilon_point < 6
+    assert there.epsilon_at_least < 4.38  # of one Gaussian mechanism of z = 1, which this is
+    assert there.as_dict()["canaries"] == 500
+
+
+def test_canaries_are_as_long_as_a_clipped_message_may_be():
+    own = Message({"w": torch.zeros(50)}, {"means": ClassMeans(torch.zeros(3, 4), torch.ones(3).long())})
+    coding = Coding.of(own)
+    drawn = directions(coding, 5, seed=0)
+    for part in coding.groups:
+        lengths = drawn[:, part].norm(dim=1)
+        assert lengths.max() <= 1
+        assert lengths.min() > 0.999
+    assert torch.equal(drawn, directions(coding, 5, seed=0))
+    assert not torch.equal(drawn, directions(coding, 5, seed=1))
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figure(run_folder, tmp_path):
+    """The mean PSNR of each attack by its label: `figure(["--method=FedAvg"], steps=80)`."""
+
+    def audit(*runs, **options):
+        folders = [run_folder(f"run{index}", *own) for index, own in enumerate(runs)]
+        attack = Attack(options.pop("steps", 80), options.pop("objective", "cosine"))
+        said = run_audit(folders, tmp_path / "audit", attack, **{"images": 3, "noise": 0.0, **options})
+        names = [re.sub(r" \(run\d\)", "", own["label"]) for own in said["inversion"]]
+        means = [None if own["psnr"] is None else np.mean(own["psnr"]) for own in said["inversion"]]
+        return dict(zip(names, means, strict=True))
+
+    return audit
+
+
+def test_what_is_sent_decides_what_is_found(figure):
+    """Weights give images away, noise hides some of them, class means and a small encoder give little, nothing none."""
+    runs = [["--method=FedNova"], ["--method=FedProto"], ["--method=DRDFL"], ["--method=Local"]]
+    found = figure(*runs, images=2, steps=50)
+    assert found["FedNova"] > 18
+    assert found["FedProto"] < found["FedNova"] - 7
+    assert found["DRDFL"] < found["FedNova"] - 7
+    assert found["Local"] is None
+
+
+def test_squared_distance_finds_images_too(figure):
+    assert figure(["--method=FedAvg"], steps=15, objective="dlg", images=2)["FedAvg"] > 30
+
+
+def test_noise_on_the_message_hides_images(figure):
+    found = figure(["--method=FedRep"], noise=3.0, steps=50, images=2)
+    assert found["FedRep"] > found["FedRep + noise 3"] + 5
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+def test_clip_and_noise_on_the_wire_hides_images(where, figure):
+    found = figure(["--method=FedAvg", wire(clip=0.01, noise_multiplier=1.0, where=where)], images=2, steps=30)
+    assert found["FedAvg"] < 12
+
+
+def test_audit_repeats_bit_for_bit_and_writes_nothing_into_runs(run_folder, tmp_path):
+    folder = run_folder("run")
+    for name in ("a", "b"):
+        run_audit([folder], tmp_path / name, Attack(10), 2, 1.0, 20)
+    first, second = ((tmp_path / name / "audit.json").read_text() for name in ("a", "b"))
+    assert first == second
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    names = {"audit.json", "index.html", "psnr.png", "reconstructions.png"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
+    said = json.loads(first)
+    assert said["canaries"] == {"run": None}
+    assert [own["label"] for own in said["inversion"]] == ["FedAvg (run)", "FedAvg (run) + noise 1"]
+    page = (tmp_path / "a" / "index.html").read_text()
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count("data:image/png;base64,") == 6
+    assert "no ClipAndNoise" in page
+
+
+def test_other_images_are_not_compared(run_folder, tmp_path):
+    runs = [run_folder("a"), run_folder("b", "--seed=1")]
+    with pytest.raises(ConfigError, match="must share data, partition and seed"):
+        run_audit(runs, tmp_path / "audit", Attack(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"images": -1}, "audit --images"),
+        ({"images": 10**6}, "audit --images"),
+        ({"images": 0}, "audit"),
+        ({"noise": -1.0}, "audit --noise"),
+        ({"canaries": 3}, "audit --canaries"),
+        ({"attack": Attack(0)}, "audit --steps"),
+    ],
+)
+def test_bad_options_are_refused(options, key, run_folder, tmp_path):
+    with pytest.raises(ConfigError, match=rf"^{key}: "):
+        run_audit([run_folder("run")], tmp_path / "audit", **{"attack": Attack(1), **options})
+    assert not (tmp_path / "audit").exists()
+
+
+def test_step_that_cannot_be_followed_is_said(run_folder, tmp_path):
+    with pytest.raises(ConfigError, match="gradients of its own"):
+        run_audit([run_folder("run", "--method=PerFedAvg")], tmp_path / "audit", Attack(1))
+
+
+# --- canaries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method=FedAvg", wire(noise_multiplier=1.0)],
+        ["--method=FedAvg", wire(noise_multiplier=0.7), "--federation.sampling=poisson"],
+        ["--method=FedAvg", wire(noise_multiplier=2.0, where="client")],
+        ["--method=FedProto", wire(noise_multiplier=1.0)],
+    ],
+    ids=["server", "poisson", "client", "class means"],
+)
+def test_claim_stays_below_the_accountant(options, run_folder):
+    if "poisson" in options[-1]:
+        options = [*options, "--federation.participation=0.5"]
+    for seed in (0, 1):
+        found = audit_canaries(experiment(run_folder(f"run{seed}", *options, f"--seed={seed}")), 60, lambda _: None)
+        assert 0.2 < found.epsilon_at_least < found.epsilon_accounted
+        assert found.mean > 3 * found.std / 60**0.5
+
+
+def test_more_noise_claims_less(run_folder):
+    claims = []
+    for z in (0.5, 2.0):
+        own = experiment(run_folder(f"z{z}", wire(noise_multiplier=z)))
+        claims.append(audit_canaries(own, 60, lambda _: None).epsilon_point)
+    assert claims[0] > 2 * claims[1]
