@@ -13,11 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.audit.inversion import Inversion
-from fl_lightning.report.figures import DPI, GRID, INK, RUN_COLORS
+from fl_lightning.report.figures import DPI, GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, in both themes
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Privacy audit</title><style>
@@ -170,8 +171,9 @@ def _cell(image: Tensor, text: str = "") -> str:
 def _looks(found: Sequence[Inversion]) -> list[tuple[str, bool]]:
     """Each attack's colour, the run's own, and whether its line is broken: under noise."""
     runs = list(dict.fromkeys(own.label.partition(" + ")[0] for own in found))
-    colors = RUN_COLORS[:6]  # the others are too dark for one of the themes
-    return [(colors[runs.index(run) % 6], bool(noise)) for run, _, noise in (o.label.partition(" + ") for o in found)]
+    return [
+        (RUN_COLORS[runs.index(run) % 6], bool(noise)) for run, _, noise in (o.label.partition(" + ") for o in found)
+    ]
 
 
 def _svg(found: Sequence[Inversion]) -> str:

@@ -125,7 +125,8 @@ def figure(run_folder, tmp_path):
 
     def audit(*runs, **options):
         folders = [run_folder(f"run{index}", *own) for index, own in enumerate(runs)]
-        attack = Attack(options.pop("steps", 80), options.pop("objective", "cosine"))
+        objective = options.pop("objective", "cosine")
+        attack = Attack(options.pop("steps", 60), objective, 0.3 if objective == "cosine" else None)
         said = run_audit(folders, tmp_path / "audit", attack, **{"images": 3, "noise": 0.0, **options})
         names = [re.sub(r" \(run\d\)", "", own["label"]) for own in said["inversion"]]
         means = [None if own["psnr"] is None else np.mean(own["psnr"]) for own in said["inversion"]]
@@ -137,7 +138,7 @@ def figure(run_folder, tmp_path):
 def test_what_is_sent_decides_what_is_found(figure):
     """Weights give images away, noise hides some of them, class means and a small encoder give little, nothing none."""
     runs = [["--method=FedNova"], ["--method=FedProto"], ["--method=DRDFL"], ["--method=Local"]]
-    found = figure(*runs, images=2, steps=50)
+    found = figure(*runs, images=2)
     assert found["FedNova"] > 18
     assert found["FedProto"] < found["FedNova"] - 7
     assert found["DRDFL"] < found["FedNova"] - 7
@@ -149,7 +150,7 @@ def test_squared_distance_finds_images_too(figure):
 
 
 def test_noise_on_the_message_hides_images(figure):
-    found = figure(["--method=FedRep"], noise=3.0, steps=50, images=2)
+    found = figure(["--method=FedRep"], noise=3.0, images=2)
     assert found["FedRep"] > found["FedRep + noise 3"] + 5
 
 
