@@ -241,14 +241,12 @@ def _dashboard(argv: list[str]) -> int:
 
 def _audit(argv: list[str]) -> int:
     parser = one_line_parser("audit", description=COMMANDS["audit"])
-    optional: Any = str | None
-    number: Any = float | None
     parser.add_argument("runs", type=str, nargs="+", help="runs' folders, of the same data, partition and seed")
-    parser.add_argument("--output", type=optional, help="where to write; default: audit/ in the first run's folder")
+    parser.add_argument("--output", type=str, help="where to write; default: audit/ in the first run's folder")
     parser.add_argument("--images", type=int, default=4, help="images that are sought in a message; 0 for none")
     parser.add_argument("--steps", type=int, default=200, help="steps of the search")
     parser.add_argument("--objective", choices=["cosine", "dlg"], default="cosine", help="what is matched")
-    parser.add_argument("--lr", type=number, help="learning rate of the search; default: the objective's own")
+    parser.add_argument("--lr", type=float, help="learning rate of the search; default: the objective's own")
     parser.add_argument("--noise", type=float, default=1.0, help="of a second attack, in RMS of the update; 0: none")
     parser.add_argument("--canaries", type=int, default=0, help="canaries of the one-shot audit; 0 for none")
     parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
