@@ -13,11 +13,15 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.parser import configured, one_line_parser, resolve
+from fl_lightning.resuming import continue_command, with_resumed_folder
 from fl_lightning.terminal import outlived, say
 from fl_lightning.trust import Trust
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fl_lightning.configuration import Config
+    from fl_lightning.experiment import Experiment
 
 COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
@@ -76,8 +80,8 @@ def _fit(argv: list[str]) -> int:
     options, config = configured(
         "fit",
         "Run a federation from a configuration.",
-        argv,
-        resume={"help": "continue: auto (the newest checkpoint), or a checkpoint's path"},
+        with_resumed_folder(argv),
+        resume={"help": "continue: auto (the newest whole checkpoint), a run's folder, or a checkpoint"},
         overwrite={"action": "store_true", "help": "replace the run that the output folder holds"},
         quiet={"action": "store_true", "help": "print neither progress nor tables"},
     )
@@ -114,10 +118,21 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
     from rich.console import Console
 
     from fl_lightning.experiment import Experiment
-    from fl_lightning.report.console import RoundProgress, print_summary
+    from fl_lightning.federation import launch
+    from fl_lightning.files import WriteError
 
     console = Console(quiet=quiet)
     experiment = Experiment(config)
+    try:
+        return _fit_and_show(experiment, resume, overwrite, console)
+    except WriteError as error:
+        say(f"fl-lightning: error: {error}; {' '.join(experiment.advice.split())}")
+        return launch.end_all()
+
+
+def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console) -> int:
+    from fl_lightning.report.console import RoundProgress, print_summary
+
     with RoundProgress(console) as progress:
         try:
             summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
@@ -129,8 +144,7 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
     if summary is None:  # not the main process: it has nothing to tell
         return code
     if not summary["finished"]:
-        done, folder = summary["rounds"], experiment.folder
-        again = f"fl-lightning fit --config {folder}/config.yaml --resume auto"
+        done, again = summary["rounds"], continue_command(experiment.folder)
         saved = (
             f", which is saved; continue with\n  {again}" if loop.checkpoints is not None else f"; {experiment.advice}"
         )

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import platform
-import re
-import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +18,27 @@ import yaml
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
-from fl_lightning.configuration import Config, identity, read_config, short_name
+from fl_lightning.configuration import Config, identity, short_name
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.files import write_text
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside
-from fl_lightning.federation.loop import FederatedLoop, check_identity
+from fl_lightning.federation.loggers import Loggers
+from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
+from fl_lightning.files import WriteError, read_json, write_json, write_text
 from fl_lightning.models.split import SplitModel
+from fl_lightning.resuming import LOCK, check_name, continue_command
+from fl_lightning.run_folder import RunFolder
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name
 
-_OWN_FILES = (
-    "config.yaml",
-    "partition.json",
-    "metrics.csv",
-    "clients.csv",
-    "topology.csv",
-    "summary.json",
-    "curves.png",
-    "partition.png",
-    "wandb.json",
-)
-_OWN_FOLDERS = ("checkpoints", "models", "wandb")
-_LOCK = ".lock"
+LOGGERS = "loggers.json"
+"""In the run's folder: the versions of loggers, so that a resumed run goes on in the same ones."""
 
 
 class Experiment:
@@ -67,6 +55,7 @@ class Experiment:
         self.name: str = (
             config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
         )
+        check_name(self.name)
         self.folder = Path(config["output"]) / self.name
         data = dict(config["data"])
         described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
@@ -111,39 +100,6 @@ class Experiment:
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return build(self.config["optimizer"], "optimizer", params=parameters)
 
-    # --- the run's folder -------------------------------------------------------------------------------------------
-
-    def claim_folder(self, resume: str | None, overwrite: bool) -> Path | None:
-        """Decide whether the run may use its folder, and from which checkpoint it goes on. Writes nothing.
-
-        Raises:
-            ConfigError: if the folder holds another run, something else, or no checkpoint where one was named.
-        """
-        where = f"{self.folder}"
-        existing = self.folder / "config.yaml"
-        if not existing.is_file():
-            occupied = self.folder.exists() and (not self.folder.is_dir() or _holds_files(self.folder))
-            require(not occupied, "output", f"{where} exists and is no run's folder; choose another --output or --name")
-            require(resume in (None, "auto"), "--resume", f"there is no run in {where}")
-            return None
-        if overwrite:
-            require(resume is None, "--overwrite", "cannot be given together with --resume")
-            return None
-        if resume is None:
-            raise ConfigError("output", f"{where} holds a run; continue it with --resume auto, or say --overwrite")
-        check_identity(identity(read_config(existing)), self.identity)
-        path = Checkpoints(self.folder / "checkpoints").find(resume)
-        inside = path is None or (self.folder / "checkpoints").resolve() == path.resolve().parent
-        require(inside, "--resume", f"{path} belongs to another run than {where}; give its --output and --name")
-        return path
-
-    def clear_folder(self) -> None:
-        """Delete what an earlier run left; nothing that is not a run's own."""
-        for name in _OWN_FILES:
-            (self.folder / name).unlink(missing_ok=True)
-        for name in _OWN_FOLDERS:
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-
     # --- what is done with it ---------------------------------------------------------------------------------------
 
     def fit(
@@ -158,17 +114,15 @@ class Experiment:
         """
         self.check(resume, overwrite)
         main = self.loop.workers.is_main
-        loggers = self._loggers() if main else []
-        with self._held() if main else nullcontext():
-            checkpoint = self.claim_folder(resume, overwrite) if main else None  # again: another may have been here
-            checkpoint = self.loop.workers.main_says(checkpoint)
-            seen = (self.folder / _LOCK).exists()
-            require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
-            if checkpoint is not None:
-                self._continue_from(checkpoint)
-            if main:
-                self._clean(overwrite)
-            return self._run(loggers, callbacks)
+        loggers = Loggers(self._loggers(resume)) if main else Loggers()
+        try:
+            with RunFolder(self.folder).held() if main else nullcontext():
+                self._prepare(resume, overwrite, loggers)
+                return self._run(callbacks)
+        except WriteError as error:
+            if self.loop.participants:
+                raise
+            raise ConfigError("output", str(error)) from error  # before the first round
 
     def check(self, resume: str | None, overwrite: bool) -> None:
         """Set up, after a look at the folder. Writes nothing.
@@ -177,7 +131,7 @@ class Experiment:
             ConfigError: for anything in the configuration or the folder that would stop the run.
         """
         if is_main():
-            self.claim_folder(resume, overwrite)
+            RunFolder(self.folder).claim(resume, overwrite, self.identity)
         self.setup()
 
     def team(self) -> Team:
@@ -187,63 +141,74 @@ class Experiment:
         participants = max(1, int(settings.participation * self.data.num_clients))
         return plan(settings.workers, settings.threads, participants, self.trainer, in_turn)
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with only_process(self.folder):
-            yield
+    def _prepare(self, resume: str | None, overwrite: bool, loggers: Loggers) -> None:
+        """Take up what a resumed run goes on from, clear what one that is begun anew replaces; the folder is held."""
+        folder, workers = RunFolder(self.folder), self.loop.workers
+        if workers.is_main:
+            folder.claim(resume, overwrite, self.identity)  # again: another may have been here
+            self.recorder = Recorder(self.folder, self.about(), loggers)
+            self.loop.callbacks.append(self.recorder)
+        chosen = workers.main_says(folder.choose(resume) if workers.is_main else None)
+        seen = (self.folder / LOCK).exists()
+        require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
+        if chosen is not None:
+            self.loop.load_state_dict(folder.checkpoints.load(chosen.path))
+            workers.main_says(None)  # all have read it
+        if workers.is_main:
+            if chosen is not None:
+                folder.leave_only(chosen, self.loop.settings.checkpoint)
+            folder.clean(overwrite)
+            self._write_down(loggers)
 
-    def _clean(self, overwrite: bool) -> None:
-        for left_over in self.folder.rglob(".*.tmp"):
-            if re.fullmatch(r"\..+\.\d+\.tmp", left_over.name):  # of a kill in the middle of a write
-                left_over.unlink()
-        if overwrite:
-            self.clear_folder()
-
-    def _continue_from(self, checkpoint: Path) -> None:
-        checkpoints = self.loop.checkpoints or Checkpoints(self.folder / "checkpoints")
-        self.loop.load_state_dict(checkpoints.load(checkpoint))
-        self.loop.workers.main_says(None)  # all have read it
-        if self.loop.checkpoints is not None and self.loop.workers.is_main:
-            checkpoints.prune(self.loop.settings.checkpoint.keep)
+    def _write_down(self, loggers: Loggers) -> None:
+        """What a run is, in its folder."""
+        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        write_json(self.folder / "partition.json", self.data.partition_record())
+        versions = {str(index): version for index, version in loggers.versions.items()}
+        if versions:
+            write_json(self.folder / LOGGERS, versions)
+        loggers.log_hyperparams(self.config)
 
     @property
     def advice(self) -> str:
         """What to do when a run was broken off."""
         if not self.loop.settings.checkpoint.saves:
             return "nothing was saved (federation.checkpoint.every is 0)"
-        return (
-            "the rounds before are saved; continue with\n"
-            f"  fl-lightning fit --config {self.folder}/config.yaml --resume auto"
-        )
+        return f"the rounds before are saved; continue with\n  {continue_command(self.folder)}"
 
-    def _run(self, loggers: list[Logger], callbacks: Callable[..., Any] | None) -> Config | None:
+    def _run(self, callbacks: Callable[..., Any] | None) -> Config | None:
         self.loop.advice = self.advice
         if not self.loop.workers.is_main:
             self._follow()
             return None
-        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
-        write_text(self.folder / "partition.json", json.dumps(self.data.partition_record()) + "\n")
-        for logger in loggers:
-            logger.log_hyperparams(self.config)
-        recorder = Recorder(self.folder, self.about(), loggers)
-        self.loop.callbacks += [recorder, *(callbacks() if callbacks is not None else ())]
-        with recorder, stop_on_signals(self.loop):
+        self.loop.callbacks += callbacks() if callbacks is not None else ()
+        with self.recorder, stop_on_signals(self.loop):
             if self.loop.run() is None:
-                recorder.stop(self.loop)
-        return json.loads((self.folder / "summary.json").read_text())
+                self.recorder.stop(self.loop)
+        return read_json(self.folder / "summary.json", "output")
 
     def _follow(self) -> None:
         """What a worker does that is not the main one; signals reach it only where torchrun or SLURM send them."""
         with stop_on_signals(self.loop) if started_outside() != (1, 1) else nullcontext():
             self.loop.run()
 
-    def _loggers(self) -> list[Logger]:
+    def _loggers(self, resume: str | None) -> list[Logger]:
+        """The configured loggers, writing into the run's folder; a resumed run's go on under their old version."""
+        file, versions = self.folder / LOGGERS, {}
+        if resume is not None and file.is_file():
+            try:
+                versions = read_json(file, "--resume")
+            except ConfigError as error:
+                say(f"{error}; loggers begin new versions")
         loggers = []
         for index, node in enumerate(self.config["logger"] or ()):
-            takes_folder = "save_dir" in inspect.signature(import_name(node["class_path"])).parameters
-            folder = {"save_dir": str(self.folder)} if takes_folder else {}
-            loggers.append(build({**node, "init_args": {**folder, **(node.get("init_args") or {})}}, f"logger.{index}"))
+            takes = inspect.signature(import_name(node["class_path"])).parameters
+            given = {"save_dir": str(self.folder)} if "save_dir" in takes else {}
+            if "version" in takes and str(index) in versions:
+                given["version"] = versions[str(index)]
+            own = node.get("init_args") or {}
+            said = {name: value for name, value in own.items() if value is not None}
+            loggers.append(build({**node, "init_args": {**own, **given, **said}}, f"logger.{index}"))
         return loggers
 
     def about(self) -> Config:
@@ -280,31 +245,6 @@ def git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def _holds_files(folder: Path) -> bool:
-    """Whether somebody's files are there; a lock or a temporary file of a killed run is nobody's."""
-    return any(not path.name.startswith(".") for path in folder.iterdir())
-
-
-@contextmanager
-def only_process(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, so that no second process writes into it; the system lets go when this one ends.
-
-    Raises:
-        ConfigError: if another process holds it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError("output", f"another process is running in {folder}") from error
-        yield
 
 
 def stop_on_signals(loop: FederatedLoop) -> StopSignals:

@@ -7,13 +7,13 @@ from typing import Any
 
 # What may differ between a run and its continuation, because it changes no number of the rounds done.
 _NO_IDENTITY = (
-    "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.callbacks", "federation.pool",
+    "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.pool",
     "federation.steps_per_bundle", "federation.workers", "federation.threads", "federation.worker_timeout",
     "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
 )  # fmt: skip
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
-    "limit_train_batches", "overfit_batches", "fast_dev_run",
+    "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks",
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Arrays:
         vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
         groups: who or where each sample is from (a user, a writer, a site), int64 [N], >= 0; None where that is not
             known.
+        digest: SHA-256 of all that; filled in when the data set is loaded.
     """
 
     x: Tensor
@@ -53,6 +54,7 @@ class Arrays:
     std: tuple[float, ...] = ()
     vocabulary_size: int = 0
     groups: Tensor | None = None
+    digest: str = ""
 
     @property
     def spec(self) -> DataSpec:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,10 @@ import torch
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.files import save_tensors, verify
+from fl_lightning.terminal import say
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
 
 
@@ -30,8 +30,8 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
     The cache's key is made of the class, its attributes, the sources' names, sizes and times of change and, for a class
-    of the user's own, the text of its module. A cached file that is cut short is made again. Where no key can be made
-    (a class typed into a console, an attribute that is no plain value) the data set is decoded every time.
+    of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no key
+    can be made (a class typed into a console, an attribute that is no plain value) the data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -47,6 +47,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
         return cached
     arrays = dataset.arrays()
     arrays.validate(name)
+    arrays.digest = content_hash(arrays)
     if identity is not None:
         # The sources are looked at again: a download may just have brought them.
         _write(folder / _file_name(name, identity, dataset), arrays)
@@ -91,14 +92,30 @@ def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     return f"{name}-{digest.hexdigest()[:20]}.pt"
 
 
+def content_hash(arrays: Arrays) -> str:
+    """SHA-256 over samples, labels and what is said of them."""
+    digest = hashlib.sha256()
+    own = {name: value for name, value in vars(arrays).items() if name != "digest"}
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    told = {name: value for name, value in own.items() if name not in tensors}
+    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    digest.update(json.dumps([shapes, told], sort_keys=True, default=str).encode())
+    for tensor in tensors.values():
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _read(path: Path) -> Arrays | None:
     """The arrays in a cache file, or None if there is none or it is not whole."""
     if not path.is_file():
         return None
     try:
+        verify(path, "data.cache")
         arrays = Arrays(**torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        whole = len(arrays.x) == len(arrays.y) > 0
-    except Exception:  # whatever is wrong with a cache file, the remedy is to make it again
+        whole = len(arrays.x) == len(arrays.y) > 0 and arrays.digest != ""
+    except Exception as error:  # whatever is wrong with a cache file, the remedy is to make it again
+        said = " ".join(str(error).split())[:200]
+        say(f"{said}; the data set is decoded again")
         return None
     arrays.classes, arrays.mean, arrays.std = tuple(arrays.classes), tuple(arrays.mean), tuple(arrays.std)
     return arrays if whole else None
@@ -108,19 +125,7 @@ def _write(path: Path, arrays: Arrays) -> None:
     """Write a cache file so that it appears whole or not at all; one that cannot be written is only worth a warning."""
     # clone() drops the rest of a storage that a view would take along.
     content = {**vars(arrays), "x": arrays.x.clone(), "y": arrays.y.clone()}
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.tmp")
-        with temporary.open("xb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
+        save_tensors(path, content)
     except (OSError, RuntimeError) as error:
-        warnings.warn(f"The decoded data set is not cached: {path}: {error}", stacklevel=3)
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        warnings.warn(f"The decoded data set is not cached: {error}", stacklevel=3)

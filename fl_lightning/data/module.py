@@ -96,6 +96,11 @@ class FederatedData:
         return self.arrays.spec
 
     @property
+    def content_hash(self) -> str:
+        """SHA-256 over the data set's samples and labels."""
+        return self.arrays.digest
+
+    @property
     def local_test(self) -> bool:
         """Whether clients have test samples of their own."""
         return self.split != "global"

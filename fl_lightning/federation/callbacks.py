@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fl_lightning.federation.reports import ClientReport
@@ -13,6 +13,13 @@ Loop = Any
 
 class FederationCallback:
     """Called by the loop; override what you need. A callback must not change what is trained."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of it, as plain containers of numbers, texts and tensors; nothing by default."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave; called before `on_run_start`, and only where it gave something."""
 
     def on_run_start(self, loop: Loop) -> None:
         """The federation is set up; `loop.round` rounds are done already."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.files import load_tensors, save_tensors
+from fl_lightning.files import load_tensors, make_folder, remove, save_tensors, sync_folder, verify, writing
+from fl_lightning.report.journal import JOURNAL
+from fl_lightning.resuming import CHECKPOINT, checkpoints_in, round_of
 
-FORMAT = 1
+FORMAT = 2
 KEEP_MODELS_BELOW = 2**30  # bytes of all clients' models together, for `models: auto`
-_NAME = re.compile(r"round-(\d+)\.ckpt")
+_CLIENT = re.compile(r"(\d+)-r(\d+)\.pt")
+_PARTS = ("round", "clients")
 
 
 @dataclass(frozen=True)
@@ -59,22 +64,41 @@ class CheckpointPolicy:
         return self.saves and (last or by_time or (self.every > 0 and round % self.every == 0))
 
 
+class Chosen(NamedTuple):
+    """The checkpoint that a run goes on from.
+
+    Args:
+        path: the file.
+        damaged: what is wrong with newer ones, one entry each.
+    """
+
+    path: Path
+    damaged: tuple[str, ...] = ()
+
+
 class Checkpoints:
-    """The checkpoints of one run: `round-0005.ckpt` and, in `clients/`, the private states that it names."""
+    """The checkpoints of one run: `round-0005.ckpt` and, in `clients/`, the private states that it names.
+
+    A checkpoint names, for each client, the newest version of its state that is no younger than itself, so that the
+    names of files alone tell which are needed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._named: dict[str, set[str]] = {}  # checkpoint -> the client files that it names
 
     @property
     def clients(self) -> Path:
         """Where the pool writes private states."""
         return self.folder / "clients"
 
+    @property
+    def journal(self) -> Path:
+        """Where the rows of the run's tables are kept."""
+        return self.folder / JOURNAL
+
     def all(self) -> list[Path]:
         """The checkpoints there are, oldest first."""
-        found = [path for path in self.folder.glob("round-*.ckpt") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.stem.split("-")[1]))
+        return checkpoints_in(self.folder)
 
     def save(self, round: int, state: dict[str, Any], clients: Mapping[int, str], keep: int) -> Path:
         """Write one checkpoint; only then delete what is older than the `keep` newest.
@@ -87,7 +111,6 @@ class Checkpoints:
         """
         path = self.folder / f"round-{round:04d}.ckpt"
         save_tensors(path, {"format": FORMAT, "round": round, "clients": dict(clients), **state})
-        self._named[path.name] = set(clients.values())
         self.prune(keep, up_to=round)
         return path
 
@@ -99,28 +122,88 @@ class Checkpoints:
             up_to: spare states of later rounds, which other workers may be writing; None spares none.
         """
         for path in self.all()[:-keep]:
-            path.unlink(missing_ok=True)
-        kept = self.all()
-        for path in kept:
-            if path.name not in self._named:  # of the run before a resume
-                self.load(path)
-        named = {name for path in kept for name in self._named[path.name]}
+            remove(path)
+        versions = self._versions()
+        named = _needed(versions, map(round_of, self.all()))
+        for client, rounds in versions.items():
+            for round, name in rounds.items():
+                later = up_to is not None and round > up_to
+                if (client, round) not in named and not later:
+                    remove(self.clients / name)
+
+    def _versions(self) -> dict[int, dict[int, str]]:
+        """Client -> round -> the file of its state."""
+        found: dict[int, dict[int, str]] = {}
         for path in self.clients.glob("*-r*.pt"):
-            later = up_to is not None and int(path.stem.rpartition("-r")[2]) > up_to
-            if path.name not in named and not later:
-                path.unlink(missing_ok=True)
+            if match := _CLIENT.fullmatch(path.name):
+                found.setdefault(int(match[1]), {})[int(match[2])] = path.name
+        return found
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read a checkpoint.
 
         Raises:
-            ConfigError: if it is missing, cut short or no checkpoint of a federation.
+            ConfigError: if it is missing, damaged, of another version or no checkpoint of a federation.
         """
         state = load_tensors(path, "--resume")
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ConfigError("--resume", f"{path} is no checkpoint of this version of fl-lightning")
-        self._named[path.name] = set(state["clients"].values())
+        missing = [part for part in _PARTS if part not in state]
+        require(not missing, "--resume", f"{path} is no whole checkpoint: it has no {', '.join(missing)}")
+        named = CHECKPOINT.fullmatch(path.name) is None or round_of(path) == state["round"]
+        require(named, "--resume", f"{path} was renamed: it is of round {state['round']}")
+        clients = state["clients"]
+        plain = isinstance(clients, dict) and all(_CLIENT.fullmatch(str(name)) for name in clients.values())
+        require(plain, "--resume", f"{path} is no whole checkpoint: it names no files of clients' states")
         return state
+
+    def check(self, path: Path, more: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        """Read a checkpoint and verify all files that it names.
+
+        Args:
+            path: the checkpoint.
+            more: verifies what else it counts on.
+
+        Raises:
+            ConfigError: naming the file that is missing or damaged.
+        """
+        state = self.load(path)
+        for name in state["clients"].values():
+            verify(self.clients / name, "--resume")
+        if more is not None:
+            more(state)
+
+    def choose(self, resume: str, more: Callable[[Mapping[str, Any]], None] | None = None) -> Chosen | None:
+        """The checkpoint to go on from: for ``auto``, the newest that is whole.
+
+        Args:
+            resume: ``auto``, a folder or a file, as `find` takes them.
+            more: as `check` takes it.
+
+        Returns:
+            None if there is none for ``auto``.
+
+        Raises:
+            ConfigError: if the one that was named is damaged, or all are.
+        """
+        if resume != "auto":
+            path = self.find(resume)
+            assert path is not None
+            self.check(path, more)
+            return Chosen(path)
+        damaged: list[str] = []
+        for path in reversed(self.all()):
+            try:
+                self.check(path, more)
+            except ConfigError as error:
+                damaged.append(str(error).removeprefix("--resume: "))
+            else:
+                return Chosen(path, tuple(damaged))
+        if damaged:
+            others = f" (and {len(damaged) - 1} more)" if damaged[1:] else ""
+            none = "no checkpoint is whole, so there is nothing to go on from; --overwrite starts anew"
+            raise ConfigError("--resume", f"{damaged[0]}{others}; {none}")
+        return None
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `--resume` means: the newest for ``auto`` (None if there is none), else the one named."""
@@ -134,6 +217,56 @@ class Checkpoints:
             return inner[-1]
         require(path.is_file(), "--resume", f"there is no file {path}; give a checkpoint, a run's folder or auto")
         return path
+
+    def put_aside(self, after: int) -> Path | None:
+        """Move the checkpoints of later rounds into a folder of their own, with all that they need.
+
+        At a kill in between, those that are left are the older ones, and whole.
+
+        Args:
+            after: the round that the run goes on from.
+
+        Returns:
+            The folder; None if there are no later ones.
+        """
+        later = [path for path in self.all() if round_of(path) > after]
+        if not later:
+            return None
+        numbers = (path.name.removeprefix("aside-") for path in self.folder.glob("aside-*"))
+        last = max((int(number) for number in numbers if number.isdigit()), default=0)
+        aside = Checkpoints(self.folder / f"aside-{last + 1:04d}")
+        make_folder(aside.clients)
+        versions = self._versions()
+        for client, round in _needed(versions, map(round_of, later)):
+            name = versions[client][round]
+            _link(self.clients / name, aside.clients / name)
+        if self.journal.is_file():
+            with writing(aside.journal):
+                shutil.copyfile(self.journal, aside.journal)
+        for path in reversed(later):
+            with writing(aside.folder):
+                os.replace(path, aside.folder / path.name)
+        for folder in (aside.clients, aside.folder, self.folder):
+            sync_folder(folder)
+        return aside.folder
+
+
+def _needed(versions: Mapping[int, Mapping[int, str]], rounds: Iterable[int]) -> set[tuple[int, int]]:
+    """The versions of states that checkpoints of some rounds name, as (client, round)."""
+    wanted = list(rounds)
+    newest = ((c, max((v for v in own if v <= round), default=-1)) for c, own in versions.items() for round in wanted)
+    return {version for version in newest if version[1] >= 0}
+
+
+def _link(there: Path, here: Path) -> None:
+    """Let a file have a second place, without a copy where the file system can do that; files are never written to."""
+    with writing(here):
+        try:
+            os.link(there, here)
+        except FileExistsError:
+            return
+        except OSError:
+            shutil.copyfile(there, here)
 
 
 class RunStorage:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.files import load_tensors, save_tensors, sync_folder
+from fl_lightning.files import load_tensors, remove, save_tensors, sync_file, sync_folder
 
 State = dict[str, Tensor]
 
@@ -66,9 +64,7 @@ class ClientPool:
             if client not in self._files:
                 self._write(client, state, round, sync=True)
         for name in self._unsynced:
-            descriptor = os.open(self._path(name), os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync_file(self._path(name))
         if self._unsynced and self.folder is not None:
             sync_folder(self.folder)
         self._unsynced.clear()
@@ -108,16 +104,12 @@ class ClientPool:
 
     def _write(self, client: int, state: State, round: int, sync: bool) -> None:
         name = f"{client:05d}-r{round:04d}.pt"
-        path = self._path(name)
-        if sync:
-            save_tensors(path, state)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, path)
+        save_tensors(self._path(name), state, sync)
+        if not sync:
             self._unsynced.add(name)
         old = self._files.get(client)
         if old is not None and old != name and old not in self._protected:
-            self._path(old).unlink(missing_ok=True)
+            remove(self._path(old))
             self._unsynced.discard(old)
         self._files[client] = name
 

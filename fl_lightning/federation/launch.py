@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -304,3 +305,13 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
         time.sleep(GRACE)  # who started the processes knows which one
         print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
         os._exit(LOST)
+
+
+def end_all() -> int:
+    """End a run that cannot go on, once the reason was said: the exit code, for a process that is alone.
+
+    One of a team ends at once, because the others may be waiting for it.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        os._exit(LOST)
+    return 1

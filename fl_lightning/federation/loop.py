@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fl_lightning.core.facts import OptimizerFactory
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import require
+from fl_lightning.federation import saving
 from fl_lightning.federation.agreement import Agreement
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoint import RunStorage
@@ -291,52 +291,17 @@ class FederatedLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next rounds depend on, but for the clients' private states (they are the pool's)."""
-        return {
-            "identity": self.identity,
-            "partition": self.data.partition_hash,
-            "exchange": self.exchange.state_dict(),
-            "board": self.board.state_dict(),
-            **self.ledger.state_dict(),
-        }
+        return saving.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; `state` is a checkpoint as `Checkpoints.load` returns it.
 
         Raises:
-            ConfigError: if the checkpoint belongs to another configuration or partition.
+            ConfigError: if the checkpoint belongs to another configuration, data set or partition, or lacks something.
         """
-        check_identity(state["identity"], self.identity)
-        require(state["partition"] == self.data.partition_hash, "--resume", "the checkpoint's partition is another one")
-        self.round = state["round"]
-        self.exchange.load_state_dict(_to(state["exchange"], self.runner.device))
-        rank = self.workers.rank
-        self.runner.pool.restore({c: file for c, file in state["clients"].items() if self.holders[c] == rank})
-        same = state["board"]["scores"].keys() == self.scores.keys()
-        require(same, "--resume", "the checkpoint evaluates other columns")
-        self.board.load_state_dict(state["board"])
-        self.ledger.load_state_dict(state)
-        self.examiner.forget()
+        saving.restore(self, state)
 
     def _call(self, hook: str, *arguments: Any) -> None:
         with Waiting.context():  # somebody else's code may take its time
             for callback in self.callbacks if self.workers.is_main else ():
                 getattr(callback, hook)(self, *arguments)
-
-
-def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another configuration, naming the first key that differs.
-
-    Raises:
-        ConfigError: with that key.
-    """
-    for key in sorted(there.keys() | here.keys()):
-        if there.get(key) != here.get(key):
-            was = f"{there[key]!r} there" if key in there else "absent there"
-            now = f"{here[key]!r} here" if key in here else "absent here"
-            raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
-
-
-def _to(state: Any, device: torch.device) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    return {key: _to(value, device) for key, value in state.items()} if isinstance(state, dict) else state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,10 +17,13 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Hop
-from fl_lightning.federation.files import write_text
+from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
-from fl_lightning.report.record import MetricsFile, read_rows, summarise
-from fl_lightning.report.run_logger import RoundRecord, RunLogger, RunStart
+from fl_lightning.files import write_json
+from fl_lightning.report.journal import RunTables
+from fl_lightning.report.record import read_rows, summarise
+from fl_lightning.report.run_logger import RoundRecord, RunStart
+from fl_lightning.terminal import say
 
 
 class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
@@ -35,58 +37,68 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         loggers: Lightning's loggers; they receive the values of `metrics.csv` with the round as step.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], loggers: Sequence[Logger] = ()) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any], loggers: Loggers | None = None) -> None:
         self.folder = folder
         self.about = dict(about)
-        self.loggers = list(loggers)
-        self._open = True
+        self._loggers = loggers or Loggers()
+        self._before: Mapping[str, Any] = {}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers that have not failed."""
+        return self._loggers.present
 
     def __exit__(self, *exception: object) -> None:
-        self._close("failed")
+        self._loggers.close("failed")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"tables": self.tables.state_dict()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = state["tables"]
 
     @override
     def on_run_start(self, loop: FederatedLoop) -> None:
-        self.metrics = MetricsFile(self.folder / "metrics.csv", loop.row_columns)
         ahead = ["round", "client", "participated", "failed", "num_train", "num_test"]
-        self.clients = MetricsFile(self.folder / "clients.csv", [*ahead, *loop.examiner.columns, "loss"])
-        self.topology = None
+        columns = {"metrics.csv": loop.row_columns, "clients.csv": [*ahead, *loop.examiner.columns, "loss"]}
         if loop.exchange.between_clients:
-            self.topology = MetricsFile(self.folder / "topology.csv", ["round", *Hop._fields])
-        for file in (self.metrics, self.clients, self.topology):
-            if file is not None:
-                file.start(loop.round)
-        start = RunStart(
-            self.folder,
-            self.about,
-            loop.data.partition_hash,
-            loop.data.arrays.classes,
-            loop.data.class_counts(),
-            loop.settings.rounds,
-            read_rows(self.metrics.path),
-            read_rows(self.clients.path),
+            columns["topology.csv"] = ["round", *Hop._fields]
+        self.tables = RunTables(self.folder, columns, loop.checkpoints.journal if loop.checkpoints else None)
+        notice = self.tables.start(loop.round, self._before)
+        if notice:
+            say(notice)
+        self._loggers.begin(
+            RunStart(
+                self.folder,
+                self.about,
+                loop.data.partition_hash,
+                loop.data.arrays.classes,
+                loop.data.class_counts(),
+                loop.settings.rounds,
+                read_rows(self.folder / "metrics.csv"),
+                read_rows(self.folder / "clients.csv"),
+            )
         )
-        for logger in self.loggers:
-            if isinstance(logger, RunLogger):
-                logger.begin(start)
 
     @override
     def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:
-        self.metrics.append([row])
         clients = self._client_rows(loop)
-        self.clients.append(clients)
-        if self.topology is not None:
-            self.topology.append({"round": loop.round, **hop._asdict()} for hop in loop.exchange.hops)
+        rows: dict[str, list[dict[str, Any]]] = {"metrics.csv": [row], "clients.csv": clients}
+        if loop.exchange.between_clients:
+            rows["topology.csv"] = [{"round": loop.round, **hop._asdict()} for hop in loop.exchange.hops]
+        self.tables.append(loop.round, rows)
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         evaluated = loop.calendar.is_evaluated(loop.round)
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "round"}
-        for logger in self.loggers:
-            if isinstance(logger, RunLogger):
-                wanted = logger.wants_shared(loop.round)
-                shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0]) if wanted else Shared()
-                logger.log_round(RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations))
-            else:
-                logger.log_metrics(finite, step=row["round"])
-                logger.save()
+
+        def record(with_shared: bool) -> RoundRecord:
+            shared = Shared()
+            if with_shared:
+                shared = shared_by_class(loop.exchange.global_message(), loop.runner.modules[0])
+            return RoundRecord(numbers, clients, evaluated, shared.rows, shared.relations)
+
+        self._loggers.log_round(row, record)
 
     def _client_rows(self, loop: FederatedLoop) -> list[dict[str, Any]]:
         evaluated, taking_part = loop.calendar.is_evaluated(loop.round), set(loop.participants)
@@ -106,26 +118,14 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     @override
     def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:
         said = self.write_summary(loop, summary, finished=True)
-        for logger in self.loggers:
-            if isinstance(logger, RunLogger):
-                logger.end(said)
-            else:
-                logger.log_metrics({f"final/{name}": value for name, value in summary.items()}, step=loop.round)
-        self._close("success")
+        self._loggers.end(said, summary, loop.round)
+        self._loggers.close("success")
 
     def stop(self, loop: FederatedLoop) -> None:
         """The run was stopped before its last round."""
         said = self.write_summary(loop, {}, finished=False)
-        for logger in self.loggers:
-            if isinstance(logger, RunLogger):
-                logger.end(said)
-        self._close("aborted")
-
-    def _close(self, status: str) -> None:
-        if self._open:
-            self._open = False
-            for logger in self.loggers:
-                logger.finalize(status)
+        self._loggers.end(said, None, loop.round)
+        self._loggers.close("aborted")
 
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
@@ -148,7 +148,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "clients_without_test": without_test,
             **({} if loop.account is None else {"privacy": loop.account.summary(loop.round)}),
         }
-        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        self.tables.sync()
+        write_json(self.folder / "summary.json", summary, indent=2)
         return summary
 
 

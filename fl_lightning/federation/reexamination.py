@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.files import load_tensors
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.runner import load_full_state
+from fl_lightning.files import load_tensors, read_json
 from fl_lightning.report.record import read_rows
 
 Figure = tuple[str, "float | None", float]
@@ -39,8 +38,8 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
         raise ConfigError("evaluate", f"{folder} holds no checkpoint")
     loop.load_state_dict(checkpoints.load(path))
     summary_file = folder / "summary.json"
-    summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
-    rows = {row["round"]: row for row in read_rows(folder / "metrics.csv")}
+    summary = read_json(summary_file, "evaluate") if summary_file.is_file() else {}
+    rows = {row.get("round"): row for row in read_rows(folder / "metrics.csv")}
     finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
     now = _trained_again(loop, folder / "models") if finished else {}
     server = loop.examiner.server_accuracy()

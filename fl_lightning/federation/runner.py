@@ -29,11 +29,11 @@ from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.evaluation import Evaluator, Scores
-from fl_lightning.federation.files import save_tensors
 from fl_lightning.federation.launch import gpu_here, num_devices
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.wire import MEMORY, Wire
+from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.seeding import derive_seed, seed_global_streams
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.report.record import write_whole
+from fl_lightning.files import write_text
 
 NAME = "Federated learning"
 STEP = "round"
@@ -100,7 +100,7 @@ def definition() -> dict[str, Any]:
 def write_definition(path: Path) -> None:
     """Write the dashboard as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(definition(), indent=2) + "\n")
+    write_text(path, json.dumps(definition(), indent=2) + "\n")
 
 
 # --- as a W&B workspace ---------------------------------------------------------------------------------------------

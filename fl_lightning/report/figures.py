@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.errors import require
+from fl_lightning.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -430,16 +430,12 @@ def save(figure: Figure, path: Path) -> Path:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    path = Path(path)
-    check_ending(path, "picture")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    kind = path.suffix.lower()[1:]
+    check_ending(Path(path), "picture")
+    kind = Path(path).suffix.lower()[1:]
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    try:
-        with partial.open("wb") as file, rc_context({"svg.hashsalt": "fl-lightning"}):
-            FigureCanvasAgg(figure).print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    canvas = FigureCanvasAgg(figure)
+    with rc_context({"svg.hashsalt": "fl-lightning"}):
+        write_atomically(
+            Path(path), lambda file: canvas.print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
+        )
+    return Path(path)

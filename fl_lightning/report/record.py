@@ -5,19 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from fl_lightning.files import append_text, write_text
 
 Row = dict[str, Any]
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
 
 
 class MetricsFile:
-    """A CSV file of one or more rows a round, that survives a kill at any moment.
-
-    Rows are appended and synced. A file that a killed run left is cut back to the rounds that its checkpoint covers.
+    """A CSV file of one or more rows a round.
 
     Args:
         path: the file.
@@ -28,33 +27,22 @@ class MetricsFile:
         self.path = path
         self.columns = list(columns)
 
-    def start(self, after_round: int) -> None:
-        """Keep the rows of rounds 1 to `after_round` and drop the others, atomically."""
-        kept = [row for row in read_rows(self.path) if row.get("round") is not None and row["round"] <= after_round]
-        write_whole(self.path, self._lines([dict(zip(self.columns, self.columns, strict=True)), *kept]))
+    def start(self, text: str = "") -> None:
+        """Make the file hold its header and these lines, atomically; leave it alone where it does already."""
+        whole = self.lines([dict(zip(self.columns, self.columns, strict=True))]) + text
+        if not self.path.is_file() or self.path.read_bytes() != whole.encode():
+            write_text(self.path, whole)
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows and sync."""
-        with self.path.open("a", newline="") as file:
-            file.write(self._lines(rows))
-            file.flush()
-            os.fsync(file.fileno())
+    def append(self, text: str, sync: bool = True) -> None:
+        """Add lines."""
+        append_text(self.path, text, sync)
 
-    def _lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
+    def lines(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        """The lines of some rows; a column that a row lacks is empty."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerows([_cell(row.get(name)) for name in self.columns] for row in rows)
         return buffer.getvalue()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is either whole or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _cell(value: Any) -> str:
@@ -65,17 +53,13 @@ def _cell(value: Any) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read a CSV file of numbers; empty cells become None, a row that was cut short is left out."""
+    """Read a CSV file of numbers; a cell that is empty or no number becomes None, a row cut short is left out."""
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
-        reader = csv.reader(file)
-        columns = next(reader, [])
-        return [
-            {name: _number(cell) for name, cell in zip(columns, cells, strict=True)}
-            for cells in reader
-            if len(cells) == len(columns)
-        ]
+    text = path.read_bytes().decode(errors="replace").replace("\0", "\ufffd")
+    rows = [line.split(",") for line in text.split("\n")[:-1]]  # what follows the last line break was cut short
+    columns = [name.rstrip("\r") for name in rows[0]] if rows else []
+    return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]
 
 
 def _number(cell: str) -> float | int | None:

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.errors import require
+from fl_lightning.files import write_text
 from fl_lightning.report import wandb_access, wandb_media
-from fl_lightning.report.record import summarise, write_whole
+from fl_lightning.report.record import summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
@@ -124,7 +125,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         """Start W&B's run, or go on with it, and log the rounds that it does not have."""
         self._start, self._rounds = start, start.rounds
         self._id = self._id or _kept_id(start.folder) or secrets.token_hex(4)
-        write_whole(start.folder / STATE_FILE, json.dumps({"id": self._id}) + "\n")
+        write_text(start.folder / STATE_FILE, json.dumps({"id": self._id}) + "\n")
         self._drop_empty_files()
         earlier = run_files(self.folder, self._id)
         self._connect(earlier)

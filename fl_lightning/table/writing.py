@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_lightning.federation.files import write_text
+from fl_lightning.files import write_text
 from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning.files import save_tensors
+
 OWN_DATASET = """\
 import torch
+
+from fl_lightning.files import save_tensors
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
@@ -421,7 +425,7 @@ def test_checkpoint_of_another_configuration_is_refused(occupied, workplace):
     file = workplace.run / "checkpoints" / "round-0001.ckpt"
     state = torch.load(file, weights_only=True)
     state["identity"]["seed"] = 5
-    torch.save(state, file)
+    save_tensors(file, state)
     line = refused(workplace, "--resume", "auto")
     assert [said for said in ("--resume", "another configuration", "seed", "5") if said not in line] == []
 

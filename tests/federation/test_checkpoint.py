@@ -3,11 +3,11 @@ import os
 import pytest
 import torch
 
+from fl_lightning import files
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation import files
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.federation.files import load_tensors, save_tensors, write_text
+from fl_lightning.files import load_tensors, save_tensors, write_text
 from fl_lightning.methods.fedavg import FedAvg
 
 

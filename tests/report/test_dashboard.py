@@ -47,8 +47,7 @@ def test_workspace_holds_every_panel_and_groups_by_method():
 def make_run(folder, method, rows):
     folder.mkdir(parents=True)
     file = MetricsFile(folder / "metrics.csv", list(rows[0]))
-    file.start(0)
-    file.append(rows)
+    file.start(file.lines(rows))
     (folder / "summary.json").write_text(json.dumps({"method": method}))
     return folder
 

@@ -1,0 +1,117 @@
+"""The loggers of a configuration: told of every round, and let go where one of them fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
+from fl_lightning.terminal import say
+
+
+class Loggers:
+    """Hands a run's numbers to loggers. A run does not depend on them: one that raises is left out from then on.
+
+    Args:
+        loggers: Lightning's loggers.
+    """
+
+    def __init__(self, loggers: Sequence[Logger] = ()) -> None:
+        self.present = list(loggers)
+        found = ((index, version_of(logger)) for index, logger in enumerate(self.present))
+        self.versions = {index: version for index, version in found if version is not None}
+        """The version under which a logger writes, by its place, so that a resumed run goes on in the same folder."""
+        self._open = True
+
+    @contextmanager
+    def _guarded(self, logger: Logger) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.present.remove(logger)
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            on = "the run goes on without it, all its numbers are in its folder"
+            say(f"logger {type(logger).__name__} failed ({said}); {on}")
+
+    def _tell(self, tell_ours: Callable[[RunLogger], object], tell: Callable[[Logger], object]) -> None:
+        for logger in list(self.present):
+            with self._guarded(logger):
+                if isinstance(logger, RunLogger):
+                    tell_ours(logger)
+                else:
+                    tell(logger)
+
+    def log_hyperparams(self, config: Mapping[str, Any]) -> None:
+        """Tell them the run's configuration."""
+
+        def tell(logger: Logger) -> None:
+            logger.log_hyperparams(dict(config))
+
+        self._tell(tell, tell)  # type: ignore[arg-type]
+
+    def begin(self, start: RunStart) -> None:
+        """The run, or its continuation, begins."""
+
+        def tell(logger: Logger) -> None:
+            if isinstance(logger, CSVLogger):  # it deletes what it finds of an earlier process
+                for row in start.rows:
+                    log_row(logger, row)
+
+        self._tell(lambda logger: logger.begin(start), tell)
+
+    def log_round(self, row: Row, record: Callable[[bool], RoundRecord]) -> None:
+        """A round is done.
+
+        Args:
+            row: its row of numbers.
+            record: makes the whole of it, with what clients share if that is wanted.
+        """
+        round = row["round"]
+        self._tell(lambda own: own.log_round(record(own.wants_shared(round))), lambda logger: log_row(logger, row))
+
+    def end(self, summary: Mapping[str, Any], final: Mapping[str, float] | None, round: int) -> None:
+        """The run is done, or was stopped.
+
+        Args:
+            summary: what `summary.json` says.
+            final: the values of the last receive; None where the run was stopped before it.
+            round: the last one.
+        """
+
+        def tell(logger: Logger) -> None:
+            if final is not None:
+                logger.log_metrics({f"final/{name}": value for name, value in final.items()}, step=round)
+
+        self._tell(lambda logger: logger.end(summary), tell)
+
+    def close(self, status: str) -> None:
+        """Close them, once."""
+        if self._open:
+            self._open = False
+
+            def tell(logger: Logger) -> None:
+                logger.finalize(status)
+
+            self._tell(tell, tell)  # type: ignore[arg-type]
+
+
+def log_row(logger: Logger, row: Row) -> None:
+    """Log a round's finite numbers."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "round"}
+    logger.log_metrics({name: value for name, value in numbers.items() if math.isfinite(value)}, step=row["round"])
+    logger.save()
+
+
+def version_of(logger: Logger) -> Any:
+    """The version under which a logger writes; None where it has none, or says nothing plain."""
+    if isinstance(logger, RunLogger):
+        return None
+    try:
+        version = logger.version
+    except Exception:  # somebody else's code, which is asked again when it matters
+        return None
+    return version if isinstance(version, (int, str)) else None

@@ -1,0 +1,94 @@
+"""What of a running federation goes into a checkpoint, and how it is taken up again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.callbacks import FederationCallback, Loop
+
+
+def state_of(loop: Loop) -> dict[str, Any]:
+    """All that the next rounds depend on, but for the clients' private states (they are the pool's)."""
+    return {
+        "identity": loop.identity,
+        "data": loop.data.content_hash,
+        "partition": loop.data.partition_hash,
+        "callbacks": {name: own for name, callback in _named(loop) if (own := callback.state_dict())},
+        "exchange": loop.exchange.state_dict(),
+        "board": loop.board.state_dict(),
+        **loop.ledger.state_dict(),
+    }
+
+
+def restore(loop: Loop, state: Mapping[str, Any]) -> None:
+    """Take up what `state_of` gave.
+
+    Args:
+        loop: set up, before its first round.
+        state: a checkpoint as `Checkpoints.load` returns it.
+
+    Raises:
+        ConfigError: if the checkpoint belongs to another configuration, data set or partition, or lacks something.
+    """
+    try:
+        check_identity(state["identity"], loop.identity)
+        changed = "the data are not those that the run began with: samples or labels were added, removed or changed"
+        require(state["data"] == loop.data.content_hash, "--resume", changed)
+        same = state["partition"] == loop.data.partition_hash
+        require(same, "--resume", "the checkpoint's partition is another one")
+        _restore(loop, state)
+    except ConfigError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:120]
+        missing = f"it has no {said}" if isinstance(error, KeyError) else f"a part of it does not fit ({said})"
+        where = f"the checkpoint of round {state.get('round')}"
+        raise ConfigError("--resume", f"{where} is not whole: {missing}") from error
+
+
+def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
+    loop.round = state["round"]
+    loop.exchange.load_state_dict(_to(state["exchange"], loop.runner.device))
+    rank = loop.workers.rank
+    loop.runner.pool.restore({c: file for c, file in state["clients"].items() if loop.holders[c] == rank})
+    same = state["board"]["scores"].keys() == loop.scores.keys()
+    require(same, "--resume", "the checkpoint evaluates other columns")
+    loop.board.load_state_dict(state["board"])
+    loop.ledger.load_state_dict(state)
+    loop.examiner.forget()
+    for name, callback in _named(loop):
+        if name in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][name])
+
+
+def _named(loop: Loop) -> Iterator[tuple[str, FederationCallback]]:
+    """Callbacks by class, with a number where there are several of one; others than ours have no state."""
+    seen: Counter[str] = Counter()
+    for callback in (callback for callback in loop.callbacks if isinstance(callback, FederationCallback)):
+        name = type(callback).__qualname__
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), callback
+
+
+def check_identity(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another configuration, naming the first key that differs.
+
+    Raises:
+        ConfigError: with that key.
+    """
+    for key in sorted(there.keys() | here.keys()):
+        if there.get(key) != here.get(key):
+            was = f"{there[key]!r} there" if key in there else "absent there"
+            now = f"{here[key]!r} here" if key in here else "absent here"
+            raise ConfigError("--resume", f"the checkpoint belongs to another configuration: {key} is {was}, {now}")
+
+
+def _to(state: Any, device: torch.device) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {key: _to(value, device) for key, value in state.items()} if isinstance(state, dict) else state

@@ -1,0 +1,239 @@
+"""A run's tables, and the journal from which they are made again whatever happened to them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.files import append_text, sync_file, write_text
+from fl_lightning.report.record import MetricsFile
+
+JOURNAL = "journal.txt"
+"""Its name, beside the checkpoints."""
+
+Texts = dict[str, str]
+"""A table's name -> lines of it."""
+
+
+UNREPEATABLE = "seconds"
+"""A column that is never the same twice: sums over tables leave it out, so that equal runs have equal checkpoints."""
+
+
+class Sum:
+    """The CRC-32 of a table's lines, its header's first.
+
+    Args:
+        header: the header's line.
+    """
+
+    def __init__(self, header: str) -> None:
+        columns = header.rstrip("\n").split(",")
+        self._skipped = columns.index(UNREPEATABLE) if UNREPEATABLE in columns else None
+        self.value = zlib.crc32(header.encode())
+
+    def add(self, lines: str) -> Sum:
+        """Add lines to it."""
+        if self._skipped is not None:
+            rows = [line.split(",") for line in lines.splitlines()]
+            lines = "".join(",".join(row[: self._skipped] + row[self._skipped + 1 :]) + "\n" for row in rows)
+        self.value = zlib.crc32(lines.encode(), self.value)
+        return self
+
+
+class Journal:
+    """The lines of all tables, a record a round: ``<CRC-32 of the rest> {"round": 3, "tables": {"metrics.csv": "…"}}``.
+
+    The first record, of round 0, holds the tables' headers. A kill can cut the last record short, which no checkpoint
+    counts on yet.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, up_to: int) -> list[Texts]:
+        """The whole records of round 0, 1, … `up_to`; they end before the first one that is missing or damaged."""
+        if not self.path.is_file():
+            return []
+        found: list[Texts] = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            texts = _record(line, len(found))
+            if texts is None or len(found) > up_to:
+                break
+            found.append(texts)
+        return found
+
+    def rewrite(self, records: Sequence[Texts]) -> None:
+        """Make the file hold these records, atomically; leave it alone where it does already."""
+        whole = "".join(_line(round, texts) for round, texts in enumerate(records))
+        if not self.path.is_file() or self.path.read_bytes() != whole.encode():
+            write_text(self.path, whole)
+
+    def append(self, round: int, texts: Texts) -> None:
+        """Add a round's record; `sync` makes it safe."""
+        append_text(self.path, _line(round, texts), sync=False)
+
+    def sync(self) -> None:
+        """Make all records survive a power cut."""
+        sync_file(self.path)
+
+
+def _line(round: int, texts: Texts) -> str:
+    content = json.dumps({"round": round, "tables": texts})
+    return f"{zlib.crc32(content.encode()):08x} {content}\n"
+
+
+def _record(line: bytes, round: int) -> Texts | None:
+    """What a line says, if it is whole and of that round."""
+    crc, _, content = line.rstrip(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(content):
+        return None
+    try:
+        record = json.loads(content)
+        return record["tables"] if record["round"] == round else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+class RunTables:
+    """`metrics.csv`, `clients.csv` and what else a run writes rows into.
+
+    Args:
+        folder: the run's.
+        columns: a table's name -> its columns, `round` first.
+        journal: where the journal lies; None keeps none, for a run that is never resumed.
+    """
+
+    def __init__(self, folder: Path, columns: Mapping[str, Sequence[str]], journal: Path | None) -> None:
+        self.folder = folder
+        self.files = {name: MetricsFile(folder / name, own) for name, own in columns.items()}
+        self.journal = None if journal is None else Journal(journal)
+        self._sums: dict[str, Sum] = {}
+
+    def start(self, round: int, saved: Mapping[str, Any] | None = None) -> str:
+        """Bring all files to where they were after `round`, whatever they hold now.
+
+        Args:
+            round: the last round that is done, 0 for none.
+            saved: what `state_dict` said then.
+
+        Returns:
+            What had to be said of it; mostly nothing.
+
+        Raises:
+            ConfigError: if journal and tables are damaged both.
+        """
+        records, notice = [self._headers()], ""
+        if round > 0 and self.journal is not None:
+            (before, *later), notice = recover(self.journal, self.folder, round, saved or {})
+            records += [self._in_columns(before, texts) for texts in later]
+        if self.journal is not None:
+            self.journal.rewrite(records)
+        for name, file in self.files.items():
+            text = "".join(record[name] for record in records[1:])
+            file.start(text)
+            self._sums[name] = Sum(records[0][name]).add(text)
+        return notice
+
+    def _headers(self) -> Texts:
+        return {name: file.lines([_header(file.columns)]) for name, file in self.files.items()}
+
+    def _in_columns(self, headers: Texts, texts: Texts) -> Texts:
+        """A record's lines under the tables' present columns."""
+        found = {}
+        for name, header in self._headers().items():
+            text, before = texts.get(name, ""), headers.get(name, "")
+            found[name] = text if header == before else _reordered(text, before, self.files[name].columns)
+        return found
+
+    def append(self, round: int, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+        """Add a round's rows, in the journal first.
+
+        Args:
+            round: 1-based.
+            rows: a table's name -> its rows of the round.
+        """
+        texts = {name: self.files[name].lines(own) for name, own in rows.items()}
+        if self.journal is not None:
+            self.journal.append(round, texts)
+        for name, text in texts.items():
+            self.files[name].append(text, sync=self.journal is None)
+            self._sums[name].add(text)
+
+    def sync(self) -> None:
+        """Make the tables survive a power cut, at the end of a run; until then the journal does."""
+        for file in self.files.values():
+            sync_file(file.path)
+
+    def state_dict(self) -> dict[str, int]:
+        """Each table's sum; the journal is safe then, so that a checkpoint may count on it."""
+        if self.journal is not None:
+            self.journal.sync()
+        return {name: own.value for name, own in self._sums.items()}
+
+
+def recover(journal: Journal, folder: Path, round: int, saved: Mapping[str, Any]) -> tuple[list[Texts], str]:
+    """All records up to a round, from the journal or, where that is damaged, from the tables themselves.
+
+    Args:
+        journal: the journal.
+        folder: where the tables lie.
+        round: the round of the checkpoint.
+        saved: the tables' sums then, by name.
+
+    Returns:
+        The records, and what is to be said where the journal was damaged.
+
+    Raises:
+        ConfigError: if both are damaged.
+    """
+    records = journal.read(round)
+    if len(records) == round + 1 and all(_sum(records, name) == crc for name, crc in saved.items()):
+        return records, ""
+    problem = f"{journal.path} is damaged or cut short"
+    tables = {name: _cut(folder / name, round, crc) for name, crc in saved.items()}
+    broken = [name for name, lines in tables.items() if not lines]
+    if broken or not tables:
+        raise ConfigError("--resume", f"{problem}, and so is {' and '.join(broken)}")
+    return _by_round(tables, round), f"{problem}; it is made again from {', '.join(tables)}"
+
+
+def _sum(records: Sequence[Texts], name: str) -> int:
+    return Sum(records[0].get(name, "")).add("".join(texts.get(name, "") for texts in records[1:])).value
+
+
+def _cut(path: Path, round: int, crc: int) -> list[str]:
+    """The lines of a table, header first, up to a round; none if they are not those that were written."""
+    try:
+        header, *lines = path.read_bytes().decode().splitlines(keepends=True)
+        lines = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= round]
+    except (OSError, ValueError):
+        return []
+    return [header, *lines] if Sum(header).add("".join(lines)).value == crc else []
+
+
+def _by_round(tables: Mapping[str, Sequence[str]], last: int) -> list[Texts]:
+    records: list[Texts] = [dict.fromkeys(tables, "") for _ in range(last + 1)]
+    for name, (header, *lines) in tables.items():
+        records[0][name] = header
+        for line in lines:
+            records[int(line.partition(",")[0])][name] += line
+    return records
+
+
+def _reordered(text: str, header: str, columns: Sequence[str]) -> str:
+    """Lines under other columns: cells keep their text, by the names of the columns."""
+    (names,) = csv.reader([header]) if header else [[]]
+    rows = [dict(zip(names, cells, strict=False)) for cells in csv.reader(text.splitlines())]
+    return "".join(",".join(row.get(name, "") for name in columns) + "\n" for row in rows)
+
+
+def _header(columns: Sequence[str]) -> dict[str, str]:
+    return dict(zip(columns, columns, strict=True))

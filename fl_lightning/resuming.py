@@ -1,0 +1,106 @@
+"""Which folder a run has: its name, and what a command line that resumes one means. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_lightning.errors import require
+
+LOCK = ".lock"
+MARK = "a run of fl-lightning lies here\n"
+"""What the lock file says: `--overwrite` deletes nothing in a folder without it."""
+CHECKPOINT = re.compile(r"round-(\d+)\.ckpt")
+LONGEST_NAME = 200  # bytes
+
+
+def check_name(name: str) -> None:
+    """Refuse a run's name that is no name but a path, or that no file system takes.
+
+    Raises:
+        ConfigError: with the key ``name``.
+    """
+    plain = not re.search(r"[/\\\x00-\x1f\x7f]", name) and name.strip() not in ("", ".", "..")
+    shown = name if len(name) <= 60 else f"{name[:60]}…"
+    require(plain, "name", "must be a name, not a path: without / and \\, line breaks, NUL, and not . or ..", shown)
+    fits = len(name.encode(errors="surrogatepass")) <= LONGEST_NAME
+    require(fits, "name", f"must have at most {LONGEST_NAME} bytes", shown)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether this program made the folder for a run."""
+    try:
+        return (folder / LOCK).read_text() == MARK
+    except (OSError, ValueError):
+        return False
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted((path for path in folder.glob("round-*.ckpt") if CHECKPOINT.fullmatch(path.name)), key=round_of)
+
+
+def round_of(path: Path) -> int:
+    """The round of a checkpoint, by its name."""
+    return int(path.stem.removeprefix("round-"))
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run to go on with."""
+    begun = (folder / "config.yaml").is_file() and is_marked(folder)
+    return begun or bool(checkpoints_in(folder / "checkpoints"))
+
+
+def continue_command(folder: Path) -> str:
+    """The command that goes on with a run, wherever it lies now."""
+    return f"fl-lightning fit --config {shlex.quote(str(folder / 'config.yaml'))} --resume auto"
+
+
+def with_resumed_folder(argv: Sequence[str]) -> list[str]:
+    """Let a command line that resumes a run mean the folder where that run lies now.
+
+    ``--resume FOLDER`` (or a checkpoint in it) takes output and name from the folder and, without a ``--config``, the
+    configuration, too. ``--resume auto`` does so where the last ``--config`` is the ``config.yaml`` in a run's folder.
+    An ``--output`` or ``--name`` on the command line wins: then that folder is meant.
+
+    Args:
+        argv: the command line after ``fit``.
+    """
+    resume, configs = _values(argv, "--resume"), _values(argv, "--config")
+    if not resume or _values(argv, "--output") or _values(argv, "--name"):
+        return list(argv)
+    if resume[-1] == "auto":
+        last = Path(configs[-1]) if configs else Path()
+        folder = _run_of(last.parent) if last.name == "config.yaml" else None
+        return list(argv) if folder is None else [*argv, *_place(folder)]
+    named = Path(resume[-1])
+    folder = next(filter(None, map(_run_of, (named, *named.parents[:2]))), None)
+    if folder is None:
+        return list(argv)
+    config = [] if configs else ["--config", str(folder / "config.yaml")]
+    return [*config, *argv, *_place(folder), "--resume", "auto" if named.is_dir() else str(named)]
+
+
+def _values(argv: Sequence[str], option: str) -> list[str]:
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    return [
+        word.partition("=")[2] if word.startswith(f"{option}=") else value
+        for word, value in pairs
+        if word == option or word.startswith(f"{option}=")
+    ]
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The folder, under a name of its own, if a run lies there."""
+    try:
+        if not holds_run(folder):
+            return None
+        return folder if folder.name not in ("", "..") else folder.resolve()
+    except (OSError, ValueError):
+        return None
+
+
+def _place(folder: Path) -> list[str]:
+    return ["--output", str(folder.parent), "--name", folder.name]

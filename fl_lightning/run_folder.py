@@ -1,0 +1,206 @@
+"""A run's folder: whose it is, who may write into it, and what in it is a run's own."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from fl_lightning.configuration import identity, read_config
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Chosen
+from fl_lightning.federation.saving import check_identity
+from fl_lightning.files import make_folder, remove, remove_left_overs, writing
+from fl_lightning.report.journal import Journal, recover
+from fl_lightning.resuming import LOCK, MARK, holds_run, is_marked, round_of
+from fl_lightning.terminal import say
+
+# A run's own files, by patterns from its folder. The lock stays; config.yaml goes last, so that a folder that is half
+# cleared is still refused as another run's.
+_OWN = (
+    "checkpoints/round-*.ckpt", "checkpoints/journal.txt", "checkpoints/clients/*-r*.pt",
+    "checkpoints/aside-*/round-*.ckpt", "checkpoints/aside-*/journal.txt", "checkpoints/aside-*/clients/*-r*.pt",
+    "models/[0-9]*.pt", "wandb/debug*.log", "wandb/latest-run",
+    "metrics.csv", "clients.csv", "topology.csv", "summary.json", "partition.json", "loggers.json", "wandb.json",
+    "curves.png", "partition.png", "config.yaml",
+)  # fmt: skip
+_OWN_TREES = ("wandb/run-*-*", "wandb/offline-run-*-*")
+_OWN_FOLDERS = (
+    "checkpoints/aside-*/clients", "checkpoints/aside-*", "checkpoints/clients", "checkpoints", "models", "wandb"
+)  # fmt: skip
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: where it is, or will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def config(self) -> Path:
+        """The run's configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Its checkpoints."""
+        return Checkpoints(self.path / "checkpoints")
+
+    def claim(self, resume: str | None, overwrite: bool, own: Mapping[str, Any]) -> None:
+        """Decide whether a run may use the folder. Writes nothing.
+
+        Args:
+            resume: as on the command line.
+            overwrite: as on the command line.
+            own: the run's `identity`.
+
+        Raises:
+            ConfigError: if the folder holds another run, something else, or no checkpoint where one was named.
+        """
+        where = f"{self.path}"
+        try:
+            occupied = self.path.exists() and (not self.path.is_dir() or _holds_files(self.path))
+        except (OSError, ValueError) as error:  # a path that no file system takes, a folder that may not be read
+            raise ConfigError("output", f"{where[:120]} cannot be used: {_said(error)}") from error
+        require(not (overwrite and resume), "--overwrite", "cannot be given together with --resume")
+        other = "choose another --output or --name"
+        if not holds_run(self.path):
+            foreign = occupied and not is_marked(self.path)
+            why = "has no mark of fl-lightning's, so nothing in it is deleted" if overwrite else "is no run's folder"
+            require(not foreign, "--overwrite" if overwrite else "output", f"{where} exists and {why}; {other}")
+            require(resume in (None, "auto"), "--resume", f"there is no run in {where}")
+            return
+        if overwrite:
+            marked = f"{where} has no mark of fl-lightning's, so nothing in it is deleted; {other}"
+            require(is_marked(self.path), "--overwrite", marked)
+            return
+        if resume is None:
+            raise ConfigError("output", f"{where} holds a run; continue it with --resume auto, or say --overwrite")
+        self._check_identity(own)
+        path = self.checkpoints.find(resume)
+        inside = path is None or self.checkpoints.folder.resolve() == path.resolve().parent
+        require(inside, "--resume", f"{path} belongs to another run than {where}; give its --output and --name")
+
+    def _check_identity(self, own: Mapping[str, Any]) -> None:
+        try:
+            there = read_config(self.config)
+        except ConfigError:
+            if not self.checkpoints.all():  # they hold it, too
+                raise
+        else:
+            check_identity(identity(there), own)
+
+    def choose(self, resume: str | None) -> Chosen | None:
+        """The checkpoint that a run goes on from, with all that it needs verified; None to begin anew.
+
+        Raises:
+            ConfigError: if what was named is damaged, or there is nothing whole.
+        """
+        return None if resume is None else self.checkpoints.choose(resume, self._check_tables)
+
+    def _check_tables(self, state: Mapping[str, Any]) -> None:
+        try:
+            saved = state["callbacks"]["Recorder"]["tables"]
+            recover(Journal(self.checkpoints.journal), self.path, state["round"], saved)
+        except ConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            why = "does not say how far the tables had come"
+            raise ConfigError("--resume", f"the checkpoint of round {state['round']} is not whole: it {why}") from error
+
+    def leave_only(self, chosen: Chosen, policy: CheckpointPolicy) -> None:
+        """Put checkpoints that are newer than the one that a run goes on from aside, and say so.
+
+        Args:
+            chosen: the one.
+            policy: how many stay.
+        """
+        checkpoints, own = self.checkpoints, round_of(chosen.path)
+        later = [path.name for path in checkpoints.all() if round_of(path) > own]
+        aside = checkpoints.put_aside(own)
+        if aside is not None:
+            newer = f"there {'are newer checkpoints' if later[1:] else 'is a newer checkpoint'}: {', '.join(later)}"
+            more = f" (and {len(chosen.damaged) - 1} more)" if chosen.damaged[1:] else ""
+            why = f"{chosen.damaged[0]}{more}" if chosen.damaged else newer
+            say(f"{why}; put aside in {aside}; going on from round {own}")
+        if policy.saves:
+            checkpoints.prune(policy.keep)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder, so that no second process writes into it; the system lets go when this one ends.
+
+        Raises:
+            ConfigError: if another process holds it.
+            WriteError: if it cannot be made or written to.
+        """
+        make_folder(self.path)
+        with writing(self.path / LOCK):
+            file = (self.path / LOCK).open("a+")
+        with file:
+            _lock(file, self.path)
+            if not is_marked(self.path):
+                with writing(self.path / LOCK):  # in place: another file would have another lock
+                    file.truncate(0)
+                    file.write(MARK)
+                    file.flush()
+            yield
+
+    def clean(self, overwrite: bool) -> None:
+        """Delete what kills have left in the middle of a write and, if asked to, the run that was here.
+
+        Args:
+            overwrite: whether to delete a run's own files; others stay.
+        """
+        remove_left_overs(self.path)
+        for pattern in _OWN if overwrite else ():
+            for path in self.path.glob(pattern):
+                if path.is_symlink() or path.is_file():
+                    remove(path)
+            if pattern == "wandb/latest-run":
+                _remove_folders(self.path)
+
+
+def _remove_folders(run: Path) -> None:
+    for pattern in _OWN_TREES:
+        for path in run.glob(pattern):
+            with writing(path):
+                rmtree(path)
+    for pattern in _OWN_FOLDERS:
+        for path in run.glob(pattern):
+            with suppress(OSError):  # somebody's own files are there, too
+                path.rmdir()
+
+
+def _lock(file: Any, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        _say_unlocked(folder, "this system has no such locks")
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise ConfigError("output", f"another process is running in {folder}") from error
+        _say_unlocked(folder, f"its file system has no locks ({_said(error)})")
+
+
+def _say_unlocked(folder: Path, why: str) -> None:
+    say(f"nothing keeps a second process out of {folder}: {why}")
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether somebody's files are there; a lock or a temporary file of a killed run is nobody's."""
+    return any(not path.name.startswith(".") for path in folder.iterdir())
+
+
+def _said(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
