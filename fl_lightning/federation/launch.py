@@ -242,7 +242,7 @@ def launch(
             who = f"worker {error.error_index} of {team.size} failed"
         except ProcessExitedException as error:
             if signals.first and error.error_index == 0 and error.exit_code == -signal.SIGINT:
-                say("stopped before the first round")
+                say("stopped before a round was done")
                 return exit_code(signals.first)
             if error.exit_code in (2, LOST):  # it has said why
                 return 2 if error.exit_code == 2 else 1

@@ -74,7 +74,8 @@ def _answer_only(starter: int) -> None:
     Schedulers send a signal to every process of a job. The starter gets it, too, and asks the first worker to stop
     after the round, with a SIGINT: so the workers must not end by themselves before that.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asked = os.environ.get("LOCAL_RANK", "0") == "0"  # the others would only die of it
+    signal.signal(signal.SIGINT, signal.SIG_DFL if asked else _leave)
     for name in ("SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)

@@ -18,6 +18,18 @@ def children(pid: int) -> list[int]:
     return sorted(other for other, fields in found if fields and int(fields[1]) == pid and fields[0] != "Z")
 
 
+def working_in(folder: Path) -> list[int]:
+    """Processes that run with `folder` as their working directory, whoever started them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").readlink() == folder and alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:  # it is gone, or somebody else's
+            continue
+    return found
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs."""
     return _fields(pid)[:1] not in ([], ["Z"])
