@@ -85,7 +85,7 @@ class Exchange(ABC):
         Raises:
             ConfigError: if there is no server, or it must see more than a mean.
         """
-        rule = f"needs a server, which a federation on a {type(self).__name__} has not: must be client"
+        rule = f"noise at the server needs one, which a federation on a {type(self).__name__} has not: must be client"
         raise ConfigError("federation.wire.where", rule, "server")
 
     def global_message(self) -> Message | None:

@@ -46,7 +46,7 @@ class WireFilter(ABC):
         """
 
 
-class MessageFilter(WireFilter):
+class MessageFilter(WireFilter, ABC):
     """A filter that changes a message as a whole, before anything else does; on the way up alone."""
 
     ways = "up"

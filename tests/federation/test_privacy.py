@@ -364,8 +364,8 @@ def test_place_on_the_wire_is_checked(set_up_federation, mlp):
             Wire(filters, star)
     Wire([ClipAndNoise(where="client"), Quantize()], star)
     Wire([ClipAndNoise(), Quantize(ways="down")], star)
-    with pytest.raises(ConfigError, match="needs a server"):
-        Wire([ClipAndNoise()], Ring())
+    with pytest.raises(ConfigError, match="on a Ring has not: must be client"):
+        set_up_federation(lambda: FedAvg(mlp()), exchange=Ring(), wire=[ClipAndNoise()])
 
 
 def test_missing_accountant_is_said_before_training(monkeypatch, set_up_federation, mlp):
