@@ -16,7 +16,7 @@ from fl_lightning.audit.page import draw_curves, draw_reconstructions, write_pag
 from fl_lightning.configuration import read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import Experiment
-from fl_lightning.federation.files import write_text
+from fl_lightning.files import write_text
 from fl_lightning.parser import resolve
 from fl_lightning.trust import Trust
 

@@ -171,7 +171,7 @@ class Numbers:
 
     drop_last = local_test = False
     batch_size = 4
-    partition_hash = "none"
+    partition_hash = content_hash = "none"
     server_test = np.array([], dtype=np.int64)
     arrays = SimpleNamespace(classes=("a", "b"))
 
