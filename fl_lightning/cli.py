@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import warnings
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from fl_lightning.configuration import Config
     from fl_lightning.experiment import Experiment
 
+TRACEBACK = "FL_LIGHTNING_TRACEBACK"
+"""Environment variable under which a sick client's error is shown as it was raised."""
 COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
@@ -41,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, when `compare` finds
-    two runs different or a worker was lost, 2 on bad input (one line on stderr), 128 + the number of the signal that
-    stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1. The first signal stops `fit`
-    once the present round is saved, the second at once.
+    two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2 on bad input (one
+    line on stderr), 128 + the number of the signal that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for
+    SIGHUP, 138 for SIGUSR1. The first signal stops `fit` once the present round is saved, the second at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
@@ -131,6 +134,7 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
 
 
 def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console) -> int:
+    from fl_lightning.federation.sickness import RoundError
     from fl_lightning.report.console import RoundProgress, print_summary
 
     with RoundProgress(console) as progress:
@@ -139,6 +143,12 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
         except StoppedAtOnce as stopped:
             say("stopped at once; the rounds before this one are saved")
             return exit_code(stopped.number)
+        except RoundError as error:  # every process of the run knows it
+            if TRACEBACK in os.environ:
+                raise
+            if experiment.loop.workers.is_main:
+                say(f"fl-lightning: error: {error}; {experiment.last_good}")
+            return 1
     loop = experiment.loop
     code = 0 if loop.round >= loop.settings.rounds else exit_code(loop.agreement.asked_by)
     if summary is None:  # not the main process: it has nothing to tell

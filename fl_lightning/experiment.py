@@ -176,6 +176,16 @@ class Experiment:
             return "nothing was saved (federation.checkpoint.every is 0)"
         return f"the rounds before are saved; continue with\n  {continue_command(self.folder)}"
 
+    @property
+    def last_good(self) -> str:
+        """Where a run goes on that a sick client or server has ended."""
+        checkpoints = self.loop.checkpoints
+        kept = checkpoints.all() if checkpoints is not None else []
+        if not kept:
+            return "no round was saved"
+        skip = "--federation.on_client_error skip leaves sick clients out"
+        return f"last good checkpoint: {kept[-1]}; {continue_command(self.folder)} continues there ({skip})"
+
     def _run(self, callbacks: Callable[..., Any] | None) -> Config | None:
         self.loop.advice = self.advice
         if not self.loop.workers.is_main:

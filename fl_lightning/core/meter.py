@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from fl_lightning.core.devices import SharedFit
+
+
+class Broken(NamedTuple):
+    """A loss that is no finite number.
+
+    Args:
+        name: the loss.
+        step: the first step at which it was none, 1-based.
+        value: what it was.
+    """
+
+    name: str
+    step: int
+    value: float
 
 
 class LossMeter:
@@ -21,7 +36,9 @@ class LossMeter:
 
     def __init__(self, devices: SharedFit | None = None) -> None:
         self.devices = devices
+        self._means: dict[str, float] | None = None
         self.losses: dict[str, list[tuple[Tensor, int]]] = {}
+        self._steps: dict[str, list[int]] = {}
         self.num_steps = 0
         """Steps that were taken down."""
 
@@ -32,17 +49,43 @@ class LossMeter:
             values: scalars, by name.
             batch_size: samples that they are means over.
         """
+        self._means = None
         for name, value in values.items():
             self.losses.setdefault(name, []).append((value.detach(), batch_size))
+            self._steps.setdefault(name, []).append(self.num_steps)
         self.num_steps += 1
 
     def means(self) -> dict[str, float]:
         """Mean over the samples of all steps, by name."""
-        means = {}
-        for name, pairs in self.losses.items():
-            values = torch.stack([value for value, _ in pairs]).cpu().double()
-            sizes = torch.tensor([size for _, size in pairs], dtype=torch.float64)
-            sums = torch.stack([(values * sizes).sum(), sizes.sum()])
-            sums = sums if self.devices is None else self.devices.total(sums)
-            means[name] = float(sums[0] / sums[1])
-        return means
+        if self._means is None:
+            self._means = {name: self._mean(name) for name in self.losses}
+        return dict(self._means)
+
+    def _mean(self, name: str) -> float:
+        values = self._values(name).double()
+        sizes = torch.tensor([size for _, size in self.losses[name]], dtype=torch.float64)
+        sums = torch.stack([(values * sizes).sum(), sizes.sum()])
+        sums = sums if self.devices is None else self.devices.total(sums)
+        return float(sums[0] / sums[1])
+
+    def _values(self, name: str) -> Tensor:
+        return torch.stack([value for value, _ in self.losses[name]]).cpu()
+
+    def first_broken(self, names: Collection[str]) -> Broken | None:
+        """Which of some losses was the first to be no finite number; of those of one step the part before the sum.
+
+        Steps are looked at only where a mean is not finite.
+
+        Args:
+            names: the losses; the sum is ``loss``.
+        """
+        broken = []
+        for name, mean in self.means().items():
+            if name not in names or math.isfinite(mean):
+                continue
+            values = self._values(name)
+            index = int(torch.isfinite(values).logical_not().int().argmax())
+            found = Broken(name, self._steps[name][index] + 1, float(values[index]))
+            # several devices: it may have been another one's part
+            broken.append(found if not math.isfinite(found.value) else found._replace(value=mean))
+        return min(broken, key=lambda own: (own.step, own.name == "loss"), default=None)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Seen, headline
@@ -94,15 +95,24 @@ class Evaluator:
             first: this worker.
             step: how many workers there are.
             names: ways to predict; None takes all.
+
+        Raises:
+            Unsound: if a score is no number: the largest of such would pass for the first class.
         """
         ways = module.predictors
         hits: CorrectBatches = {name: [] for name in (ways if names is None else names)}
+        broken: CorrectBatches = {name: [] for name in hits}
         with training(module, False), self.context():
             for part in indices.split(self.batch_size)[first::step]:
                 x, y = self.data.store.gather(part)
                 seen = Seen(x)
                 for name, found in hits.items():
-                    found.append(ways[name].scores(seen).argmax(1) == y)
+                    scores = ways[name].scores(seen)
+                    found.append(scores.argmax(1) == y)
+                    broken[name].append(scores.isnan().any())
+        for name, flags in broken.items():
+            if flags and bool(torch.stack(flags).any()):
+                raise Unsound(f"the scores{f' by {name}' if name else ''} are nan, so that nothing is predicted")
         return {name: _to_cpu(batches) for name, batches in hits.items()}
 
     def _own(self, client: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Message
@@ -18,6 +19,7 @@ from fl_lightning.federation.evaluation import Correct, Scores, join_batches, sc
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
+from fl_lightning.federation.sickness import ServerError, Ward, at
 from fl_lightning.federation.workers import Workers
 from fl_lightning.seeding import isolated_streams
 
@@ -30,9 +32,11 @@ class Examiner:
         exchange: who hears what.
         workers: the processes that share the work.
         calendar: who takes part when.
+        ward: takes down who falls sick in a test.
     """
 
-    def __init__(self, runner: Runner, exchange: Exchange, workers: Workers, calendar: Calendar) -> None:
+    def __init__(self, runner: Runner, exchange: Exchange, workers: Workers, calendar: Calendar, ward: Ward) -> None:
+        self.ward = ward
         self.runner = runner
         self.exchange = exchange
         self.workers = workers
@@ -68,15 +72,25 @@ class Examiner:
         return float(hit.double().mean()) if len(hit) else None
 
     def global_hits(self) -> Correct:
-        """What the global model gets right on the union of all test splits; computed once a round, in parts."""
+        """What the global model gets right on the union of all test splits; computed once a round, in parts.
+
+        Raises:
+            ServerError: if its scores are no numbers, the same on every process.
+        """
         message = self.exchange.global_message()
         assert message is not None
         if self._global_correct is None:
             module = self.runner.load_global(message)
             rank, size = self.workers.rank, self.workers.size
-            own = self.runner.evaluator.correct_batches(module, self.runner.data.server_test, rank, size)
-            parts = self.workers.gather(own)
-            self._global_correct = {name: join_batches([part[name] for part in parts]) for name in own}
+            try:
+                own = self.runner.evaluator.correct_batches(module, self.runner.data.server_test, rank, size)
+                parts = self.workers.gather((own, ""))
+            except Unsound as error:
+                parts = self.workers.gather(({}, str(error)))
+            broken = [why for _, why in parts if why]
+            if broken:
+                raise ServerError(f"the server's model: {broken[0]}")
+            self._global_correct = {name: join_batches([part[name] for part, _ in parts]) for name in parts[0][0]}
         return self._global_correct
 
     def global_scores(self, client: int) -> Callable[[ClientModule], Scores | None] | None:
@@ -115,7 +129,12 @@ class Examiner:
         """Clients that never took part count with their initial model, once they have joined."""
         strangers = self.board.strangers(self.calendar.num_present(round)) if self.policy.trained else []
         own = strangers[self.workers.rank :: self.workers.size]
-        scores = {client: self.runner.evaluate_resting(client) for client in own}
+        scores = {}
+        for client in own:
+            with self.ward.care(client), at(round, client, "evaluation before its first round"):
+                scores[client] = self.runner.evaluate_resting(client)
+        if strangers:
+            self.ward.agree()
         for client, values in union(self.workers.gather(scores)).items() if strangers else ():
             self.board.record(client, values)
 
@@ -136,7 +155,11 @@ class Examiner:
             return {}
         if any(map(self.may_predict_as_global, holders)):
             self.global_hits()
-        own = {c: self._received(c, inbox(c)) for c in holders if holders[c] == self.workers.rank}
+        own = {}
+        for client in (client for client in holders if holders[client] == self.workers.rank):
+            with self.ward.care(client), at(self.calendar.settings.rounds + 1, client, "receive"):
+                own[client] = self._received(client, inbox(client))
+        self.ward.agree()
         scores = {name: np.full(len(holders), np.nan) for name in self.columns if is_received(name)}
         for client, values in union(self.workers.gather(own)).items():
             for name, value in values.items():

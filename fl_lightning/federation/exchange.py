@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,8 +67,16 @@ class Exchange(ABC):
         """Take what `client` sends after its fit."""
 
     @abstractmethod
+    def withdraw(self, clients: Sequence[int]) -> None:
+        """Let participants of the open round leave it, who post nothing: as if they had been out of it."""
+
+    @abstractmethod
     def close(self) -> None:
         """End the round: aggregate, or route."""
+
+    def outgoing(self) -> Iterable[tuple[str, Message]]:
+        """What was made of the round that was closed last, with who made it, to be looked at before it is sent."""
+        return ()
 
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
         """Let an optimizer follow the server's mean.
@@ -194,6 +202,11 @@ class Star(Exchange):
             self.mean.open_round()
 
     @override
+    def withdraw(self, clients: Sequence[int]) -> None:
+        facts = self.server.facts
+        self.server.facts = replace(facts, participants=tuple(c for c in facts.participants if c not in clients))
+
+    @override
     def post(self, client: int, message: Message) -> None:
         if self.mean is None:
             self.server.collect(client, message)
@@ -205,6 +218,15 @@ class Star(Exchange):
         if self.mean is not None:
             self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
         self.server.close_round()
+
+    @override
+    def outgoing(self) -> Iterable[tuple[str, Message]]:
+        known = {id(self.server.message)}
+        yield "the server", self.server.message
+        for client in self.server.facts.participants:
+            message = self.server.message_for(client)
+            if id(message) not in known:
+                yield f"the server to client {client}", message
 
     @override
     def global_message(self) -> Message | None:

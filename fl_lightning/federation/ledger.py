@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.core.message import NOTHING, Size
 from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.scores import loss_column, mean_losses
+
+
+class Absent(NamedTuple):
+    """How many clients should have taken part in a round and did not.
+
+    Args:
+        missing: because `federation.failures` keeps them out.
+        skipped: because they fell sick in it (`federation.on_client_error`).
+        heard: what those were sent by a server nevertheless.
+    """
+
+    missing: int
+    skipped: int
+    heard: Size = NOTHING
 
 
 class Ledger:
@@ -19,10 +33,14 @@ class Ledger:
         num_founders: clients that are there from the start, the first ones.
         has_newcomers: whether others join later.
         account: of what privacy is spent; None where there is none.
+        skips: whether clients that fall sick are left out of their round; if not there are none to be counted.
     """
 
-    def __init__(self, num_founders: int, has_newcomers: bool, account: Account | None = None) -> None:
+    def __init__(
+        self, num_founders: int, has_newcomers: bool, account: Account | None = None, skips: bool = False
+    ) -> None:
         self.account = account
+        self.skips = skips
         self.num_founders = num_founders
         self.has_newcomers = has_newcomers
         self.traffic = _traffic([])
@@ -39,7 +57,7 @@ class Ledger:
         suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if self.has_newcomers else ()))
         spread = [name + suffix for name in accuracies for suffix in suffixes]
         lost = [*map(loss_column, losses), *(["loss_newcomers"] if self.has_newcomers else ())]
-        present = ("participants", "missing")
+        present = ("participants", "missing", *(["skipped"] if self.skips else ()))
         spent = () if self.account is None else ("epsilon",)
         return ["round", *spread, "Server-T", "receive_drop", *spent, *self.traffic, *present, "seconds", *lost]
 
@@ -48,7 +66,7 @@ class Ledger:
         round: int,
         reports: Sequence[ClientReport],
         pulled: Size,
-        missing: int,
+        absent: Absent,
         figures: Mapping[str, Any],
         start: float,
     ) -> dict[str, Any]:
@@ -58,12 +76,14 @@ class Ledger:
             round: 1-based.
             reports: of its participants.
             pulled: what was sent beyond what they posted.
-            missing: how many should have taken part and failed.
+            absent: how many should have taken part and did not.
             figures: its accuracies, by column.
             start: when it began, by `time.perf_counter`.
         """
-        traffic = _traffic(reports, pulled)
-        row: dict[str, Any] = {"round": round, **traffic, "participants": len(reports), "missing": missing, **figures}
+        traffic = _traffic(reports, pulled, absent.heard)
+        present = {"participants": len(reports), "missing": absent.missing}
+        present |= {"skipped": absent.skipped} if self.skips else {}
+        row: dict[str, Any] = {"round": round, **traffic, **present, **figures}
         row |= mean_losses([report.losses for report in reports if report.client < self.num_founders])
         later = mean_losses([report.losses for report in reports if report.client >= self.num_founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
@@ -83,9 +103,12 @@ class Ledger:
         self.traffic, self.seconds = dict(state["traffic"]), state["seconds"]
 
 
-def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING) -> dict[str, int]:
-    """Values and bytes sent down and up in a round, by column; who sends to a client that joins has no report of it."""
-    sizes = {"uplink": [*(r.uplink for r in reports), pulled], "downlink": [report.downlink for report in reports]}
+def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING, heard: Size = NOTHING) -> dict[str, int]:
+    """Values and bytes sent down and up in a round, by column.
+
+    Who sends to a client that joins has no report of it, nor has a client that was left out.
+    """
+    sizes = {"uplink": [*(r.uplink for r in reports), pulled], "downlink": [*(r.downlink for r in reports), heard]}
     return {
         f"{direction}_{unit}": sum(getattr(size, f"num_{unit}") for size in own)
         for unit in ("params", "bytes")

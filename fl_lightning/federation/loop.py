@@ -22,12 +22,13 @@ from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
-from fl_lightning.federation.ledger import Ledger
+from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Job, Runner
 from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.sickness import ServerError, Ward, at, heard
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import watched
 from fl_lightning.federation.wire import Wire
@@ -96,8 +97,10 @@ class FederatedLoop:
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
-        self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar)
-        self.ledger = Ledger(self.calendar.num_founders, bool(settings.newcomers.clients), self.account)
+        self.ward = Ward(settings.on_client_error, self.workers, self.exchange, self.wire, settings.max_growth)
+        self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
+        newcomers, skips = bool(settings.newcomers.clients), settings.on_client_error == "skip"
+        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, skips)
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
@@ -166,13 +169,18 @@ class FederatedLoop:
         owners = self._share_out(round)
         self._call("on_round_start", round, self.participants)
         self.examiner.prepare(round, self.participants)
-        reports = []
+        reports: list[ClientReport] = []
         for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
-            report = self._take_part(round, client)
-            reports.append(report)
-            self._call("on_client_fit_end", report)
+            if not self.ward.ends_round:
+                with self.ward.care(client):
+                    reports.append(self._take_part(round, client))
+                    self._call("on_client_fit_end", reports[-1])
+        self.participants = self.ward.leave_out(round, self.participants)
+        for report in reports if self.ward.skipped else ():  # there may be fewer to send to
+            report.uplink = self.exchange.uplink(report.client, report.message)
         reports = self._gather(reports)
         self.exchange.close()
+        self.ward.check_outgoing(round)
         self.examiner.forget()
         self.round = round
         self._end_round(reports, start)
@@ -182,10 +190,10 @@ class FederatedLoop:
         self.runner.module(client).lr_factor = self.settings.lr_decay ** (round - 1)
         job = self._job(round, client)
         report = self.runner.run(job, self.wire)
-        heard = job.message.sent
-        report.downlink = self.exchange.downlink(client) if heard is None else heard
+        report.downlink = heard(self.exchange, client, job.message)
         report.uplink = self.exchange.uplink(client, report.message)
-        self.exchange.post(client, report.message)
+        with at(round, client, "message", ServerError):  # half of it may be in the sums already
+            self.exchange.post(client, report.message)
         return report
 
     def _share_out(self, round: int) -> dict[int, int]:
@@ -220,8 +228,8 @@ class FederatedLoop:
             self.board.record(report.client, report.scores, report.losses)
         evaluated = self.calendar.is_evaluated(self.round)
         figures = self.examiner.figures(self.round, self.participants) if evaluated else {}
-        missing = len(self.calendar.missing(self.round))
-        row = self.ledger.write(self.round, reports, self.exchange.pulled(), missing, figures, start)
+        absent = Absent(len(self.calendar.missing(self.round)), len(self.ward.skipped), self.ward.heard)
+        row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, start)
         self._call("on_round_end", row)
         self.agreement.settle(self.workers)
         if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):

@@ -87,13 +87,18 @@ class Peers(Exchange, ABC):
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.round, self.participants = round, list(participants)
         self._posted = {}
-        self.topology = self.connect(round, self.participants)
-        self._out = {client: 0 for client in participants}
+        self.withdraw(())
+        self._hops = self._bring_in()
+        self._num_pulled = len(self._hops)
+
+    @override
+    def withdraw(self, clients: Sequence[int]) -> None:
+        self.participants = [client for client in self.participants if client not in clients]
+        self.topology = self.connect(self.round, self.participants)
+        self._out = {client: 0 for client in self.participants}
         for receiver, row in self.topology.items():
             for sender in row:
                 self._out[sender] += sender != receiver
-        self._hops = self._bring_in()
-        self._num_pulled = len(self._hops)
 
     @override
     def uplink(self, client: int, message: Message) -> Size:
@@ -120,6 +125,11 @@ class Peers(Exchange, ABC):
             self._hops += hops
             self._arrived[receiver] = Arrival(self.addressed(receiver, message), _total(hops))
         self._finish()
+
+    @override
+    def outgoing(self) -> Iterable[tuple[str, Message]]:
+        for client in self.topology:
+            yield f"what client {client} hears", self._arrived[client].message
 
     def _finish(self) -> None:
         self._finished, self._posted = self._posted or self._finished, {}

@@ -61,7 +61,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     @override
     def on_run_start(self, loop: FederatedLoop) -> None:
-        ahead = ["round", "client", "participated", "failed", "num_train", "num_test"]
+        ahead = ["round", "client", "participated", "failed", "skipped", "num_train", "num_test"]
         columns = {"metrics.csv": loop.row_columns, "clients.csv": [*ahead, *loop.examiner.columns, "loss"]}
         if loop.exchange.between_clients:
             columns["topology.csv"] = ["round", *Hop._fields]
@@ -108,6 +108,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {
                 "failed": int(client in failed),
+                "skipped": int(client in loop.ward.skipped),
                 "num_train": int(loop.num_train[client]),
                 "num_test": int(loop.num_test[client]),
             }

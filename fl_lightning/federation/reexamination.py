@@ -66,7 +66,9 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             module = loop.runner.load(client)
             load_full_state(module, load_tensors(file, "evaluate"))
             found = loop.runner.evaluator.client(module, client, "trained")
-        else:  # a client that never took part
+        elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
+            found = {name: float(values[client]) for name, values in loop.scores.items() if name in scores}
+        else:
             found = loop.runner.evaluate_resting(client)
         for name, value in found.items():
             scores[name][client] = value

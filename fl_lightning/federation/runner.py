@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +27,13 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.checkups import Checkups, Inbound
+from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.launch import gpu_here, num_devices
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.sickness import ClientError, at
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
@@ -40,6 +42,8 @@ from fl_lightning.seeding import derive_seed, seed_global_streams
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
     from fl_lightning.data.store import Bundle, ClientData
+
+__all__ = ["ClientError", "Job", "Runner", "make_trainer"]
 
 # What the runner itself decides; a value from the configuration would be overwritten or could not work.
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -55,10 +59,6 @@ _COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batch
 
 
 KnownScores = Callable[[ClientModule], "Scores | None"]
-
-
-class ClientError(RuntimeError):
-    """A failure inside a client, with the round, the client and the step in which it happened."""
 
 
 @dataclass
@@ -142,6 +142,10 @@ class Runner:
         self.pool = ClientPool(None)
         self.keeps_shared = False
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
+        self._own: State = {}  # what the client that is loaded kept until now
+        self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
+        self._trained = [[p for p in module.parameters() if p.requires_grad] for module in self.modules]
+        self._inbound = Inbound(settings.max_growth)
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
@@ -168,7 +172,7 @@ class Runner:
         """Swap the client's own last state in; its initial one if it never took part."""
         module = self.module(client)
         state = self.pool.get(client)
-        own = self._initial_state(client) if state is None else state
+        own = self._own = self._initial_state(client) if state is None else state
         self._memory = {name: tensor for name, tensor in own.items() if name.startswith(MEMORY)}
         module.load({name: tensor for name, tensor in own.items() if name not in self._memory})
         return module
@@ -190,30 +194,36 @@ class Runner:
 
         Raises:
             ClientError: naming round, client and step, the original error chained.
+            ServerError: if what the client hears is not finite.
         """
         start = time.perf_counter()
         client, round, data = job.client, job.round, self.data.clients[job.client]
-        with self._step(job, "load"):
+        checkups = self._checkups[self.architecture[client]]
+        with at(round, client, "load"):
             module = self.load(client)
-        with self._step(job, "receive"):
+        self._inbound.check(job.message, round, client)
+        with at(round, client, "receive"):
             self._receive(module, job.message, data, job.facts)
         scores: Scores = {}
-        with self._step(job, "evaluation after the receive"):
+        with at(round, client, "evaluation after the receive"):
             if job.received:
                 scores.update(self._received_scores(module, client, job.known_scores))
-        with self._step(job, "fit"):
+        with at(round, client, "fit"):
             self.fit(module, data, round)
-        with self._step(job, "evaluation after the fit"):
+            losses = checkups.losses()
+            entries = module.entries
+            checkups.state(entries, self._own)
+        with at(round, client, "evaluation after the fit"):
             if job.trained:
                 scores.update(self.evaluator.client(module, client, "trained"))
-        with self._step(job, "send"):
+        with at(round, client, "send"):
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
             message = wire.up(message, job.message, self._memory)
+            checkups.message(message, job.message, data.num_train)
         self._keep(module, client, round, job.keep_model)
-        losses, steps = module.meter.means(), module.meter.num_steps
-        return ClientReport(client, message, scores, losses, steps, time.perf_counter() - start)
+        return ClientReport(client, message, scores, losses, module.meter.num_steps, time.perf_counter() - start)
 
     def _received_scores(self, module: ClientModule, client: int, known: KnownScores | None) -> Scores:
         scores = known(module) if known is not None else None
@@ -268,8 +278,19 @@ class Runner:
             drop_last=self.data.drop_last,
             drop_single=self._has_batch_norm[self.architecture[data.client]],
         )
-        self.trainer.fit(module, train_dataloaders=bundles)
+        try:
+            self.trainer.fit(module, train_dataloaders=bundles)
+        except Exception:
+            self._thaw(self.architecture[data.client])
+            raise
         module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
+
+    def _thaw(self, architecture: int) -> None:
+        """Make a resident module whole again whose fit broke off in the middle of a phase."""
+        for parameter in self._trained[architecture]:
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        self.modules[architecture].to(self.device)
 
     def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
         names = module.division.kept
@@ -290,14 +311,6 @@ class Runner:
         """Bytes of all clients' models together."""
         sizes = [sum(tensor.nbytes for tensor in full_state(module).values()) for module in self.modules]
         return sum(sizes[architecture] for architecture in self.architecture)
-
-    @contextmanager
-    def _step(self, job: Job, step: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ClientError(f"round {job.round}, client {job.client}, {step}: {what}") from error
 
 
 class EpochBundles:

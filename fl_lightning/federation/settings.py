@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy
 from fl_lightning.federation.exchange import Exchange
@@ -82,6 +82,13 @@ class Federation:
         wire: filters that messages pass on their way, in this order on the way up and down.
         newcomers: clients that join later.
         failures: clients that are out for rounds.
+        on_client_error: what becomes of a round in which a client raises an error, its loss or its model is no finite
+            number any more, or its message is not what it should be: ``stop`` ends the run, ``skip`` leaves the client
+            out of the round as if it had been out: it keeps its last good state, and `metrics.csv` counts it as
+            ``skipped``.
+        max_growth: how many times larger than what it started the round from (or than 1) the largest magnitude of a
+            client's parameter may become in one round, > 1; that of a running statistic or an artifact, which may be
+            the square of something in the data's units, its third power. A client that exceeds it is sick, too.
         init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
             private initial weights.
         share_buffers: whether batch norm's running statistics travel with the layers that are shared, and are averaged;
@@ -111,6 +118,8 @@ class Federation:
     wire: list[WireFilter] | None = None
     newcomers: Newcomers = field(default_factory=Newcomers)
     failures: Failures = field(default_factory=Failures)
+    on_client_error: Literal["stop", "skip"] = "stop"
+    max_growth: float = 1e4
     init: Literal["common", "own"] = "common"
     share_buffers: bool = True
     pool: Literal["memory", "disk"] = "memory"
@@ -129,6 +138,9 @@ class Federation:
         require(self.local_epochs >= 1, "federation.local_epochs", "must be >= 1", self.local_epochs)
         require(0 < self.lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", self.lr_decay)
         require(self.evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", self.evaluate_every)
+        require_choices("federation", on_client_error=(self.on_client_error, Literal["stop", "skip"]))
+        grows = 1 < self.max_growth < float("inf")
+        require(grows, "federation.max_growth", "must be > 1 and finite", self.max_growth)
         require(self.steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", self.steps_per_bundle)
         counted = self.workers in (None, "auto") or (isinstance(self.workers, int) and self.workers >= 1)
         require(counted, "federation.workers", "must be auto or a number >= 1", self.workers)

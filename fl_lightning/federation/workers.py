@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,6 +218,13 @@ class _SharedExchange(Exchange):
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.exchange.open(round, participants)
         self._outbox = {}
+
+    def withdraw(self, clients: Sequence[int]) -> None:
+        self.exchange.withdraw(clients)
+
+    def outgoing(self) -> Iterable[tuple[str, Message]]:
+        """The main process's; nothing elsewhere."""
+        return self.exchange.outgoing() if self.workers.is_main else ()
 
     def post(self, client: int, message: Message) -> None:
         if self.exchange.works_in_parts or self.exchange.in_turn:

@@ -47,3 +47,26 @@ def test_devices_add_their_sums_before_they_divide():
 
 def test_a_meter_without_steps_has_no_means():
     assert LossMeter().means() == {}
+
+
+def broken_at(*steps):
+    meter = LossMeter()
+    for a, b in steps:
+        meter.add({"loss": torch.tensor(a + b), "a": torch.tensor(a), "b": torch.tensor(b)}, 1)
+    return meter.first_broken({"loss", "a", "b"})
+
+
+def test_first_broken_loss_is_the_earliest_and_a_part_before_the_sum():
+    inf = float("inf")
+    assert broken_at((1.0, 2.0), (1.0, 2.0)) is None
+    assert broken_at((1.0, 2.0), (1.0, inf), (inf, inf)) == ("b", 2, inf)
+    assert broken_at((3e38, 3e38)) == ("loss", 1, inf)
+
+
+def test_what_only_some_steps_have_is_broken_at_its_step():
+    meter = LossMeter()
+    meter.add({"loss": torch.tensor(1.0)}, 1)
+    meter.add({"loss": torch.tensor(float("nan")), "rare": torch.tensor(float("inf"))}, 1)
+    assert meter.first_broken({"loss", "rare"}) == ("rare", 2, float("inf"))
+    assert meter.first_broken({"rare"}) == ("rare", 2, float("inf"))
+    assert meter.first_broken(()) is None

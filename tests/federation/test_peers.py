@@ -463,8 +463,8 @@ def test_without_the_own_message_all_that_is_heard_counts_alike(make):
         assert all(exchange.inbox(client).artifacts == {} for client in range(3))
 
 
-def test_drdfl_on_a_directed_graph_sends_no_push_sum_weight(mlp, run_federation):
-    loop = run_federation(lambda: DRDFL(mlp()), rounds=2, exchange=DirectedGraph(2))
+def test_drdfl_on_a_directed_graph_sends_no_push_sum_weight(mlp, sgd, run_federation):
+    loop = run_federation(lambda: DRDFL(mlp()), rounds=2, optimizer=sgd(1e-3), exchange=DirectedGraph(2))
     assert {hop.num_params for hop in loop.diary.hops[2]} == {loop.diary.sent[2, 0].num_params}
     assert sum(hop.share for hop in loop.diary.hops[2]) == pytest.approx(4)
 
@@ -568,8 +568,8 @@ def test_state_round_trips_through_a_file(make, tmp_path, assert_identical):
 
 @pytest.mark.parametrize("make", EXCHANGES)
 @pytest.mark.parametrize("kind", [FedAvg, FedProto, DRDFL])
-def test_averaging_prototype_and_ring_methods_run_on_every_graph(make, kind, mlp, run_federation):
-    loop = run_federation(lambda: kind(mlp()), rounds=2, exchange=make(), participation=0.75)
+def test_averaging_prototype_and_ring_methods_run_on_every_graph(make, kind, mlp, sgd, run_federation):
+    loop = run_federation(lambda: kind(mlp()), rounds=2, optimizer=sgd(1e-3), exchange=make(), participation=0.75)
     assert [row["participants"] for row in loop.diary.rows] == [3, 3]
     assert loop.diary.rows[-1]["Server-T"] is None
     assert loop.diary.rows[-1]["uplink_params"] > 0

@@ -57,6 +57,15 @@ class Picky(FedAvg):
         return Keeps(initial)
 
 
+class Falls(FedRep):
+    """Client 1 falls sick in every round, once it has trained."""
+
+    def send(self, data):
+        if data.client == 1:
+            raise ValueError("went wrong")
+        return super().send(data)
+
+
 class StopsAfter(FederationCallback):
     def __init__(self, round):
         self.round = round
@@ -75,6 +84,8 @@ OPTIONS = {
     "a ring in turn": (FedRep, {"exchange": Ring("sequential")}),
     "half of a ring": (FedRep, {"exchange": Ring(), "participation": 0.5}),
     "half of a directed graph": (FedRep, {"exchange": DirectedGraph(2), "participation": 0.5}),
+    "a sick client": (Falls, {"on_client_error": "skip"}),
+    "a sick peer": (Falls, {"on_client_error": "skip", "exchange": DirectedGraph(2)}),
     "random peers": (FedRep, {"exchange": RandomPeers(2), "failures": Failures(0.3)}),
 }
 CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | OPTIONS

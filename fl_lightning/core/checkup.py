@@ -1,0 +1,186 @@
+"""What is wrong with a message or a model: values that are no numbers or absurd, names and shapes nobody expects."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.message import Artifact, ClassMeans, Message
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Unsound(ValueError):
+    """Something is not what it was meant to be; the text says which entry, and what is wrong with it."""
+
+
+class Expected:
+    """What a client's messages are made of.
+
+    Args:
+        weights: the entries that may travel, as the client's own module has them.
+        artifacts: names and shapes of the artifacts that the method tells of (`Method.interface`); others may come.
+        parameters: names of the entries that are trained. Others (running statistics) and artifacts are in units of the
+            data, or of their square.
+        num_train: training samples of the client.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], artifacts: Shapes, parameters: Container[str], num_train: int
+    ) -> None:
+        self.weights = weights
+        self.artifacts = artifacts
+        self.parameters = parameters
+        self.num_train = num_train
+
+
+def check_message(message: Message, expected: Expected, received: Message, growth: float) -> None:
+    """Refuse what a client sends if it cannot be what its method means to send.
+
+    A method may leave out a whole submodule that it shares (or send it as artifacts), but no part of one.
+
+    Args:
+        message: as it arrives.
+        expected: what it should be made of.
+        received: what the client was sent in this round.
+        growth: see `check_values`.
+
+    Raises:
+        Unsound: naming the first entry that is wrong.
+    """
+    _check_names(message, expected)
+    for name, tensor in message.weights.items():
+        _check_weight(name, tensor, expected.weights[name])
+    for name, value in message.artifacts.items():
+        _check_artifact(name, value, expected)
+    most = expected.num_train
+    counted = isinstance(message.num_samples, int) and 0 <= message.num_samples <= most
+    _require(counted, f"num_samples is {message.num_samples!r}, and it has {most} training samples")
+    sent = tensors_of(message)
+    if not _all_small([tensor for tensor in sent.values() if tensor.is_floating_point()], growth):
+        trained = {f"weight {name}" for name in message.weights if name in expected.parameters}
+        check_values(sent, tensors_of(received), growth, trained)
+
+
+def check_values(
+    tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], growth: float, parameters: Container[str]
+) -> None:
+    """Refuse values that are NaN, infinite, or so large that no training can have made them.
+
+    A parameter's largest magnitude may be `growth` times that of what it started the round from, or of 1 where that is
+    less; that of a statistic or an artifact growth³ times, because it may be the square of something in the data's
+    units. One pass; what it started from is looked at only where a value is above `growth`.
+
+    Args:
+        tensors: by name; those without floating-point values are passed over.
+        before: what the entries were before, by the same names, where there is such a thing.
+        growth: > 1.
+        parameters: names of those that are trained.
+
+    Raises:
+        Unsound: naming the first entry that is wrong, and the value.
+    """
+    floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if _all_small(list(floats.values()), growth):
+        return
+    for name, most in zip(floats, _largest(floats.values()), strict=True):
+        if most <= growth:
+            continue
+        _require(math.isfinite(most), f"{name} holds {_first_broken(floats[name])}")
+        factor = growth if name in parameters else growth**3
+        start = before.get(name)
+        bound = factor * max([1.0, *_largest([start] if start is not None and start.numel() else [])])
+        rule = f"above {bound:g} (federation.max_growth is {growth:g})"
+        _require(most <= bound, f"{name} holds {most:g}, {rule}")
+
+
+_SMALL = 1 << 20  # values that are copied together faster than they are looked at one tensor after another
+
+
+def _all_small(tensors: list[Tensor], growth: float) -> bool:
+    """Whether no magnitude is above `growth`, if that is known at once."""
+    size = sum(tensor.numel() for tensor in tensors)
+    if not 0 < size <= _SMALL:
+        return not size
+    ends = torch.stack(torch.aminmax(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))).tolist()
+    return bool(-growth <= ends[0] and ends[1] <= growth)  # neither holds for NaN
+
+
+def _largest(tensors: Iterable[Tensor]) -> list[float]:
+    """The largest magnitude of each, NaN where one is in it; one wait for the device."""
+    ends = [torch.stack(torch.aminmax(tensor.detach())).float() for tensor in tensors]
+    both = torch.stack(ends).tolist() if ends else []
+    return [math.nan if math.isnan(low) else max(-low, high) for low, high in both]
+
+
+def _first_broken(tensor: Tensor) -> float:
+    flat = tensor.detach().reshape(-1)
+    broken = flat[~torch.isfinite(flat)]
+    return float(broken[0]) if len(broken) else math.inf
+
+
+def tensors_of(message: Message) -> dict[str, Tensor]:
+    """All tensors of a message, by a name that a user understands."""
+    found = {f"weight {name}": tensor for name, tensor in message.weights.items()}
+    for name, value in message.artifacts.items():
+        if isinstance(value, Tensor):
+            found[f"artifact {name}"] = value
+        else:
+            found |= {f"artifact {name}.{field}": tensor for field, tensor in value.tensors().items()}
+    return found
+
+
+# --- names and shapes -------------------------------------------------------------------------------------------------
+
+
+def _check_names(message: Message, expected: Expected) -> None:
+    for name in message.weights:
+        if name in expected.weights:
+            continue
+        raise Unsound(f"weight {name!r} is none of those that travel")
+    if message.weights.keys() == expected.weights.keys():
+        return
+    there = {_top(name) for name in message.weights}
+    for name in expected.weights:
+        missing = name not in message.weights and name not in message.artifacts and _top(name) in there
+        _require(not missing, f"weight {name!r} is missing")
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _check_weight(name: str, tensor: Any, own: Tensor) -> None:
+    if isinstance(tensor, Tensor) and tensor.shape == own.shape and tensor.dtype == own.dtype:
+        return
+    what = f"weight {name}"
+    _require(isinstance(tensor, Tensor), f"{what} is {type(tensor).__name__}, no tensor")
+    _require(tensor.shape == own.shape, f"{what} is {list(tensor.shape)} and should be {list(own.shape)}")
+    _require(tensor.dtype == own.dtype, f"{what} is {_kind(tensor)} and should be {_kind(own)}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_artifact(name: str, value: Artifact, expected: Expected) -> None:
+    what = f"artifact {name}"
+    shape = expected.artifacts.get(name)
+    if shape is not None:
+        own = [value.shape] if isinstance(value, Tensor) else [tensor.shape for tensor in value.tensors().values()]
+        fits = any(tuple(found) == shape for found in own)
+        _require(fits, f"{what} is {list(own[0]) if own else 'empty'} and should be {list(shape)}")
+    if isinstance(value, ClassMeans):
+        least, most = torch.aminmax(value.count) if value.count.numel() else (value.count.sum(), value.count.sum())
+        _require(int(least) >= 0, f"{what} counts {int(least)} samples of a class")
+        # a running mean may have seen a sample several times
+        _require(int(most) <= 10**6 * max(1, expected.num_train), f"{what} counts {int(most)} samples of a class")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Unsound(otherwise)

@@ -1,0 +1,163 @@
+"""Clients that fall sick in a round: what happened to them, and what becomes of the round."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from fl_lightning.core.checkup import Unsound, check_values, tensors_of
+from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.wire import Wire
+from fl_lightning.federation.workers import Workers
+from fl_lightning.terminal import say
+
+OnClientError = Literal["stop", "skip"]
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+class RoundError(RuntimeError):
+    """Why a round cannot be ended, in one line."""
+
+
+class ClientError(RoundError):
+    """A failure inside a client, with the round, the client and the step in which it happened."""
+
+
+class ServerError(RoundError):
+    """What the server makes of a round is no use to anybody."""
+
+
+class Ward:
+    """Takes down which clients fall sick in a round, until all processes agree on what becomes of it.
+
+    Args:
+        policy: ``stop`` ends the run, ``skip`` leaves sick clients out of the round.
+        workers: the processes that share out the clients.
+        exchange: how messages travel.
+        wire: what they pass on their way.
+        growth: `federation.max_growth`.
+    """
+
+    def __init__(self, policy: OnClientError, workers: Workers, exchange: Exchange, wire: Wire, growth: float) -> None:
+        self.policy = policy
+        self.workers = workers
+        self.exchange = exchange
+        self.wire = wire
+        self.growth = growth
+        self.skipped: list[int] = []
+        """The clients that were left out of the last round that was ended."""
+        self.heard = NOTHING
+        """What a server had sent them; what clients send to one another waits, and counts when it is heard."""
+        self._errors: dict[int, RoundError] = {}
+        self._sizes: dict[int, Size] = {}
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the round cannot be ended, as far as this process knows."""
+        fatal = self.policy == "stop" or any(isinstance(error, ServerError) for error in self._errors.values())
+        return bool(self._errors) and fatal
+
+    @contextmanager
+    def care(self, client: int) -> Iterator[None]:
+        """Take down what happens to a client, and go on behind the block."""
+        try:
+            yield
+        except RoundError as error:
+            self._errors[client] = error
+            if not self.exchange.between_clients:
+                self._sizes[client] = heard(self.exchange, client, self.wire.down(self.exchange.inbox(client)))
+            if self.exchange.in_turn and not self.ends_round:  # who comes next must not wait for this one
+                self.exchange.withdraw([client])
+
+    def agree(self) -> dict[int, Size]:
+        """Who is left out, on all processes, and what it was sent nevertheless; says so once.
+
+        Raises:
+            RoundError: if the round cannot be ended, the same on every process.
+        """
+        own, self._errors = self._errors, {}
+        sizes, self._sizes = self._sizes, {}
+        told = {c: (isinstance(e, ServerError), str(e), tuple(sizes.get(c, NOTHING))) for c, e in own.items()}
+        everybody = {client: said for part in self.workers.gather(told) for client, said in part.items()}
+        for client, (at_server, text, _) in sorted(everybody.items(), key=lambda item: (not item[1][0], item[0])):
+            if at_server or self.policy == "stop":
+                raise own.get(client) or (ServerError if at_server else ClientError)(text)
+        for client in sorted(everybody):
+            self._say(f"{everybody[client][1]}; left out of the round")
+        return {client: Size(*size) for client, (_, _, size) in sorted(everybody.items())}
+
+    def leave_out(self, round: int, participants: Sequence[int]) -> list[int]:
+        """Close the ranks around the sick clients of a round; returns the participants that are left.
+
+        Raises:
+            RoundError: if the round cannot be ended.
+        """
+        sizes = self.agree()
+        self.skipped = list(sizes)
+        self.heard = Size(*(sum(size[unit] for size in sizes.values()) for unit in (0, 1)))
+        left = [client for client in participants if client not in self.skipped]
+        if self.skipped:
+            self.exchange.withdraw(self.skipped)
+        if self.skipped and not left:
+            self._say(
+                f"round {round}: all {len(participants)} participants are left out; what is shared stays as it was"
+            )
+        return left
+
+    def check_outgoing(self, round: int) -> None:
+        """Look at what the exchange will send after a round that was closed, before anything is made of it.
+
+        Raises:
+            ServerError: naming what is not finite or absurd, the same on every process.
+        """
+        found = self.workers.main_says(self._broken(round) if self.workers.is_main else None)
+        if found is not None:
+            raise ServerError(found)
+
+    def _broken(self, round: int) -> str | None:
+        seen: set[int] = set()
+        for sender, message in self.exchange.outgoing():
+            tensors = {name: tensor for name, tensor in tensors_of(message).items() if id(tensor) not in seen}
+            seen |= set(map(id, tensors.values()))
+            try:
+                check_values(tensors, {}, self.growth, ())
+            except Unsound as error:
+                return f"round {round}, {sender}: {error} in what it sends"
+        return None
+
+    def _say(self, text: str) -> None:
+        if self.workers.is_main:
+            say(f"fl-lightning: {text}")
+
+
+def heard(exchange: Exchange, client: int, message: Message) -> Size:
+    """What was sent to a client for it to have a message, as the wire made it."""
+    return exchange.downlink(client) if message.sent is None else message.sent
+
+
+@contextmanager
+def at(round: int, client: int, step: str, kind: type[RoundError] = ClientError) -> Iterator[None]:
+    """Say of a failure in which round, client and step it happened.
+
+    Args:
+        round: 1-based.
+        client: 0-based.
+        step: of the client's round.
+        kind: what is raised; anything but a `ClientError` ends the run whatever the policy.
+
+    Raises:
+        RoundError: the original error chained. What befalls the whole run passes as it is: a full or read-only disk.
+    """
+    try:
+        yield
+    except RoundError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise
+        name = "" if isinstance(error, Unsound) else f"{type(error).__name__}: "
+        text = " ".join(f"{name}{error}".split())
+        raise kind(f"round {round}, client {client}, {step}: {text}") from error

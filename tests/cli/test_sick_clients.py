@@ -1,0 +1,72 @@
+"""A client that falls sick, as a user sees it."""
+
+import csv
+
+import pytest
+
+SICK = """\
+from fl_lightning.methods.fedavg import FedAvg
+
+
+class Sick(FedAvg):
+    def send(self, data):
+        message = super().send(data)
+        if data.client == 2 and self.facts.round == 2:
+            message.weights["model.head.bias"][0] = float("nan")
+        return message
+"""
+
+
+@pytest.fixture
+def workplace(workplace):
+    workplace.write("mine.py", SICK)
+    return workplace
+
+
+def rows(workplace, name="metrics.csv"):
+    with (workplace.run / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_run_stops_with_one_line_and_goes_on_without_the_client(workplace):
+    arguments = ("fit", "--config", "exp.yaml", "--method", "mine.Sick", "--quiet")
+    code, out, err = workplace.call(*arguments)
+    assert code == 1
+    assert out == ""
+    assert err == (
+        "fl-lightning: imports your own module mine for method\n"
+        "fl-lightning: error: round 2, client 2, send: weight model.head.bias holds nan; last good checkpoint: "
+        "runs/run/checkpoints/round-0001.ckpt; fl-lightning fit --config runs/run/config.yaml --resume auto continues "
+        "there (--federation.on_client_error skip leaves sick clients out)\n"
+    )
+    assert [row["round"] for row in rows(workplace)] == ["1"]
+    again = (*arguments, "--resume", "auto", "--federation.on_client_error", "skip")
+    code, _, err = workplace.call(*again)
+    assert code == 0, err
+    told = "fl-lightning: round 2, client 2, send: weight model.head.bias holds nan; left out of the round\n"
+    assert err.endswith(told)
+    assert [row["skipped"] for row in rows(workplace)] == ["", "1", "0"]
+    marked = [(row["round"], row["client"]) for row in rows(workplace, "clients.csv") if row["skipped"] == "1"]
+    assert marked == [("2", "2")]
+    code, _, err = workplace.call("evaluate", "runs/run", "--trust", "mine")
+    assert code == 0, err
+
+
+def test_error_is_shown_as_it_was_raised_if_one_asks_for_it(workplace):
+    arguments = ("fit", "--config", "exp.yaml", "--method", "mine.Sick", "--quiet")
+    code, _, err = workplace.call(*arguments, env={"FL_LIGHTNING_TRACEBACK": "1"})
+    assert code == 1
+    assert "Traceback" in err
+
+
+def test_client_that_falls_sick_in_its_last_round_counts_with_its_last_score(workplace):
+    workplace.write("mine.py", SICK.replace("round == 2", "round == 3"))
+    skip = ("--federation.on_client_error", "skip")
+    workplace.fit("--method", "mine.Sick", "--quiet", *skip)
+    code, out, err = workplace.call("evaluate", "runs/run", "--trust", "mine")
+    assert code == 0, out + err
+
+
+def test_growth_that_allows_nothing_is_refused(workplace):
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--federation.max_growth", "1")
+    assert (code, err) == (2, "fl-lightning: error: federation.max_growth: must be > 1 and finite, got 1.0\n")
