@@ -271,6 +271,7 @@ def _audit(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps of the search")
     parser.add_argument("--objective", choices=["cosine", "dlg"], default="cosine", help="what is matched")
     parser.add_argument("--lr", type=float, help="learning rate of the search; default: the objective's own")
+    parser.add_argument("--variation", type=float, default=1e-4, help="factor of the images' total variation")
     parser.add_argument("--noise", type=float, default=1.0, help="of a second attack, in RMS of the update; 0: none")
     parser.add_argument("--canaries", type=int, default=0, help="canaries of the one-shot audit; 0 for none")
     parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
@@ -283,7 +284,7 @@ def _audit(argv: list[str]) -> int:
     from fl_lightning.audit.matching import Attack
 
     output = runs[0] / "audit" if options.output is None else Path(options.output)
-    attack = Attack(options.steps, options.objective, options.lr)
+    attack = Attack(options.steps, options.objective, options.lr, options.variation)
     trust = Trust(tuple(options.trust))
     run_audit(runs, output, attack, options.images, options.noise, options.canaries, print, trust)
     print(f"written to {output}: audit.json, index.html and pictures")

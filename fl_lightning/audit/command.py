@@ -49,6 +49,8 @@ def run_audit(
     require(images >= 0, "audit --images", "must be >= 0", images)
     require(attack.steps >= 1, "audit --steps", "must be >= 1", attack.steps)
     require(attack.lr is None or attack.lr > 0, "audit --lr", "must be > 0", attack.lr)
+    smooth = 0 <= attack.variation < math.inf
+    require(smooth, "audit --variation", "must be >= 0 and finite", attack.variation)
     require(0 <= noise < math.inf, "audit --noise", "must be >= 0 and finite", noise)
     require(canaries == 0 or canaries >= 20, "audit --canaries", "must be >= 20, or 0 for no such audit", canaries)
     require(images + canaries > 0, "audit", "there is nothing to do without images and canaries")

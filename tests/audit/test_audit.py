@@ -193,6 +193,8 @@ def test_other_images_are_not_compared(run_folder, tmp_path):
         ({"noise": -1.0}, "audit --noise"),
         ({"canaries": 3}, "audit --canaries"),
         ({"attack": Attack(0)}, "audit --steps"),
+        ({"attack": Attack(1, lr=0.0)}, "audit --lr"),
+        ({"attack": Attack(1, variation=math.nan)}, "audit --variation"),
     ],
 )
 def test_bad_options_are_refused(options, key, run_folder, tmp_path):
