@@ -44,6 +44,8 @@ def main() -> int:
                     then = f", then {again.who} {again.number}" if again else ""
                     case = f"--workers {workers} --only {kill.who} {kill.number}{torn}{then}"
                     print(f"{case}: {kill.what}: {what}", flush=True)
+                if (index + 1) % 25 == 0:
+                    print(f"{index + 1} of {len(kills)}, {wrong} wrong, {time.monotonic() - start:.0f} s", flush=True)
             whole = f"{len(kills) - wrong} of {len(kills)} resumed bit for bit"
             took = f"{time.monotonic() - start:.0f} s"
             print(f"{workers} worker(s), pool {options.pool}: {whole}, {took}", flush=True)
