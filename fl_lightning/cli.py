@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
     "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
+    "tune": "search hyperparameters on validation parts: fl-lightning tune FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
     "audit": "what runs give away: fl-lightning audit runs/a runs/b --output FOLDER [--canaries 1000]",
@@ -72,7 +73,8 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
-    run |= {"table": _table, "compare": _compare, "dashboard": _dashboard, "audit": _audit, "list": _list}
+    run |= {"table": _table, "tune": _tune, "compare": _compare, "dashboard": _dashboard}
+    run |= {"audit": _audit, "list": _list}
     return run[command](rest)
 
 
@@ -224,6 +226,12 @@ def _table(argv: list[str]) -> int:
     from fl_lightning.table.command import table
 
     return table(argv, main)
+
+
+def _tune(argv: list[str]) -> int:
+    from fl_lightning.tune.command import tune
+
+    return tune(argv, main)
 
 
 def _compare(argv: list[str]) -> int:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import flatten
 from fl_lightning.configuration import Config, identity, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.parser import configured
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import read_rows
-from fl_lightning.table.definition import Column, Definition, Overlay, Row
+from fl_lightning.table.definition import Column, Definition, Row
+from fl_lightning.table.overlays import Overlay
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _cells(table: Definition, choice: Choice) -> Iterator[Cell]:
             wanted = row.name in (choice.rows or (row.name,)) and column.name in (choice.columns or (column.name,))
             if not wanted or left_out:
                 continue
-            options = [word for overlay in _overlays(table, row, column) for word in _words(overlay)]
+            options = [word for overlay in _overlays(table, row, column) for word in overlay.words()]
             rounds = [] if choice.rounds is None else [f"--federation.rounds={choice.rounds}"]
             options += [*rounds, *choice.overrides]
             config = _resolved(options, row, column)
@@ -136,16 +135,26 @@ def _cells(table: Definition, choice: Choice) -> Iterator[Cell]:
                 yield Cell(row, column, seed, {**config, "seed": seed}, own, choice.output / "cells")
 
 
+def cell_of(row: Row, column: Column, options: Sequence[str], seed: int, output: Path) -> Cell:
+    """One run.
+
+    Args:
+        row: the method.
+        column: the setting.
+        options: the command line, without seed and folder.
+        seed: of the run.
+        output: folder of all cells.
+
+    Raises:
+        ConfigError: if the configuration is none.
+    """
+    return Cell(
+        row, column, seed, {**_resolved(options, row, column), "seed": seed}, (*options, f"--seed={seed}"), output
+    )
+
+
 def _overlays(table: Definition, row: Row, column: Column) -> list[Overlay]:
     return [table.base, column.overlay, row.overlay, row.columns.get(column.name) or Overlay()]
-
-
-def _words(overlay: Overlay) -> Iterator[str]:
-    for file in overlay.files:
-        yield from ("--config", os.path.relpath(file))
-    for key, value in flatten(overlay.settings):
-        text = value if isinstance(value, str) else json.dumps(value)
-        yield f"--{key.removesuffix('.class_path')}={text}"
 
 
 def _resolved(options: Sequence[str], row: Row, column: Column) -> Config:

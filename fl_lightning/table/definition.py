@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
 _SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
@@ -29,20 +30,6 @@ _KEYS = (
     "rows",
     "published",
 )
-_OVERLAY = ("files", "set")
-
-
-@dataclass(frozen=True)
-class Overlay:
-    """What is laid over a configuration.
-
-    Args:
-        files: YAML files, later ones win.
-        settings: sections and values, over the files.
-    """
-
-    files: tuple[Path, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,7 +125,7 @@ def read_definition(path: Path) -> Definition:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError("table", f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from error
     require(isinstance(content, Mapping), "table", f"{path} must hold {', '.join(_KEYS[-4:])}")
-    _known(content, _KEYS, "")
+    known_keys(content, _KEYS, "")
     return _Reader(path, content).definition()
 
 
@@ -212,17 +199,7 @@ class _Reader:
         return Row(name, overlay, figure, figures, different)
 
     def _overlay(self, node: Any, key: str, beside: Sequence[str] = ()) -> Overlay:
-        if node is None:
-            return Overlay()
-        _known(node, (*_OVERLAY, *beside), key)
-        files, settings = node.get("files") or [], node.get("set") or {}
-        named = isinstance(files, list) and all(isinstance(file, str) for file in files)
-        require(named, f"{key}.files", "must be a list of YAML files", files)
-        require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
-        paths = tuple((self.path.parent / file).resolve() for file in files)
-        for file, found in zip(files, paths, strict=True):
-            require(found.is_file(), f"{key}.files", f"there is no such file beside {self.path}", file)
-        return Overlay(paths, settings)
+        return read_overlay(node, key, self.path, beside)
 
     def _published(self, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, dict[str, dict[str, Published]]]:
         node = self.content.get("published") or {}
@@ -241,13 +218,6 @@ class _Reader:
                 printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
                 found.setdefault(str(row), {})[str(column)] = printed
         return found
-
-
-def _known(node: Any, allowed: Sequence[str], key: str) -> None:
-    require(isinstance(node, Mapping), key or "table", f"must hold {', '.join(allowed)}", node)
-    for name in node:
-        whole = f"{key}.{name}" if key else str(name)
-        require(name in allowed, whole, f"there is no such key; {suggest(str(name), allowed)}")
 
 
 def _among(name: str, choices: Iterable[str], key: str) -> None:

@@ -118,6 +118,11 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     return value
 
 
+def figure_of(run: Cell, figure: Figure) -> float | None:
+    """What one run has; None where it has no such figure (yet)."""
+    return moments(figure, run.rows(), run.summary()).get(figure.report)
+
+
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, float]:
     """Each client's figure at the same moment; empty where it has none."""
     rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]

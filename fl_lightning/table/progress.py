@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.running import Crew, Job
 
-SIGNS = {"waiting": "·", "running": "▸", "finished": "✓", "stopped": "‖", "failed": "✗"}
+SIGNS = {"waiting": "·", "running": "▸", "finished": "✓", "stopped": "‖", "failed": "✗", "pruned": "-"}
 QUIET = 60.0  # seconds between two lines in a file
 
 
@@ -85,7 +85,7 @@ class Progress:
         if self.live is not None:
             self.live.update(self._grid(crew), refresh=True)
             return
-        ended = [job for job in changed if job.state in ("finished", "failed", "stopped")]
+        ended = [job for job in changed if job.state in ("finished", "failed", "stopped", "pruned")]
         for job in ended if self._written > -math.inf else ():
             said = f" ({job.said})" if job.said else ""
             self._write(f"{SIGNS[job.state]} {job.cell.title}: {job.state}{said}; {self.line(crew)}")

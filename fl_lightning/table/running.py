@@ -30,7 +30,7 @@ class Job:
     Args:
         cell: the cell.
         process: its own; None before it starts.
-        state: ``waiting``, ``running``, ``finished``, ``stopped`` or ``failed``.
+        state: ``waiting``, ``running``, ``finished``, ``stopped``, ``failed`` or ``pruned``.
         said: the last line that a failed run wrote.
     """
 
@@ -38,6 +38,8 @@ class Job:
     process: BaseProcess | None = None
     state: str = "waiting"
     said: str = ""
+    pruned: bool = False
+    """Whether it was asked to end early."""
 
 
 class Crew:
@@ -91,6 +93,12 @@ class Crew:
             assert job.process is not None
             job.process.kill()
 
+    def prune(self, job: Job) -> None:
+        """End a run that is not worth going on with; its last round is saved."""
+        if job.process is not None and job.state == "running" and not job.pruned:
+            job.pruned = True
+            job.process.terminate()
+
     @property
     def running(self) -> list[Job]:
         """Those at work."""
@@ -120,7 +128,8 @@ class Crew:
                 continue
             code = job.process.exitcode
             job.process.close()
-            job.state = "finished" if job.cell.finished else "stopped" if self.stopping else "failed"
+            others = "stopped" if self.stopping else "pruned" if job.pruned else "failed"
+            job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
                 job.said = _last_line(self.logs / f"{job.cell.name}.log") or f"ended with exit code {code}"
         self._told(self)

@@ -1,0 +1,80 @@
+"""What files of tables and searches lay over a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.command_line import flatten
+from fl_lightning.errors import require, suggest
+
+OVERLAY = ("files", "set")
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What is laid over a configuration.
+
+    Args:
+        files: YAML files, later ones win.
+        settings: sections and values, over the files.
+    """
+
+    files: tuple[Path, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def words(self) -> Iterator[str]:
+        """The same as options of a command line."""
+        for file in self.files:
+            yield from ("--config", os.path.relpath(file))
+        for key, value in flatten(self.settings):
+            yield option(key, value)
+
+
+def option(key: str, value: Any) -> str:
+    """One setting as an option of a command line."""
+    return f"--{key.removesuffix('.class_path')}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) -> Overlay:
+    """Read ``{files: […], set: {…}}``.
+
+    Args:
+        node: part of a file; None is nothing.
+        key: its key, for errors.
+        beside: the file, whose folder the files' paths start in.
+        others: what else the node may hold, which is left to the caller.
+
+    Raises:
+        ConfigError: naming the key that is wrong.
+    """
+    if node is None:
+        return Overlay()
+    known_keys(node, (*OVERLAY, *others), key)
+    files, settings = node.get("files") or [], node.get("set") or {}
+    named = isinstance(files, list) and all(isinstance(file, str) for file in files)
+    require(named, f"{key}.files", "must be a list of YAML files", files)
+    require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
+    paths = tuple((beside.parent / file).resolve() for file in files)
+    for file, found in zip(files, paths, strict=True):
+        require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)
+    return Overlay(paths, settings)
+
+
+def known_keys(node: Any, allowed: Sequence[str], key: str, whole: str = "table") -> None:
+    """Refuse any other key.
+
+    Args:
+        node: a mapping.
+        allowed: its keys.
+        key: the node's own; empty for a whole file.
+        whole: what a whole file is called.
+    """
+    require(isinstance(node, Mapping), key or whole, f"must hold {', '.join(allowed)}", node)
+    for name in node:
+        inner = f"{key}.{name}" if key else str(name)
+        require(name in allowed, inner, f"there is no such key; {suggest(str(name), allowed)}")

@@ -1,0 +1,231 @@
+"""``fl-lightning tune``: search hyperparameters on validation parts, and write what was chosen as overlays."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from fl_lightning.errors import require
+from fl_lightning.files import write_text
+from fl_lightning.parser import one_line_parser
+from fl_lightning.table.cells import Cell, cell_of
+from fl_lightning.table.definition import Column, Row
+from fl_lightning.table.figures import figure_of
+from fl_lightning.table.overlays import Overlay, option
+from fl_lightning.table.progress import Progress
+from fl_lightning.table.running import Command, Crew
+from fl_lightning.tune.space import Contender, Point, Search, read_search
+from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
+
+DESCRIPTION = (
+    "Search hyperparameters on the clients' validation parts; test parts are laid aside. Every method has the same "
+    "number of trials, each an ordinary run; what is finished is not run again. What was chosen is written as overlays."
+)
+COLUMN = Column("validation", Overlay(), {})
+
+
+class Tuning:
+    """A search that runs.
+
+    Args:
+        search: what the file says.
+        output: folder of runs.
+        jobs: runs at once.
+        command: runs a command line in the present process, and ends it.
+        console: where its progress is shown.
+    """
+
+    def __init__(self, search: Search, output: Path, jobs: int, command: Command, console: Console) -> None:
+        self.search = search
+        self.cells = output / "cells"
+        self.folder = output / "tunes" / search.name
+        self.jobs = jobs
+        self.console = console
+        self._command = command
+
+    def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
+        """The runs of a point, one a seed: on validation parts, whatever the base says."""
+        words = [*self.search.base.words(), *contender.overlay.words(), *(option(k, v) for k, v in point.items())]
+        row = Row(contender.name, contender.overlay)
+        plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
+        share = plain.config["data"].get("validation_fraction") or self.search.validation
+        words += [f"--data.validation_fraction={share}", "--data.evaluate_on=validation"]
+        return [cell_of(row, COLUMN, words, seed, self.cells) for seed in self.search.seeds]
+
+    def run(self) -> tuple[int, dict[str, list[Trial]]]:
+        """All methods' trials.
+
+        Returns:
+            An exit code, and the trials of each method.
+        """
+        for contender in self.search.contenders:  # a wrong key is found before anything runs
+            self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
+        found: dict[str, list[Trial]] = {}
+        code = 0
+        for contender in self.search.contenders:
+            trials, stopped = self._of(contender)
+            found[contender.name] = trials
+            code = max(code, stopped)
+            if stopped > 1:
+                break
+        return code, found
+
+    def _of(self, contender: Contender) -> tuple[list[Trial], int]:
+        sampler = self._sampler(contender)
+        median = Median(self.search)
+        trials: list[Trial] = []
+        code = 0
+        while batch := self._batch(sampler, contender, len(trials)):
+            trials += batch
+            crew_code = self._run_batch(batch, median)
+            for trial in batch:
+                sampler.tell(trial)
+            code = max(code, crew_code)
+            if crew_code > 1:
+                break
+        return trials, code
+
+    def _sampler(self, contender: Contender) -> Sampler:
+        if self.search.kind == "grid":
+            return Grid(self.search, contender)
+        return Optuna(self.search, contender, self.folder)
+
+    def _batch(self, sampler: Sampler, contender: Contender, number: int) -> list[Trial]:
+        """As many points as can run at once."""
+        batch: list[Trial] = []
+        while len(batch) < max(1, self.jobs // len(self.search.seeds)) and (asked := sampler.ask()) is not None:
+            point, handle = asked
+            batch.append(Trial(number + len(batch), point, self.cells_at(contender, point), handle=handle))
+        return batch
+
+    def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
+        cells = [cell for trial in batch for cell in trial.cells]
+        with Progress(self.console, cells) as progress:
+
+            def told(crew: Crew) -> None:
+                progress(crew)
+                for job in crew.running if self.search.pruning else ():
+                    if median.worse(job.cell):
+                        crew.prune(job)
+
+            crew = Crew(cells, self.folder / "logs", self.jobs, self._command, told)
+            code = crew.run()
+        states = {job.cell.name: job.state for job in crew.jobs}
+        for cell in cells:
+            median.look(cell)
+        for trial in batch:
+            self._judge(trial, [states[cell.name] for cell in trial.cells])
+        return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
+
+    def _judge(self, trial: Trial, states: Sequence[str]) -> None:
+        values = [figure_of(cell, self.search.monitor) for cell in trial.cells]
+        if all(state == "finished" for state in states) and all(value is not None for value in values):
+            trial.state, trial.value = "complete", math.fsum(v for v in values if v is not None) / len(values)
+        else:
+            trial.state = "pruned" if "pruned" in states and "failed" not in states else "failed"
+
+    # --- what is written --------------------------------------------------------------------------------------------
+
+    def best(self, trials: Sequence[Trial]) -> Trial | None:
+        """The best complete trial; of equal ones the first."""
+        known = [trial for trial in trials if trial.value is not None]
+        sign = 1 if self.search.maximise else -1
+        return max(known, key=lambda trial: (sign * (trial.value or 0.0), -trial.number), default=None)
+
+    def write(self, found: dict[str, list[Trial]]) -> str:
+        """Write `trials.csv`, `tune.md` and an overlay a method; returns the table."""
+        buffer = io.StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(["method", "trial", "state", str(self.search.monitor), "choice", "runs"])
+        lines = [
+            f"# {self.search.title}",
+            "",
+            self._explained(),
+            "",
+            "| | trials | best | choice |",
+            "|---|---|---|---|",
+        ]
+        for contender in self.search.contenders:
+            trials = found.get(contender.name, [])
+            for trial in trials:
+                runs = " ".join(cell.name for cell in trial.cells)
+                value = "" if trial.value is None else repr(trial.value)
+                writer.writerow([contender.name, trial.number, trial.state, value, _said(trial.point), runs])
+            best = self.best(trials)
+            if best is not None:
+                self._write_overlay(contender, best)
+                value = f"{100 * (best.value or 0.0):.2f}"
+                lines.append(f"| {contender.name} | {len(trials)} | {value} | {_said(best.point)} |")
+        write_text(self.folder / "trials.csv", buffer.getvalue())
+        write_text(self.folder / "tune.md", "\n".join(lines) + "\n")
+        return "\n".join(lines)
+
+    def _explained(self) -> str:
+        search = self.search
+        seeds = ", ".join(map(str, search.seeds))
+        return (
+            f"{search.trials} trials a method ({search.kind}), seeds {seeds}; {search.monitor} in percent, on "
+            "validation parts alone: the test parts were laid aside."
+        )
+
+    def _write_overlay(self, contender: Contender, best: Trial) -> None:
+        path = self.folder / f"{contender.name.lower().replace(' ', '_')}.yaml"
+        head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
+        node: dict[str, Any] = {}
+        named = {"method": best.cells[0].config["method"]["class_path"].rpartition(".")[2]}
+        for key, value in best.point.items():
+            place, names = node, key.split(".")
+            for name in names[:-1]:
+                place = place.setdefault(name, {})
+            place[names[-1]] = value
+        if isinstance(node.get("method"), dict):
+            node["method"] = {"class_path": named["method"], **node["method"]}
+        write_text(path, head + yaml.safe_dump({**named, **node}, sort_keys=False))
+
+
+def _said(point: Point) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+
+
+def tune(argv: Sequence[str], command: Command) -> int:
+    """The command.
+
+    Args:
+        argv: what follows ``tune``.
+        command: runs one run's command line, in a process of its own.
+
+    Returns:
+        0 if every trial has ended, 1 if some failed, 128 + a signal's number.
+    """
+    parser = one_line_parser("tune", description=DESCRIPTION)
+    parser.add_argument("file", type=str, help="the search's YAML file, e.g. experiments/tunes/quickstart.yaml")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; the cores are shared out among them")
+    parser.add_argument("--output", type=str, default="runs", help="folder of runs")
+    parser.add_argument("--print-commands", action="store_true", help="print one command a run of a grid, and run none")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    options = parser.parse_args(list(argv))
+    require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
+    search = read_search(Path(options.file))
+    console = Console(quiet=options.quiet)
+    tuning = Tuning(search, Path(options.output), options.jobs, command, console)
+    if options.print_commands:
+        require(search.kind == "grid", "--print-commands", "needs search: grid; Optuna chooses as it goes", search.kind)
+        for contender in search.contenders:
+            sampler = Grid(search, contender)
+            while (asked := sampler.ask()) is not None:
+                for cell in tuning.cells_at(contender, asked[0]):
+                    print(shlex.join(["fl-lightning", *cell.words]))
+        return 0
+    code, found = tuning.run()
+    table = tuning.write(found)
+    console.print(table, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {tuning.folder}", soft_wrap=True, highlight=False)
+    return code

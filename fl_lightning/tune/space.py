@@ -1,0 +1,189 @@
+"""What a search's file says: methods, what may vary, and the budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
+from fl_lightning.table.quantity import Figure, read_figure
+
+_KEYS = (
+    "title", "name", "seeds", "monitor", "goal", "trials", "search", "pruning", "validation", "base", "rows", "space",
+)  # fmt: skip
+_RANGE = ("values", "low", "high", "log", "whole")
+SEARCHES = ("grid", "optuna")
+Point = dict[str, Any]
+"""Key -> value: one choice of everything that may vary."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """What one key may be.
+
+    Args:
+        values: one of these; or, if there are none,
+        low: from here
+        high: to here, both inclusive,
+        log: evenly by magnitude,
+        whole: in whole numbers.
+    """
+
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    whole: bool = False
+
+    def points(self, count: int = 3) -> list[Any]:
+        """The values of a grid: all of them, or `count` evenly spaced ones.
+
+        >>> Range(low=0.001, high=0.1, log=True).points()
+        [0.001, 0.01, 0.1]
+        """
+        if self.values:
+            return list(self.values)
+        space = np.geomspace if self.log else np.linspace
+        points = [float(f"{point:.6g}") for point in space(self.low, self.high, count)]
+        return list(dict.fromkeys(round(point) for point in points)) if self.whole else points
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method with what may vary in it."""
+
+    name: str
+    overlay: Overlay
+    space: Mapping[str, Range]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search's file.
+
+    Args:
+        path: the file.
+        name: of the folder of its results.
+        title: for people.
+        seeds: every point is run with each of them, and judged by the mean.
+        monitor: the figure, on the validation parts.
+        maximise: whether more is better.
+        trials: points a method, the same for all.
+        kind: ``grid`` or ``optuna``.
+        pruning: whether runs far below the median of the others at the same round are ended.
+        validation: share of each client's training part that is laid aside where the base lays none aside.
+        base: under all methods.
+        contenders: the methods.
+    """
+
+    path: Path
+    name: str
+    title: str
+    seeds: tuple[int, ...]
+    monitor: Figure
+    maximise: bool
+    trials: int
+    kind: str
+    pruning: bool
+    validation: float
+    base: Overlay
+    contenders: tuple[Contender, ...]
+
+
+def read_search(path: Path) -> Search:
+    """Read a search's file.
+
+    Raises:
+        ConfigError: naming the key that is wrong, and what is allowed.
+    """
+    require(path.is_file(), "tune", "there is no such file", str(path))
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError("tune", f"{path} is not YAML: {error}") from error
+    known_keys(content, _KEYS, "", "tune")
+    seeds = content.get("seeds", [0])
+    whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    require(whole and len(set(seeds)) == len(seeds), "seeds", "must be different whole numbers >= 0", seeds)
+    goal, kind = content.get("goal", "max"), content.get("search", "grid")
+    require(goal in ("max", "min"), "goal", "must be max or min", goal)
+    require(kind in SEARCHES, "search", "must be grid or optuna", kind)
+    trials, validation = content.get("trials", 10), content.get("validation", 0.2)
+    require(type(trials) is int and trials >= 1, "trials", "must be a whole number >= 1", trials)
+    share = type(validation) is float and 0 < validation < 1
+    require(share, "validation", "must be a share above 0 and below 1", validation)
+    pruning = content.get("pruning", kind == "optuna")
+    require(type(pruning) is bool, "pruning", "must be true or false", pruning)
+    common = _space(content.get("space") or {}, "space")
+    return Search(
+        path,
+        str(content.get("name") or f"{path.resolve().parent.name}-{path.stem}"),
+        str(content.get("title") or path.stem),
+        tuple(seeds),
+        read_figure(content.get("monitor", "Local-T_received.last"), "monitor"),
+        goal == "max",
+        trials,
+        kind,
+        pruning,
+        validation,
+        read_overlay(content.get("base"), "base", path),
+        _contenders(content.get("rows"), common, path),
+    )
+
+
+def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Contender, ...]:
+    require(isinstance(node, Mapping) and bool(node), "rows", "must name the methods of the search", node)
+    found = []
+    for name, own in node.items():
+        own = {} if own is None else own
+        overlay = read_overlay(own, f"rows.{name}", path, ("space",))
+        space = {**common, **_space(own.get("space") or {}, f"rows.{name}.space")}
+        require(bool(space), f"rows.{name}.space", "is empty, so that there is nothing to choose")
+        found.append(Contender(str(name), overlay, space))
+    return tuple(found)
+
+
+def _space(node: Any, key: str) -> dict[str, Range]:
+    require(isinstance(node, Mapping), key, "must hold keys of a configuration and what they may be", node)
+    return {str(name): _range(given, f"{key}.{name}") for name, given in node.items()}
+
+
+def _range(given: Any, key: str) -> Range:
+    if isinstance(given, list):
+        given = {"values": given}
+    known_keys(given, _RANGE, key)
+    if "values" in given:
+        values = given["values"]
+        require(isinstance(values, list) and bool(values), f"{key}.values", "must be a list of values", values)
+        require(len(given) == 1, key, "takes values, or low and high", ", ".join(given))
+        return Range(tuple(values))
+    low, high = given.get("low"), given.get("high")
+    numbers = all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))
+    require(numbers and low < high, key, "needs low and high, with low below high; or values", given)
+    log, whole = given.get("log", False), given.get("whole", type(low) is int and type(high) is int)
+    require(not log or low > 0, f"{key}.low", "must be above 0 where log is true", low)
+    return Range((), low, high, bool(log), bool(whole))
+
+
+def grid(contender: Contender, trials: int, seed: int = 0) -> list[Point]:
+    """`trials` points of a method's grid, in an order that is drawn once; all of them where there are no more."""
+    keys = list(contender.space)
+    axes: Sequence[Sequence[Any]] = [contender.space[key].points(_density(contender, trials)) for key in keys]
+    points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*axes)]
+    order = np.random.default_rng(seed).permutation(len(points))[:trials]
+    return [points[index] for index in order]
+
+
+def _density(contender: Contender, trials: int) -> int:
+    """Points of each open range, so that the grid has about `trials` of them."""
+    fixed = math.prod(len(own.values) for own in contender.space.values() if own.values)
+    open_ranges = sum(not own.values for own in contender.space.values())
+    return max(2, round((trials / fixed) ** (1 / open_ranges))) if open_ranges else 1

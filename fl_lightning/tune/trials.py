@@ -1,0 +1,174 @@
+"""Which point comes next, and what became of those before: a grid, or Optuna's samplers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.table.cells import Cell
+from fl_lightning.tune.space import Contender, Point, Search, grid
+
+LEAST = 3  # runs at the same round that there must be before one is called worse than their median
+WARM_UP = 0.2  # share of the rounds in which nothing is pruned
+
+
+@dataclass
+class Trial:
+    """One point of a method.
+
+    Args:
+        number: from 0.
+        point: what it chooses.
+        cells: its runs, one a seed.
+        value: the mean of the monitored figure; None while it is not known, or of a run that failed.
+        state: ``running``, ``complete``, ``pruned`` or ``failed``.
+        handle: the sampler's own.
+    """
+
+    number: int
+    point: Point
+    cells: list[Cell] = field(default_factory=list)
+    value: float | None = None
+    state: str = "running"
+    handle: Any = None
+
+
+class Sampler(ABC):
+    """Gives a method's points, one after another, and learns what they are worth."""
+
+    @abstractmethod
+    def ask(self) -> tuple[Point, Any] | None:
+        """The next point, and a handle for `tell`; None after the last."""
+
+    @abstractmethod
+    def tell(self, trial: Trial) -> None:
+        """What became of a point."""
+
+
+class Grid(Sampler):
+    """The points of a grid; what is finished is found again by its runs."""
+
+    def __init__(self, search: Search, contender: Contender) -> None:
+        self._left = list(grid(contender, search.trials))
+
+    def ask(self) -> tuple[Point, Any] | None:
+        """The next of them."""
+        return (self._left.pop(0), None) if self._left else None
+
+    def tell(self, trial: Trial) -> None:
+        """A grid learns nothing."""
+
+
+class Optuna(Sampler):
+    """Optuna's tree-structured Parzen estimator, from the search's first seed; kept in a journal beside the results.
+
+    A point whose search was killed is asked for again, and its runs go on where they stopped.
+
+    Args:
+        search: the search.
+        contender: the method.
+        folder: of the journals.
+
+    Raises:
+        ConfigError: if Optuna is not installed.
+    """
+
+    def __init__(self, search: Search, contender: Contender, folder: Path) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise ConfigError("search", "optuna needs the package: pip install optuna", "optuna") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna = optuna
+        self._left = search.trials
+        self._space = {key: self._distribution(own) for key, own in contender.space.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        backend = optuna.storages.journal.JournalFileBackend(str(folder / f"{contender.name}.journal"))
+        self._study = optuna.create_study(
+            study_name=contender.name,
+            storage=optuna.storages.JournalStorage(backend),
+            sampler=optuna.samplers.TPESampler(seed=search.seeds[0], constant_liar=True),
+            direction="maximize" if search.maximise else "minimize",
+            load_if_exists=True,
+        )
+        state = optuna.trial.TrialState
+        self._known = [
+            trial for trial in self._study.get_trials(deepcopy=False) if trial.state in (state.COMPLETE, state.PRUNED)
+        ]
+        for trial in self._study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+            self._study.tell(trial.number, state=state.FAIL)
+            self._study.enqueue_trial(trial.params, skip_if_exists=False)
+
+    def _distribution(self, own: Any) -> Any:
+        kinds = self._optuna.distributions
+        if own.values:
+            return kinds.CategoricalDistribution([json.dumps(value) for value in own.values])
+        if own.whole:
+            return kinds.IntDistribution(int(own.low), int(own.high), log=own.log)
+        return kinds.FloatDistribution(own.low, own.high, log=own.log)
+
+    def ask(self) -> tuple[Point, Any] | None:
+        """Those of an earlier start first, then new ones."""
+        if self._left == 0:
+            return None
+        self._left -= 1
+        if self._known:
+            return self._point(self._known.pop(0).params), None
+        trial = self._study.ask(self._space)
+        return self._point(trial.params), trial
+
+    @staticmethod
+    def _point(params: Point) -> Point:
+        return {key: json.loads(value) if isinstance(value, str) else value for key, value in params.items()}
+
+    def tell(self, trial: Trial) -> None:
+        """Its value, or that it was pruned or failed."""
+        if trial.handle is None:
+            return
+        state = self._optuna.trial.TrialState
+        if trial.state == "complete":
+            self._study.tell(trial.handle, trial.value)
+        else:
+            self._study.tell(trial.handle, state=state.PRUNED if trial.state == "pruned" else state.FAIL)
+
+
+class Median:
+    """Ends runs that lie below the median of the method's other runs at the same round, as Google Vizier does.
+
+    Nothing is ended in the first fifth of the rounds, nor before three runs have come that far.
+
+    Args:
+        search: the search.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self._column = search.monitor.column
+        self._sign = 1 if search.maximise else -1
+        self._reached: dict[str, dict[int, float]] = {}
+
+    def worse(self, cell: Cell) -> bool:
+        """Whether a run that goes on is worse than the median of the others at its last round."""
+        self.look(cell)
+        own = self._reached.get(cell.name, {})
+        if not own or max(own) < WARM_UP * cell.rounds:
+            return False
+        round = max(own)
+        best = max(self._sign * value for value in own.values())
+        others: Sequence[float] = [
+            float(np.mean([value for at, value in known.items() if at <= round]))
+            for name, known in self._reached.items()
+            if name != cell.name and round in known
+        ]
+        return len(others) >= LEAST and best < float(np.median([self._sign * value for value in others]))
+
+    def look(self, cell: Cell) -> None:
+        """Take up what a run has reached so far."""
+        rows = {row["round"]: row.get(self._column) for row in cell.rows()}
+        self._reached[cell.name] = {at: value for at, value in rows.items() if isinstance(value, (int, float))}

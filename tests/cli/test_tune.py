@@ -1,0 +1,62 @@
+"""`fl-lightning tune`: the same budget for every method, on validation parts alone, and overlays that work."""
+
+import csv
+import json
+
+import pytest
+import yaml
+
+TUNE = """\
+title: A small search
+name: small
+trials: 2
+monitor: Local-T_received.last
+base: {files: [exp.yaml]}
+rows:
+  FedRep: {space: {optimizer.init_args.lr: [0.0001, 0.2]}}
+"""
+
+
+@pytest.fixture
+def place(workplace):
+    workplace.draws = False
+    workplace.change(federation={"rounds": 2})
+    workplace.write("small.yaml", TUNE)
+    return workplace
+
+
+def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
+    code, out, err = place.call("tune", "small.yaml", "--jobs", "2")
+    assert code == 0, out + err
+    folder = place.path / "runs/tunes/small"
+    with (folder / "trials.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["state"] for row in rows] == ["complete"] * 2
+    figures = {row["choice"]: float(row["Local-T_received.last"]) for row in rows}
+    assert figures["lr 0.2"] > figures["lr 0.0001"]
+    for row in rows:
+        record = json.loads((place.path / "runs/cells" / row["runs"] / "partition.json").read_text())
+        assert record["evaluate_on"] == "validation"
+        assert all(client["test"] == client["validation"] for client in record["clients"])
+    overlay = yaml.safe_load((folder / "fedrep.yaml").read_text())
+    assert overlay == {"method": "FedRep", "optimizer": {"init_args": {"lr": 0.2}}}
+    code, out, err = place.call("fit", "--config", "exp.yaml", "--config", str(folder / "fedrep.yaml"), "--quiet")
+    assert code == 0, err
+
+    stamps = {
+        row["runs"]: (place.path / "runs/cells" / row["runs"] / "summary.json").stat().st_mtime_ns for row in rows
+    }
+    code, out, err = place.call("tune", "small.yaml")  # nothing is run again
+    assert code == 0, err
+    now = {name: (place.path / "runs/cells" / name / "summary.json").stat().st_mtime_ns for name in stamps}
+    assert now == stamps
+
+
+def test_mistakes_are_one_line(place):
+    place.write("small.yaml", TUNE.replace("init_args.lr", "init_args.rate"))
+    code, _, err = place.call("tune", "small.yaml")
+    assert code == 2
+    assert "rate" in err
+    assert len(err.strip().splitlines()) == 1
+    code, _, _ = place.call("tune", "small.yaml", "--jobs", "0")
+    assert code == 2

@@ -1,0 +1,70 @@
+import pytest
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.tune.space import Range, grid, read_search
+
+GOOD = """
+seeds: [0, 1]
+monitor: Local-T_received.last
+trials: 4
+search: grid
+validation: 0.25
+space: {optimizer.init_args.lr: {low: 0.001, high: 0.1, log: true}}
+rows:
+  FedAvg: {set: {method: FedAvg}}
+  FedProx: {set: {method: FedProx}, space: {method.init_args.mu: [0.1, 1.0]}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "s.yaml").write_text(text)
+        return tmp_path / "s.yaml"
+
+    return write
+
+
+def test_a_search_has_the_same_budget_for_every_method(write):
+    search = read_search(write(GOOD))
+    assert (search.seeds, search.trials, search.kind, search.pruning, search.maximise) == (
+        (0, 1),
+        4,
+        "grid",
+        False,
+        True,
+    )
+    first, second = (grid(contender, search.trials) for contender in search.contenders)
+    assert len(first) == len(second) == 4
+    assert sorted(point["optimizer.init_args.lr"] for point in first) == [0.001, 0.00464159, 0.0215443, 0.1]
+    assert {point["method.init_args.mu"] for point in second} == {0.1, 1.0}
+    assert second == grid(search.contenders[1], 4)  # the same order every time
+
+
+def test_points_of_ranges():
+    assert Range(low=1, high=5, whole=True).points(3) == [1, 3, 5]
+    assert Range(low=0.0, high=1.0).points(5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert Range(values=("a", None)).points(9) == ["a", None]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("trials: 4", "trials: 0", "trials"),
+        ("trials: 4", "trial: 4", "trial"),
+        ("search: grid", "search: random", "search"),
+        ("validation: 0.25", "validation: 0", "validation"),
+        ("seeds: [0, 1]", "seeds: []", "seeds"),
+        ("low: 0.001", "low: 1.0", "space.optimizer.init_args.lr"),
+        ("low: 0.001", "low: -1.0", "space.optimizer.init_args.lr.low"),
+        ("low: 0.001", "low: .nan", "space.optimizer.init_args.lr"),
+        ("log: true", "lag: true", "space.optimizer.init_args.lr.lag"),
+        ("[0.1, 1.0]", "[]", "rows.FedProx.space.method.init_args.mu.values"),
+        ("monitor: Local-T_received.last", "monitor: Local-T", "monitor"),
+        ("rows:", "row:", "row"),
+    ],
+)
+def test_mistakes_name_their_key(write, old, new, key):
+    with pytest.raises(ConfigError) as caught:
+        read_search(write(GOOD.replace(old, new)))
+    assert caught.value.key == key
