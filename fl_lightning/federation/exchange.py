@@ -66,8 +66,7 @@ class Exchange(ABC):
     def post(self, client: int, message: Message) -> None:
         """Take what `client` sends after its fit."""
 
-    @abstractmethod
-    def withdraw(self, clients: Sequence[int]) -> None:
+    def withdraw(self, clients: Sequence[int]) -> None:  # noqa: B027 - who posts nothing is in no mean
         """Let participants of the open round leave it, who post nothing: as if they had been out of it."""
 
     @abstractmethod

@@ -61,7 +61,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     @override
     def on_run_start(self, loop: FederatedLoop) -> None:
-        ahead = ["round", "client", "participated", "failed", "skipped", "num_train", "num_test"]
+        sick = ["skipped"] if loop.ledger.skips else []
+        ahead = ["round", "client", "participated", "failed", *sick, "num_train", "num_test"]
         columns = {"metrics.csv": loop.row_columns, "clients.csv": [*ahead, *loop.examiner.columns, "loss"]}
         if loop.exchange.between_clients:
             columns["topology.csv"] = ["round", *Hop._fields]
