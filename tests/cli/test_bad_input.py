@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning.files import save_tensors
+from fl_lightning.files import load_tensors, save_tensors
 
 OWN_DATASET = """\
 import torch
 
-from fl_lightning.files import save_tensors
+from fl_lightning.files import load_tensors, save_tensors
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
@@ -448,3 +448,31 @@ def test_bad_input_is_refused_by_the_real_command(workplace):
     line = "fl-lightning: error: federation.participation: must be in (0, 1], got 3\n"
     assert done.stderr in (line, line.replace("got 3", "got 3.0"))
     assert workplace.files() == before
+
+
+@pytest.mark.parametrize("name", ["../../up", "a/b", "..", "a\\b", "x" * 201, "line\nbreak"])
+def test_name_that_is_no_name_is_refused(workplace, name):
+    line = refused(workplace, f"--name={name}")
+    assert "name" in line
+    assert len(line) <= 300
+
+
+def test_folder_with_a_config_that_is_no_runs_is_never_cleared(workplace):
+    workplace.write("runs/run/config.yaml", "mine: 1\n")
+    workplace.write("runs/run/models/mine.pt", b"weights")
+    assert "--overwrite" in refused(workplace, "--overwrite")
+
+
+@pytest.mark.parametrize("key", ["trainer.max_time", "federation.callbacks", "data"])
+def test_run_that_would_go_on_otherwise_is_refused(occupied, workplace, key):
+    for name, content in occupied.files().items():
+        if content is not None:
+            workplace.write(name, content)
+    file = workplace.run / "checkpoints" / "round-0001.ckpt"
+    if key == "data":
+        save_tensors(file, {**load_tensors(file, "--resume"), "data": "of other samples"})
+        assert "the data are not those" in refused(workplace, "--resume", "auto", "--federation.rounds", "2")
+    else:
+        other = {"max_time": "00:01:00:00"} if key == "trainer.max_time" else {"callbacks": []}
+        workplace.change(**{key.partition(".")[0]: other})
+        assert key in refused(workplace, "--resume", "auto", "--federation.rounds", "2")

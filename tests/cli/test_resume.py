@@ -229,3 +229,105 @@ def test_run_without_checkpoints_leaves_none(workplace):
     workplace.fit("--quiet", "--federation.rounds", "1", "--federation.checkpoint.every", "0")
     assert not (workplace.run / "checkpoints").exists()
     assert (workplace.run / "metrics.csv").exists()
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_run_falls_back_to_the_newest_whole_checkpoint(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet")
+    cut(workplace.run / "checkpoints" / f"round-{ROUNDS:04d}.ckpt")
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet", "--resume", "auto")
+    assert (code, err.count("\n")) == (0, 1), err
+    assert f"round-{ROUNDS:04d}.ckpt is damaged" in err
+    assert f"going on from round {ROUNDS - 1}" in err
+    assert_same_run(straight("FedRep").run, workplace.run)
+    check_folder(workplace.run)
+
+
+def test_older_checkpoint_puts_newer_ones_aside_and_is_gone_on_from_after_a_kill(straight, workplace, assert_same_run):
+    """With `keep: 1` and states on disk, and a kill right after that."""
+    workplace.change(**VARIANTS["FedRep-disk"])
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    older = workplace.run / "checkpoints" / "round-0002.ckpt"
+    workplace.fit("--quiet", "--resume", "auto", "--federation.checkpoint.keep", "3")
+    less = ("--federation.checkpoint.keep", "1")
+    code, _, err = workplace.call(
+        "fit", "--config", "exp.yaml", "--quiet", "--resume", str(older), *less, die_at="config.yaml"
+    )
+    assert code == -9
+    assert "aside-0001; going on from round 2" in err
+    assert [path.name for path in (workplace.run / "checkpoints").glob("*.ckpt")] == ["round-0002.ckpt"]
+    workplace.fit("--quiet", "--resume", "auto", *less)
+    assert_same_run(straight("FedRep-disk").run, workplace.run)
+    check_folder(workplace.run, keep=1)
+
+
+def test_tables_are_put_right_on_resume(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    (workplace.run / "metrics.csv").write_bytes(b"\xff\xfe\x00 no text")
+    (workplace.run / "clients.csv").unlink()
+    workplace.fit("--quiet", "--resume", "auto")
+    assert_same_run(straight("FedRep").run, workplace.run)
+
+
+# --- where a run lies -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv", [["--config", "elsewhere/it/config.yaml", "--resume", "auto"], ["--resume", "elsewhere/it"]]
+)
+def test_moved_run_goes_on_where_it_lies_now(straight, workplace, assert_same_run, argv):
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    moved = workplace.path / "elsewhere" / "it"
+    moved.parent.mkdir()
+    workplace.run.rename(moved)
+    code, _, err = workplace.call("fit", *argv, "--quiet", "--federation.rounds", str(ROUNDS))
+    assert code == 0, err
+    assert not workplace.run.exists()
+    assert_same_run(straight("FedRep").run, moved)
+
+
+def test_file_that_cannot_be_written_ends_the_run_in_one_line(workplace):
+    """As on a full disk; the line says how to go on."""
+    workplace.change(**VARIANTS["FedRep"])
+    workplace.write("runs/run/checkpoints", "a file where a folder must be")
+    workplace.write("runs/run/.lock", "a run of fl-lightning lies here\n")
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "cannot write runs/run/checkpoints" in err
+
+
+# --- loggers --------------------------------------------------------------------------------------------------------
+
+
+def test_loggers_version_goes_on_and_one_that_fails_is_left_out(straight, workplace, assert_same_run):
+    workplace.write("broken.py", BROKEN)
+    workplace.change(**VARIANTS["FedRep"], logger=[{"class_path": "CSVLogger"}, {"class_path": "broken.Broken"}])
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet", "--federation.rounds", "2")
+    assert code == 0, err
+    assert "logger Broken failed (RuntimeError: no more)" in err
+    workplace.fit("--quiet", "--resume", "auto")
+    logs = workplace.run / "lightning_logs"
+    assert [path.name for path in logs.iterdir()] == ["version_0"]
+    assert len((logs / "version_0" / "metrics.csv").read_text().splitlines()) == 1 + ROUNDS + 1
+    assert_same_run(straight("FedRep").run, workplace.run)
+
+
+BROKEN = """
+from lightning.pytorch.loggers import CSVLogger
+
+class Broken(CSVLogger):
+    def __init__(self, save_dir: str = "."):
+        super().__init__(save_dir, name="broken")
+
+    def log_metrics(self, metrics, step=None):
+        raise RuntimeError("no more")
+"""

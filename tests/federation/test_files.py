@@ -1,0 +1,246 @@
+"""Files that say whether they are what was written; tables that a journal makes again."""
+
+import errno
+import os
+import random
+
+import pytest
+import torch
+
+from fl_lightning import files
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.files import WriteError, load_tensors, read_json, save_tensors, verify, write_json, write_text
+from fl_lightning.report.journal import RunTables
+
+STATE = {"w": torch.arange(50.0), "inner": {"count": torch.tensor([1, 2]), "name": "head"}}
+COLUMNS = {"metrics.csv": ["round", "Local-T", "seconds"], "clients.csv": ["round", "client", "loss"]}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_flipped_bit_of_a_sealed_file_is_loaded(tmp_path, seed):
+    path, draw = tmp_path / "state.pt", random.Random(seed)
+    save_tensors(path, STATE)
+    content = path.read_bytes()
+    for _ in range(50):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        for read in (load_tensors, verify):
+            with pytest.raises(ConfigError, match=r"--resume: .*state\.pt"):
+                read(path, "--resume")
+
+
+@pytest.mark.parametrize("end", [True, False], ids=["in the seal", "in the archive"])
+def test_every_bit_of_the_last_and_first_bytes_counts(tmp_path, end):
+    path = tmp_path / "state.pt"
+    save_tensors(path, STATE)
+    content = path.read_bytes()
+    for place in range(-files.SEAL.size, 0) if end else range(16):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(ConfigError):
+                load_tensors(path, "--resume")
+
+
+def test_sealed_file_is_still_one_of_torchs(tmp_path):
+    save_tensors(tmp_path / "state.pt", STATE)
+    for mmap in (False, True):
+        assert torch.load(tmp_path / "state.pt", weights_only=True, mmap=mmap)["w"].equal(STATE["w"])
+
+
+def test_file_without_a_seal_is_said_to_be_older(tmp_path):
+    torch.save(STATE, tmp_path / "state.pt")
+    with pytest.raises(ConfigError, match="older version"):
+        load_tensors(tmp_path / "state.pt", "--resume")
+
+
+def test_json_with_another_value_is_refused(tmp_path):
+    path = tmp_path / "partition.json"
+    write_json(path, {"clients": [[1, 2], [3]], "seed": 0, "by": {1: 2.5}})
+    assert read_json(path, "evaluate") == {"clients": [[1, 2], [3]], "seed": 0, "by": {"1": 2.5}}
+    path.write_text(path.read_text().replace("[3]", "[4]"))
+    with pytest.raises(ConfigError, match="checksum"):
+        read_json(path, "evaluate")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_what_the_system_refuses_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch, call, number):
+    path = tmp_path / "state.pt"
+    save_tensors(path, {"a": torch.ones(1)})
+
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(WriteError, match=rf"cannot write .*state\.pt: {os.strerror(number)}"):
+        save_tensors(path, {"a": torch.zeros(1)})
+    monkeypatch.undo()
+    assert load_tensors(path, "--resume")["a"].item() == 1
+    assert [found.name for found in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_disk_that_is_full_in_the_middle_of_a_tensor_is_named(tmp_path):
+    with pytest.raises(WriteError, match="No space left"):
+        files.write_atomically(tmp_path / "a", lambda file: torch.save(STATE, files.Summed(Full())))
+
+
+class Full:
+    def write(self, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self):
+        pass
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def rows(round):
+    clients = [{"round": round, "client": client, "loss": round / 3} for client in range(2)]
+    return {"metrics.csv": [{"round": round, "Local-T": round / 7, "seconds": 0.5}], "clients.csv": clients}
+
+
+@pytest.fixture
+def tables(tmp_path):
+    made = RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt")
+    made.start(0)
+    for round in (1, 2, 3):
+        made.append(round, rows(round))
+        if round == 2:
+            made.saved = made.state_dict()
+    return made
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def expected(folder):
+    fresh = RunTables(folder, COLUMNS, folder / "journal.txt")
+    fresh.start(0)
+    for round in (1, 2):
+        fresh.append(round, rows(round))
+    return contents(folder)
+
+
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-9]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "missing-line": lambda path: path.write_text(path.read_text().partition("\n")[0] + "\n3,1,1\n"),
+    "other-header": lambda path: path.write_text("a,b\n" + path.read_text().partition("\n")[2]),
+    "no-text": lambda path: path.write_bytes(b"\xff\xfe\x00\x80" * 9),
+    "left-alone": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+@pytest.mark.parametrize("which", [("metrics.csv",), ("metrics.csv", "clients.csv"), ("journal.txt",)])
+def test_tables_are_made_again_whatever_happened_to_them(tables, tmp_path, damage, which):
+    """Round 3 came after the checkpoint: it goes."""
+    for name in which:
+        damage(tmp_path / name)
+    again = RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt")
+    notice = again.start(2, tables.saved)
+    assert bool(notice) == (which == ("journal.txt",) and "journal" in notice)
+    assert again.state_dict() == tables.saved
+    (tmp_path / "fresh").mkdir()
+    assert contents(tmp_path) == expected(tmp_path / "fresh")
+
+
+def test_journal_and_table_that_are_damaged_both_are_refused(tables, tmp_path):
+    for name in ("journal.txt", "clients.csv"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:30])
+    with pytest.raises(ConfigError, match=r"journal\.txt is damaged.*clients\.csv"):
+        RunTables(tmp_path, COLUMNS, tmp_path / "journal.txt").start(2, tables.saved)
+
+
+def test_seconds_do_not_enter_a_checkpoint(tmp_path):
+    sums = []
+    for seconds in (0.5, 123.4567):
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        made = RunTables(folder, COLUMNS, folder / "journal.txt")
+        made.start(0)
+        made.append(1, {"metrics.csv": [{"round": 1, "Local-T": 0.25, "seconds": seconds}], "clients.csv": []})
+        sums.append(made.state_dict())
+    assert sums[0] == sums[1]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    made = Checkpoints(tmp_path / "checkpoints")
+    pool = ClientPool(made.clients)
+    for round in (1, 2, 3, 4):
+        pool.put(0, {"head": torch.full((3,), float(round))}, round)
+        pool.put(round % 2 + 1, {"head": torch.full((3,), float(round))}, round)
+        made.save(round, {"exchange": {}}, pool.flush(round), keep=3)
+    return made
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_newest_whole_checkpoint_is_chosen(checkpoints):
+    assert checkpoints.choose("auto").path.name == "round-0004.ckpt"
+    cut(checkpoints.clients / "00000-r0004.pt")
+    chosen = checkpoints.choose("auto")
+    assert chosen.path.name == "round-0003.ckpt"
+    assert "00000-r0004.pt is damaged" in chosen.damaged[0]
+    cut(checkpoints.folder / "round-0003.ckpt")
+    assert checkpoints.choose("auto").path.name == "round-0002.ckpt"
+
+
+def test_older_damaged_checkpoint_stands_in_nobodys_way(checkpoints):
+    cut(checkpoints.folder / "round-0002.ckpt")
+    assert checkpoints.choose("auto").damaged == ()
+    checkpoints.prune(3)
+    assert len(checkpoints.all()) == 3
+
+
+def test_where_nothing_is_whole_one_line_says_so(checkpoints):
+    for path in checkpoints.all():
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"round-0004\.ckpt.*2 more.*--overwrite") as caught:
+        checkpoints.choose("auto")
+    assert len(str(caught.value)) <= 300 + len(str(checkpoints.folder))
+
+
+@pytest.mark.parametrize("part", ["round", "clients"])
+def test_checkpoint_with_a_part_missing_is_refused(checkpoints, part):
+    path = checkpoints.folder / "round-0004.ckpt"
+    state = load_tensors(path, "--resume")
+    del state[part]
+    save_tensors(path, state)
+    with pytest.raises(ConfigError, match=f"has no {part}"):
+        checkpoints.load(path)
+
+
+def test_newer_checkpoints_are_put_aside_with_all_that_they_need(checkpoints):
+    write_text(checkpoints.journal, "rows")
+    aside = Checkpoints(checkpoints.put_aside(2))
+    checkpoints.prune(1)
+    assert [path.name for path in checkpoints.all()] == ["round-0002.ckpt"]
+    assert {path.name for path in checkpoints.clients.iterdir()} == set(
+        checkpoints.load(checkpoints.all()[0])["clients"].values()
+    )
+    assert [path.name for path in aside.all()] == ["round-0003.ckpt", "round-0004.ckpt"]
+    assert aside.choose("auto").damaged == ()
+    assert aside.journal.read_text() == "rows"
+    assert checkpoints.put_aside(2) is None
+
+
+def test_later_writes_leave_what_is_aside_as_it_was(checkpoints):
+    aside = Checkpoints(checkpoints.put_aside(2))
+    before = (aside.clients / "00000-r0004.pt").read_bytes()
+    save_tensors(checkpoints.clients / "00000-r0004.pt", {"head": torch.zeros(3)})
+    assert (aside.clients / "00000-r0004.pt").read_bytes() == before
