@@ -14,7 +14,7 @@ from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.parser import configured, one_line_parser, resolve
-from fl_lightning.resuming import continue_command, with_resumed_folder
+from fl_lightning.resuming import continue_command, takes_folders_config, with_resumed_folder
 from fl_lightning.terminal import outlived, say
 from fl_lightning.trust import Trust
 
@@ -82,10 +82,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _fit(argv: list[str]) -> int:
+    words = with_resumed_folder(argv)
     options, config = configured(
         "fit",
         "Run a federation from a configuration.",
-        with_resumed_folder(argv),
+        words,
+        imports_own=not takes_folders_config(argv, words),
+        trust={"metavar": "PACKAGE", "action": "append", "default": [], "help": TRUST},
         resume={"help": "continue: auto (the newest whole checkpoint), a run's folder, or a checkpoint"},
         overwrite={"action": "store_true", "help": "replace the run that the output folder holds"},
         quiet={"action": "store_true", "help": "print neither progress nor tables"},

@@ -37,13 +37,16 @@ def one_line_parser(command: str = "", **options: Any) -> OneLineParser:
     return OneLineParser(prog=f"fl-lightning {command}".strip(), allow_abbrev=False, **options)
 
 
-def configured(command: str, description: str, argv: Sequence[str], **own: Mapping[str, Any]) -> tuple[Any, Config]:
+def configured(
+    command: str, description: str, argv: Sequence[str], imports_own: bool = True, **own: Mapping[str, Any]
+) -> tuple[Any, Config]:
     """Read, check and resolve a command line that holds a configuration.
 
     Args:
         command: the subcommand.
         description: what it does.
         argv: the command line after it.
+        imports_own: whether it may name classes of any of the user's modules, not only of those in the option `trust`.
         own: the command's own options, as `add_argument` takes them.
 
     Returns:
@@ -63,7 +66,7 @@ def configured(command: str, description: str, argv: Sequence[str], **own: Mappi
     check_names(given)
     options = parser.parse_args(given.words, argparse.Namespace(given=given))
     with given.speaking():
-        config = resolve(given.tree, Trust(own=True))
+        config = resolve(given.tree, Trust(tuple(getattr(options, "trust", ())), own=imports_own))
     if options.print_config:
         print(yaml.safe_dump(config, sort_keys=False), end="")
         sys.exit(0)

@@ -83,6 +83,16 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     return [*config, *argv, *_place(folder), "--resume", "auto" if named.is_dir() else str(named)]
 
 
+def takes_folders_config(argv: Sequence[str], resumed: Sequence[str]) -> bool:
+    """Whether the folder alone says the configuration; what a run left behind is data, and imports nothing by itself.
+
+    Args:
+        argv: the command line as given.
+        resumed: what `with_resumed_folder` made of it.
+    """
+    return not _values(argv, "--config") and bool(_values(resumed, "--config"))
+
+
 def _values(argv: Sequence[str], option: str) -> list[str]:
     pairs = zip(argv, [*argv[1:], ""], strict=True)
     return [

@@ -305,6 +305,20 @@ def test_file_that_cannot_be_written_ends_the_run_in_one_line(workplace):
     assert "cannot write runs/run/checkpoints" in err
 
 
+def test_folder_that_is_resumed_imports_nothing_by_itself(workplace):
+    workplace.write("mine.py", BROKEN.replace("Broken", "Mine") + "\nprint('imported')\n")
+    workplace.change(logger={"class_path": "mine.Mine"})
+    workplace.fit("--quiet", "--federation.rounds", "1")
+    code, out, err = workplace.call("fit", "--resume", "runs/run", "--quiet", "--federation.rounds", "2")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "--trust mine" in err
+    assert "imported" not in out
+    code, _, err = workplace.call(
+        "fit", "--resume", "runs/run", "--trust", "mine", "--quiet", "--federation.rounds", "2"
+    )
+    assert code == 0, err
+
+
 # --- loggers --------------------------------------------------------------------------------------------------------
 
 
