@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,7 @@ def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
     return {
         "seed": checker.value(int, tree.get("seed", 0), "seed"),
         "name": checker.value(str | None, tree.get("name"), "name"),
-        "output": checker.value(str, tree.get("output", "runs"), "output"),
+        "output": _folder(checker.value(str, tree.get("output", "runs"), "output")),
         "method": checker.node([_base("methods")], tree["method"], "method", METHOD_SKIPS),
         "model": _models(checker, tree["model"]),
         "optimizer": _optimizer(checker, tree.get("optimizer")),
@@ -118,6 +119,13 @@ def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
         "trainer": _trainer(checker, tree.get("trainer")),
         "logger": _loggers(checker, tree.get("logger")),
     }
+
+
+def _folder(path: str) -> str:
+    """A path that the system takes."""
+    fits = len(os.fsencode(path)) <= 2000 and all(len(os.fsencode(part)) <= 200 for part in path.split("/"))
+    require(fits, "output", "must be a path of at most 2,000 bytes, 200 between two strokes", path)
+    return path
 
 
 def _base(kind: str) -> type:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fl_lightning import catalog
@@ -147,7 +146,7 @@ def _class_path(kind: str, key: str, name: str) -> str:
         return known[name]
     if name in known.values():
         return name
-    if "." in name or Path(name).suffix or Path(name).exists():
+    if "." in name:
         return ""
     raise ConfigError(key, f"there is no {kind[:-1]} of that name; {suggest(name, known)}", name)
 

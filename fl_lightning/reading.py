@@ -177,6 +177,6 @@ def finite(value: float, key: str, may_be_infinite: bool = False) -> float:
 
 def text(value: str, key: str) -> str:
     """A text that can be handed to the system."""
-    if "\0" in value:
-        raise ConfigError(key, "must not hold a null character", value)
+    if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise ConfigError(key, "must not hold a null character or half of one", value)
     return value

@@ -208,7 +208,9 @@ class Checker:
             raise MismatchError(key, value, *(f"a {base.__name__}" for base in bases))
         name = value.get("class_path")
         if not isinstance(name, str):
-            raise ConfigError(key, "must be a class's name, or hold one under class_path", value)
+            if name is None:
+                raise ConfigError(key, "must be a class's name, or hold one under class_path", value)
+            raise ConfigError(f"{key}.class_path", "must be a class's name", name)
         for member in value:
             if member not in NODE:
                 raise ConfigError(f"{key}.{member}", f"there is no such key; {suggest(str(member), NODE[:2])}")
@@ -347,7 +349,7 @@ def _literal(allowed: Sequence[Any], given: Any, value: Any, key: str) -> Any:
     for each in (value, given):
         if any(each == one and type(one) is (str if isinstance(each, str) else type(each)) for one in allowed):
             return str(each) if isinstance(each, str) else each
-    raise MismatchError(key, value, ", ".join(map(str, allowed)))
+    raise MismatchError(key, value, f"{'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}")
 
 
 def _enumerated(cls: type[Enum], value: Any, key: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
+from fl_lightning.federation.flags import check_flags
 from fl_lightning.federation.launch import gpu_here, num_devices
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
@@ -118,6 +119,7 @@ class Runner:
         self.seed = seed
         self.settings = settings
         flags = {name: value for name, value in trainer.items() if value is not None}
+        check_flags(flags)
         fit_settings = FitSettings(
             optimizer,
             settings.local_epochs,
@@ -356,8 +358,9 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     precision = _precision(flags.get("precision"), accelerator)
     try:
         trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
-    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
-        raise ConfigError("trainer", str(error)) from error
+    except Exception as error:  # whatever Lightning refuses: a type, a range, an extra that is not installed
+        named = next((name for name in flags if re.search(rf"\b{name}\b", str(error))), None)
+        raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
     _leave_files_and_signals_alone(trainer)
     strategy = trainer.strategy
     strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.errors import require
+from fl_lightning.reading import read_yaml
 from fl_lightning.report.record import read_rows
 
 FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
@@ -91,10 +91,7 @@ def _rounds(figures: Figures) -> int:
 def _settings(run: Path) -> dict[str, str]:
     file = run / "config.yaml"
     require(file.is_file(), "compare", "there is no run in that folder", str(run))
-    try:
-        config = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
-        config = None
+    config = read_yaml(file, "compare")
     require(isinstance(config, dict), "compare", f"{file} is no run's configuration")
     return dict(_flatten(config))
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.reading import read_yaml
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
@@ -119,11 +118,7 @@ def read_definition(path: Path) -> Definition:
     Raises:
         ConfigError: naming the key that is wrong, and what is allowed.
     """
-    require(path.is_file(), "table", "there is no such file", str(path))
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError("table", f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from error
+    content = read_yaml(path, "table")
     require(isinstance(content, Mapping), "table", f"{path} must hold {', '.join(_KEYS[-4:])}")
     known_keys(content, _KEYS, "")
     return _Reader(path, content).definition()

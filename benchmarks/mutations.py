@@ -1,0 +1,359 @@
+"""Mutated configurations: does any give a traceback, a hang, a key that nobody wrote, a long line, or pass as sense?
+
+    python benchmarks/mutations.py                     # 5,000 over six files, about 20 minutes on one core
+    python benchmarks/mutations.py --number 300 --seed 7 --show
+
+Each mutation runs in a process forked from one that has imported everything; `fit` goes as far as it does before the
+first round: configuration, data, clients and Trainer are all there. One in `--train` runs its round,
+too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+FILES = (
+    "quickstart", "fedcpd/fmnist_dirichlet01", "feddw/cifar100_practical", "drdfl/cifar10_dirichlet01",
+    "fedproto/mnist",
+    "fedcpd/cifar10_dirichlet01",
+)  # fmt: skip
+RICH = {
+    "federation": {
+        "failures": {"probability": 0.1, "schedule": {"1": [0]}},
+        "newcomers": {"clients": 0, "after": 0},
+        "checkpoint": {"every": 1, "keep": 2},
+        "evaluate": {"trained": True, "batch_size": 64},
+        "wire": [{"class_path": "TopK", "init_args": {"share": 0.5}}],
+        "server_optimizer": {"class_path": "ServerAdam", "init_args": {"lr": 0.1}},
+    },
+    "trainer": {
+        "gradient_clip_val": 1.0,
+        "gradient_clip_algorithm": "norm",
+        "accumulate_grad_batches": 1,
+        "limit_train_batches": 3,
+        "max_steps": 5,
+        "max_time": "00:01:00:00",
+        "callbacks": [{"class_path": "Timer", "init_args": {"interval": "epoch"}}],
+        "profiler": None,
+    },
+    "data": {"augmentation": [{"class_path": "RandomCrop", "init_args": {"size": 8, "padding": 1}}]},
+    "logger": {"class_path": "CSVLogger", "init_args": {"name": "log", "flush_logs_every_n_steps": 10}},
+}
+"""What the last file is given on top, so that every kind of place is there."""
+LONGEST, SLOWEST = 300, 10  # characters, seconds
+VALUES = [
+    None, [], {}, "", "abc", -1, 0, 1, 0.5, 1e308, 10**30, 2**63, -(2**63), True, math.nan, math.inf, -math.inf,
+    "é\u202e",
+    "x" * 5000, "nul\0", "2024-13-45", [1] * 1000, [[[]]],
+    {"class_path": "os.system", "init_args": {"command": "true"}},
+    {"class_path": "../../x"}, "../../x", [None], {"a": 1}, [1, "a"], "FedAvg", {"class_path": "MLP"}, "1e-3", -0.5, 7,
+    {"class_path": 5}, {"init_args": {}}, "builtins.eval", 1e-300, "null", [0.1, 0.2], 2**62, "\ud800",
+]  # fmt: skip
+NUMBERS = (
+    "rounds",
+    "num_clients",
+    "batch_size",
+    "local_epochs",
+    "keep",
+    "accumulate_grad_batches",
+    "limit_train_batches",
+)
+TEXTS = {
+    "duplicate": lambda text, draw: _twice(text, draw),
+    "recursive alias": lambda text, draw: text + "\nname: &a [*a]\n",
+    "growing aliases": lambda text, draw: text + "\nname:\n" + _laughs(),
+    "tag": lambda text, draw: re.sub(r": (\d+)\n", ": !!python/object/apply:os.getcwd []\n", text, count=1),
+    "cut": lambda text, draw: text[: draw.randrange(len(text))] + "\n  : ]",
+    "deep": lambda text, draw: text + "\nname: " + "[" * 3000 + "]" * 3000,
+    "null byte": lambda text, draw: text.replace(":", ":\0", 1),
+    "tab": lambda text, draw: text.replace("\n  ", "\n\t", 1),
+}
+"""Mutations of the text; each must be refused (a cut where that leaves no YAML)."""
+
+
+def _twice(text: str, draw: random.Random) -> str:
+    lines = text.splitlines()
+    keys = [n for n, line in enumerate(lines) if re.fullmatch(r"\s*[\w]+: [^\s{\[].*", line)]
+    line = draw.choice(keys)
+    return "\n".join([*lines[: line + 1], lines[line], *lines[line + 1 :]])
+
+
+def _laughs() -> str:
+    lines = ["  - &a [" + ", ".join("x" * 10) + "]"]
+    for index in range(9):
+        lines.append(f"  - &{chr(98 + index)} [" + ", ".join([f"*{chr(97 + index)}"] * 10) + "]")
+    return "\n".join(lines)
+
+
+@dataclass
+class Mutant:
+    """A mutated file.
+
+    Args:
+        base: which file.
+        what: the mutation, in words.
+        text: what is left of the file.
+        path: the key that was changed, without ``init_args``.
+        nonsense: whether it must be refused.
+    """
+
+    base: str
+    what: str
+    text: str
+    path: str
+    nonsense: bool
+
+
+def bases() -> dict[str, Any]:
+    """The files, on Digits with a small MLP, four clients and one round."""
+    found = {}
+    for name in FILES:
+        config = yaml.safe_load((ROOT / "experiments" / f"{name}.yaml").read_text())
+        config["data"] = {**config["data"], "dataset": "Digits", "num_clients": 4}
+        config["model"] = {"class_path": "MLP", "init_args": {"hidden": [16, 8]}}
+        config["federation"] = {**config.get("federation", {}), "rounds": 1}
+        config["trainer"] = {**config.get("trainer", {}), "accelerator": "cpu"}
+        config |= {"seed": 0, "name": "mutant", "output": "runs"}
+        if name == FILES[-1]:
+            for section, more in RICH.items():
+                config[section] = {**config.get(section, {}), **more}
+            config["method"] = {"class_path": "FedAvg", "init_args": {"extra_terms": [{"class_path": "Proximal"}]}}
+        if name.startswith(("drdfl", "fedproto")):
+            config["data"]["partition"] = {"class_path": "Dirichlet", "init_args": {"beta": 0.5, "min_samples": 10}}
+            config["data"]["batch_size"] = 64
+        found[name] = config
+    return found
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value."""
+    found = [path] if path else []
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        found += places(value, (*path, name))
+    return found
+
+
+def mutate(base: str, config: Any, draw: random.Random) -> Mutant:
+    """One mutation of a configuration."""
+    config = copy.deepcopy(config)
+    if draw.random() < 0.08:
+        what = draw.choice(sorted(TEXTS))
+        text = TEXTS[what](yaml.safe_dump(config, sort_keys=False), draw)
+        return Mutant(base, what, text, "", what != "cut")
+    path = draw.choice(places(config))
+    above = config
+    for name in path[:-1]:
+        above = above[name]
+    last, old = path[-1], above[path[-1]]
+    kind = draw.choice(["value"] * 6 + ["rename", "add", "delete"])
+    nonsense, key = False, path
+    if kind == "delete":
+        del above[last]
+    elif kind == "value":
+        new = draw.choice(VALUES)
+        above[last] = new
+        nonsense = _is_nonsense(path, old, new)
+        kind = f"value {new!r}"[:80]
+    else:
+        names = {"rename": f"{last}x", "add": "unheard_of"}
+        new_name = draw.choice([names[kind], "", "ä", 5, "a.b", "x" * 400, "class_pth"])
+        target = above if kind == "rename" else old
+        if not isinstance(target, dict) or (kind == "rename" and isinstance(last, int)) or new_name in target:
+            return mutate(base, config, draw)
+        if kind == "rename":
+            del above[last]
+        target[new_name] = old if kind == "rename" else 1
+        key = (*(path[:-1] if kind == "rename" else path), new_name)
+        nonsense = "schedule" not in path
+        kind = f"{kind} to {new_name!r}"[:60]
+    dotted = ".".join(str(part) for part in key if part != "init_args")
+    return Mutant(base, kind, yaml.dump(config, Dumper=_Dumper, sort_keys=False), dotted, nonsense)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _is_nonsense(path: tuple[Any, ...], old: Any, new: Any) -> bool:
+    """Whether the new value cannot be meant, wherever it stands."""
+    if isinstance(new, float) and not math.isfinite(new):
+        return True
+    if isinstance(new, dict) and new.get("class_path") in ("os.system", "../../x", 5):
+        return True
+    if isinstance(new, str) and ("\0" in new or "\ud800" in new or len(new) > 1000):
+        return True
+    if isinstance(old, (int, float)) and not isinstance(old, bool) and new != "1e-3":  # which is a number here
+        if isinstance(new, (str, list, dict, bool)):
+            # a list of devices, a share of failures, a hidden layer, workers: auto, a fast run of one batch
+            return path[-1] not in ("newcomers", "devices", "lr", "filters") or isinstance(new, (str, dict))
+        return path[-1] in NUMBERS and isinstance(new, (int, float)) and new <= 0
+    return (isinstance(old, bool) and isinstance(new, (list, dict))) or (isinstance(old, (dict, list)) and new == "abc")
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def run(argv: list[str], folder: Path, trains: bool) -> tuple[int, str, float]:
+    """A command in a forked process: exit code (-9 for a hang), stderr, seconds."""
+    errors = folder / "stderr"
+    start = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.chdir(folder)
+            for number, path in ((1, os.devnull), (2, str(errors))):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            code = _command(argv, trains)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    code = None
+    while code is None:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() - start > 6 * SLOWEST:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            code = -9
+        else:
+            time.sleep(0.003)
+    return code, errors.read_text(errors="replace") if errors.exists() else "", time.monotonic() - start
+
+
+def _command(argv: list[str], trains: bool) -> int:
+    import traceback
+
+    from fl_lightning import cli
+    from fl_lightning.experiment import Experiment
+
+    if not trains:
+
+        def only_check(self: Any, resume: Any = None, overwrite: Any = False, callbacks: Any = None) -> Any:
+            self.check(resume, overwrite)
+            raise SystemExit(0)
+
+        Experiment.fit = only_check  # type: ignore[method-assign]
+    cli.draw_run = lambda *arguments: None  # type: ignore[assignment]
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        cli.main(argv)
+    except SystemExit as error:
+        return int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def warm_up() -> None:
+    """Import all that a command could need, so that a fork has it."""
+    import torch
+
+    import fl_lightning.experiment
+    import fl_lightning.report.console
+    import fl_lightning.report.wandb  # noqa: F401
+    from fl_lightning.federation.runner import make_trainer
+    from fl_lightning.parser import resolve
+    from fl_lightning.trust import Trust
+
+    torch.set_num_threads(1)
+    make_trainer({"accelerator": "cpu"})
+    resolve({"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}, Trust())
+    import torchvision.transforms.v2  # noqa: F401
+
+
+def judge(mutant: Mutant, code: int, err: str, seconds: float) -> list[str]:
+    """What is wrong with how a mutant was answered."""
+    wrong = []
+    lines = [line for line in err.splitlines() if not line.startswith("fl-lightning: imports your own module")]
+    if "Traceback" in err or code not in (0, 2):
+        wrong.append("traceback" if code != -9 else "hang")
+    elif seconds > SLOWEST:
+        wrong.append("slow")
+    if any(len(line) > LONGEST for line in lines):
+        wrong.append("long line")
+    if code == 2:
+        if len(lines) != 1 or not lines[0].startswith("fl-lightning: error: "):
+            wrong.append("not one line")
+        elif mutant.path and not _names_the_key(mutant, lines[0].removeprefix("fl-lightning: error: ")):
+            wrong.append("wrong key")
+    if code == 0 and mutant.nonsense:
+        wrong.append("nonsense accepted")
+    return wrong
+
+
+def _names_the_key(mutant: Mutant, message: str) -> bool:
+    """Whether the key of a message is the changed one, one above or below it, or another one of the file."""
+    named = ".".join(part for part in message.partition(": ")[0].split(".") if part != "init_args")
+    if named == mutant.path or "…" in named:
+        return True
+    related = named.startswith(f"{mutant.path}.") or mutant.path.startswith(f"{named}.") or not named
+    written = {".".join(str(p) for p in path if p != "init_args") for path in places(yaml.load(mutant.text, _Any))}
+    above = named.rpartition(".")[0]  # a key that is required, and left out
+    escaped = mutant.path.encode("unicode_escape").decode()
+    return related or named in written or (above in written and "must be given" in message) or named in escaped
+
+
+class _Any(yaml.SafeLoader):
+    pass
+
+
+def main() -> None:
+    """Run the mutations and print what was wrong with each, and the counts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--number", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=20, help="one in so many runs a round")
+    parser.add_argument("--show", action="store_true", help="print every answer")
+    options = parser.parse_args()
+    warm_up()
+    print(json.dumps(mutations(options.number, options.seed, options.train, options.show)))
+
+
+def mutations(number: int, seed: int, train: int, show: bool = False) -> dict[str, int]:
+    """Counts of what was wrong, by kind; prints every such mutant."""
+    draw, found, configs = random.Random(seed), Counter(), bases()
+    with tempfile.TemporaryDirectory() as place:
+        for index in range(number):
+            base = FILES[index % len(FILES)]
+            mutant = mutate(base, configs[base], draw)
+            folder = Path(place) / str(index)
+            folder.mkdir()
+            (folder / "exp.yaml").write_text(mutant.text, errors="surrogatepass")
+            code, err, seconds = run(
+                ["fit", "--config", "exp.yaml", "--quiet"], folder, train > 0 and index % train == 0
+            )
+            wrong = judge(mutant, code, err, seconds)
+            found.update([*wrong, "refused" if code == 2 else "accepted" if code == 0 else "failed"])
+            if wrong or show:
+                last = err.strip().splitlines()[-1][:330] if err.strip() else ""
+                print(
+                    f"{wrong} {index} {base} [{mutant.path}] {mutant.what}: {code}, {seconds:.1f} s: {last}", flush=True
+                )
+    return dict(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What flags of Lightning's Trainer mean here, and which of their values would train nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from fl_lightning.errors import ConfigError, require
+
+MOST_DEVICES = 256
+_AT_LEAST = {
+    "accumulate_grad_batches": 1, "num_nodes": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,
+    "reload_dataloaders_every_n_epochs": 0, "check_val_every_n_epoch": 1, "num_sanity_val_steps": -1,
+}  # fmt: skip
+_SHARES = ("limit_train_batches", "overfit_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Refuse flags that Lightning takes without a word and that mean nothing, or that no client would be trained.
+
+    Raises:
+        ConfigError: with the flag's key.
+    """
+    for name, least in _AT_LEAST.items():
+        value = flags.get(name)
+        require(value is None or value >= least, f"trainer.{name}", f"must be >= {least}", value)
+    for name in _SHARES:
+        _check_share(f"trainer.{name}", flags.get(name), name == "limit_train_batches")
+    clip = flags.get("gradient_clip_val")
+    require(clip is None or clip > 0, "trainer.gradient_clip_val", "must be above 0; null clips nothing", clip)
+    algorithm = flags.get("gradient_clip_algorithm")
+    known = algorithm in (None, "norm", "value")
+    require(known, "trainer.gradient_clip_algorithm", "must be norm or value", algorithm)
+    steps = flags.get("max_steps", -1)
+    require(steps == -1 or steps >= 1, "trainer.max_steps", "must be >= 1, or -1 for no limit", steps)
+    devices = flags.get("devices", 1)
+    if isinstance(devices, int):
+        allowed = f"must be from 1 to {MOST_DEVICES}, or -1 for all GPUs"
+        require(devices == -1 or 1 <= devices <= MOST_DEVICES, "trainer.devices", allowed, devices)
+    if flags.get("max_time") is not None:
+        _check_time(flags["max_time"])
+
+
+def _check_share(key: str, value: Any, trains: bool) -> None:
+    """A number of batches, or a share of them; 0 only where nothing depends on it."""
+    if value is None or (value == 0 and not trains):
+        return
+    if isinstance(value, float):
+        require(0 < value <= 1, key, "a share must be in (0, 1], a number of batches a whole number >= 1", value)
+    require(value >= 1 or isinstance(value, float), key, "must be >= 1 batches; null takes all", value)
+
+
+def _check_time(given: Any) -> None:
+    rule = "must be DD:HH:MM:SS, or days, hours, minutes and seconds by name, and above 0"
+    if isinstance(given, Mapping):
+        try:
+            length = timedelta(**given)
+        except (TypeError, OverflowError) as error:
+            raise ConfigError("trainer.max_time", rule, given) from error
+    elif isinstance(given, timedelta):
+        length = given
+    else:
+        found = re.fullmatch(r"(\d{1,5}):(\d\d):(\d\d):(\d\d)", str(given))
+        require(found is not None, "trainer.max_time", rule, given)
+        assert found is not None
+        days, hours, minutes, seconds = map(int, found.groups())
+        length = timedelta(days, seconds, minutes=minutes, hours=hours)
+    require(length > timedelta(0), "trainer.max_time", rule, given)
