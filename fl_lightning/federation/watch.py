@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fl_lightning.federation.transport import Waiting, gather
+from fl_lightning.federation.transport import Waiting, gather, together
 
 PERIOD = 1.0  # seconds between two looks
 _HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
@@ -71,19 +71,21 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Say and look, once a second."""
         threading.Thread(target=self._see_the_store, daemon=True, name="watch-store").start()
+        try:
+            self._look()
+        except Exception:  # the store is in the main process: torch raises several types when it is gone
+            if not self._stopped.wait(3 * PERIOD):  # the main process may have ended in good order
+                self._end("worker 0 is gone", speaks=self.rank == 1)
+
+    def _look(self) -> None:
         self._who = [json.loads(self.store.get(f"who/{rank}")) for rank in range(self.size)]
         heard: dict[int, bytes] = {}
         since = dict.fromkeys(range(self.size), self._time)
         while not self._stopped.wait(PERIOD):
             if os.getppid() != self.parent:
                 self._end("the process that started the workers is gone", speaks=self.rank == 0)
-            try:
-                self._say()
-                beats = [self.store.get(f"beat/{rank}") for rank in range(self.size)]
-            except Exception:  # the store is in the main process: torch raises several types when it is gone
-                if not self._stopped.wait(3 * PERIOD):  # the main process may have ended in good order
-                    self._end("worker 0 is gone", speaks=self.rank == 1)
-                return
+            self._say()
+            beats = [self.store.get(f"beat/{rank}") for rank in range(self.size)]
             self._looked = now = self._time
             for rank, beat in enumerate(beats):
                 if heard.get(rank) != beat:
@@ -130,7 +132,8 @@ def watched(limit: float, advice: str) -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    watch = Watch(limit, advice)
+    with together():
+        watch = Watch(limit, advice)
     Waiting.context = watch.waiting
     watch.start()
     try:
