@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -119,7 +118,7 @@ class Dirichlet(Partition):
     )
 
     def __init__(self, beta: float, min_samples: int = 10, balance: bool = True) -> None:
-        require(beta > 0 and math.isfinite(beta), f"{KEY}.beta", "must be above 0", beta)
+        require(0 < beta <= 1e9, f"{KEY}.beta", "must be above 0, and at most 1e9, which is even shares", beta)
         require(min_samples >= 0, f"{KEY}.min_samples", "must be at least 0", min_samples)
         self.beta = beta
         self.min_samples = min_samples

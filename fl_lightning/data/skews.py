@@ -83,7 +83,7 @@ class QuantitySkew(Partition):
     paper = "Li, Diao, Chen, He, ICDE 2022, Federated Learning on Non-IID Data Silos: An Experimental Study"
 
     def __init__(self, beta: float = 0.5, min_samples: int = 10) -> None:
-        require(beta > 0 and math.isfinite(beta), f"{KEY}.beta", "must be above 0", beta)
+        require(0 < beta <= 1e9, f"{KEY}.beta", "must be above 0, and at most 1e9, which is even shares", beta)
         require(min_samples >= 1, f"{KEY}.min_samples", "must be at least 1", min_samples)
         self.beta = beta
         self.min_samples = min_samples

@@ -240,8 +240,8 @@ def test_match_deals_each_class_in_proportion_to_the_training_samples():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Dirichlet(0.0), r"data.partition.beta: must be above 0, got 0.0"),
-        (lambda: Dirichlet(-1.0), r"data.partition.beta: must be above 0, got -1.0"),
+        (lambda: Dirichlet(0.0), r"data.partition.beta: must be above 0, .*got 0.0"),
+        (lambda: Dirichlet(-1.0), r"data.partition.beta: must be above 0, .*got -1.0"),
         (lambda: Dirichlet(float("nan")), r"data.partition.beta"),
         (lambda: Dirichlet(float("inf")), r"data.partition.beta"),
         (lambda: Dirichlet(0.1, min_samples=-1), r"data.partition.min_samples: must be at least 0, got -1"),
