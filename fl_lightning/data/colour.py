@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 import zlib
 from abc import ABC
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data.arrays import KEY
+from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import data_root
+from fl_lightning.data.normalization import Normalize
 from fl_lightning.data.published import PublishedSet
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.seeding import numpy_generator
 
 
 class TorchvisionSet(PublishedSet, ABC):
@@ -120,10 +123,45 @@ class CIFAR100(TorchvisionSet):
 
 
 class SVHN(TorchvisionSet):
-    """SVHN: 99,289 cropped house-number digits, 32×32 colour, 10 classes (73,257 for training, 26,032 for test)."""
+    """SVHN: 99,289 cropped house-number digits, 32×32 colour, 10 classes (73,257 for training, 26,032 for test).
+
+    Args:
+        root: as for every published set.
+        download: as for every published set.
+        normalize: as for every published set.
+        train_samples: so many training images, drawn once for all runs; null takes all.
+        test_samples: so many test images, likewise.
+    """
 
     paper = "Netzer et al., NIPS Workshop 2011, Reading Digits in Natural Images with Unsupervised Feature Learning"
     standard = ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970))
+
+    def __init__(
+        self,
+        root: str | None = None,
+        download: bool = True,
+        normalize: Normalize = "standard",
+        train_samples: int | None = None,
+        test_samples: int | None = None,
+    ) -> None:
+        super().__init__(root, download, normalize)
+        for name, samples, most in (("train", train_samples, 73_257), ("test", test_samples, 26_032)):
+            fits = samples is None or 1 <= samples <= most
+            require(fits, f"{KEY}.{name}_samples", f"must be from 1 to {most}, or null", samples)
+        self.train_samples = train_samples
+        self.test_samples = test_samples
+
+    def arrays(self) -> Arrays:
+        """Both parts, or as many of each as was asked for, in their order."""
+        whole = super().arrays()
+        sizes = (whole.num_train, len(whole.y) - whole.num_train)
+        if (self.train_samples or sizes[0], self.test_samples or sizes[1]) == sizes:
+            return whole
+        rng = numpy_generator(0, "dataset/svhn")
+        wanted = (self.train_samples or sizes[0], self.test_samples or sizes[1])
+        drawn = [np.sort(rng.permutation(size)[:some]) for size, some in zip(sizes, wanted, strict=True)]
+        rows = torch.from_numpy(np.concatenate([drawn[0], drawn[1] + sizes[0]]))
+        return replace(whole, x=whole.x[rows], y=whole.y[rows], num_train=len(drawn[0]))
 
     def _md5(self) -> dict[str, str]:
         parts = self._source().split_list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -285,7 +286,8 @@ class NWayKShot(Partition):
     n_i is uniform in [max(2, n - std_n), min(C - 1, n + std_n)], k_i in [k - std_k + 1, k + std_k]; with a std of 0
     they are n and k. Client i's samples of a class are the slice that starts at i * stride of that class's training
     samples, and its test samples the slice of `test_shots` that starts at i * test_shots of the official test samples:
-    no two clients share one.
+    no two clients share one. With ``slots: holder`` i is the client's rank among the holders of the class, so that a
+    class need only be as large as its holders take, not as all clients could.
 
     Args:
         n: mean number of classes of a client.
@@ -297,6 +299,7 @@ class NWayKShot(Partition):
             CIFAR-10).
         tight: whether k_i is uniform in [k - std_k + 1, k + std_k - 2], as the authors' code does for MNIST; k where
             that range is empty.
+        slots: whose number starts a slice: the ``client``'s (the authors' code), or its rank among the ``holder``s.
     """
 
     paper = "Tan et al., AAAI 2022, FedProto: Federated Prototype Learning across Heterogeneous Clients"
@@ -310,12 +313,15 @@ class NWayKShot(Partition):
         stride: int = 110,
         test_shots: int = 40,
         tight: bool = False,
+        slots: Literal["client", "holder"] = "client",
     ) -> None:
         require(n >= 1, f"{KEY}.n", "must be at least 1", n)
         require(k >= 1, f"{KEY}.k", "must be at least 1", k)
         require(std_n >= 0, f"{KEY}.std_n", "must be at least 0", std_n)
         require(0 <= std_k <= k, f"{KEY}.std_k", f"must be from 0 to k = {k}", std_k)
         require(test_shots >= 1, f"{KEY}.test_shots", "must be at least 1", test_shots)
+        require(slots in ("client", "holder"), f"{KEY}.slots", "must be client or holder", slots)
+        self.slots = slots
         self.n = n
         self.k = k
         self.std_n = std_n
@@ -359,12 +365,21 @@ class NWayKShot(Partition):
         ways = rng.integers(n_low, n_high, size=num_clients, endpoint=True)
         shots = rng.integers(k_low, k_high, size=num_clients, endpoint=True)
         by_class = _by_class(labels, num_classes)
-        parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+        held = np.zeros((num_clients, num_classes), dtype=bool)
         for client in range(num_clients):
-            for c in np.sort(rng.choice(num_classes, size=ways[client], replace=False)):
-                start = client * self.stride
-                parts[client].append(self._slice(by_class[c], start, int(shots[client]), int(c), client, "stride"))
+            held[client, rng.choice(num_classes, size=ways[client], replace=False)] = True
+        slots = self._slots(held)
+        parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+        for client, c in np.argwhere(held):
+            start = slots[client, c] * self.stride
+            parts[client].append(self._slice(by_class[c], start, int(shots[client]), int(c), int(client), "stride"))
         return _sorted(parts)
+
+    def _slots(self, held: np.ndarray) -> np.ndarray:
+        """Number of each client's slice of each class, int64 [K, C], from who holds what, bool [K, C]."""
+        if self.slots == "holder":
+            return np.cumsum(held, axis=0) - 1
+        return np.broadcast_to(np.arange(len(held))[:, None], held.shape)
 
     def match(self, test_labels: np.ndarray, train_counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         """Cut each client's slices of `test_shots` official test samples for each class that it holds.
@@ -374,11 +389,11 @@ class NWayKShot(Partition):
         """
         num_clients, num_classes = train_counts.shape
         by_class = _by_class(test_labels, num_classes)
+        slots = self._slots(train_counts > 0)
         parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-        for client in range(num_clients):
-            for c in np.flatnonzero(train_counts[client]):
-                start = client * self.test_shots
-                parts[client].append(self._slice(by_class[c], start, self.test_shots, int(c), client, "test_shots"))
+        for client, c in np.argwhere(train_counts > 0):
+            start = slots[client, c] * self.test_shots
+            parts[client].append(self._slice(by_class[c], start, self.test_shots, int(c), int(client), "test_shots"))
         return _sorted(parts)
 
     def _slice(self, indices: np.ndarray, start: int, size: int, label: int, client: int, setting: str) -> np.ndarray:

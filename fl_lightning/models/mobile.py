@@ -19,7 +19,7 @@ class ShuffleNetV2(SplitModel):
     """ShuffleNetV2 with a stem for small images or ImageNet's.
 
     Five feature maps: stem, stages 2 to 4 and the last 1x1 convolution; z is the global average of the last, 1,024
-    values (2,048 at double width). FedDW's public code has ShuffleNet v1 in its place, which torchvision lacks.
+    values (2,048 at double width). FedDW's public code has ShuffleNet v1 in its place: ShuffleNetV1.
 
     Args:
         input_shape: (channels, height, width) of an image.

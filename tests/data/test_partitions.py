@@ -216,6 +216,27 @@ def test_n_way_k_shot_takes_the_slices_of_the_class_sorted_test_part():
     assert parts[1].tolist() == [13, 14, 16, 17, 19, 20, 22, 23]  # classes 1 and 2, numbers 4 to 7
 
 
+def test_n_way_k_shot_by_rank_among_the_holders_needs_no_more_than_they_take():
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(5), 72))
+    by_client = NWayKShot(2, 10, std_n=1, std_k=2, stride=12)
+    by_holder = NWayKShot(2, 10, std_n=1, std_k=2, stride=12, slots="holder", test_shots=2)
+    with pytest.raises(ConfigError, match="is too small"):
+        assign(by_client, labels, 8, 5)
+    parts = assign(by_holder, labels, 8, 5)
+    held = counts(parts, labels, 5)
+    assert ((held == 0) | ((held >= 9) & (held <= 12))).all()
+    for c in range(5):
+        for rank, client in enumerate(np.flatnonzero(held[:, c])):
+            expected = np.flatnonzero(labels == c)[12 * rank : 12 * rank + held[client, c]]
+            assert np.array_equal(parts[client][labels[parts[client]] == c], expected)
+    tests = by_holder.match(np.tile(np.arange(5), 16), held, np.random.default_rng(0))
+    assert [len(part) for part in tests] == (2 * (held > 0).sum(1)).tolist()
+    assert len(np.unique(np.concatenate(tests))) == sum(map(len, tests))
+    same = assign(NWayKShot(2, 5, stride=7), labels, 8, 5)
+    ranked = assign(NWayKShot(2, 5, stride=7, slots="holder"), labels, 8, 5)
+    assert np.array_equal(counts(same, labels, 5), counts(ranked, labels, 5))  # who holds what is drawn alike
+
+
 def test_n_way_k_shot_names_the_class_that_is_too_small():
     with pytest.raises(ConfigError, match=r"stride: class 0 is too small: client 2 .* 25 of it and it has 24; lower"):
         assign(NWayKShot(1, 5, stride=10), np.zeros(24, dtype=np.int64), 3, 1)

@@ -277,6 +277,13 @@ def test_svhn_is_read_with_its_tens_as_zeros(tmp_path, monkeypatch):
     assert arrays.x.shape == (4, 3, 32, 32)
     assert arrays.x[0, 2, 0, 1] == 5
     assert arrays.num_train == 2
+    fewer = SVHN(str(tmp_path), download=False, train_samples=1).arrays()
+    assert (fewer.num_train, len(fewer.y)) == (1, 3)
+    assert fewer.y[0] in (0, 1)
+    assert fewer.y[1:].tolist() == [9, 2]
+    assert torch.equal(fewer.x, SVHN(str(tmp_path), download=False, train_samples=1).arrays().x)
+    with pytest.raises(ConfigError, match=r"^data.dataset.test_samples: must be from 1 to 26032, or null, got 0"):
+        SVHN(test_samples=0)
 
 
 # --- ImageFolder

@@ -9,9 +9,10 @@ from fl_lightning.models.lstm import BiLSTM
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
 from fl_lightning.models.resnet import ResNet18
+from fl_lightning.models.shufflenet import ShuffleNetV1
 
 GREY = (1, 28, 28)
-IMAGE_MODELS = [CNN, FedDWCNN, FedProtoCNN, ResNet18, ShuffleNetV2, MobileNetV2]
+IMAGE_MODELS = [CNN, FedDWCNN, FedProtoCNN, ResNet18, ShuffleNetV1, ShuffleNetV2, MobileNetV2]
 
 
 @pytest.mark.parametrize("model", IMAGE_MODELS)
@@ -45,6 +46,10 @@ def test_image_model_rejects_what_is_no_image(model, input_shape):
         (lambda: ResNet18(GREY, 2, stem_strides=[1, 4]), '^model.stem_strides: is for `stem: "imagenet"` only'),
         (lambda: ResNet18(GREY, 2, stem="imagenet", stem_strides=[1]), r"^model.stem_strides: .*2 sizes.*got \[1\]"),
         (lambda: ShuffleNetV2(GREY, 2, width=0.7), "^model.width: must be one of 0.5, 1.0, 1.5, 2.0, got 0.7"),
+        (lambda: ShuffleNetV1(GREY, 2, groups=0), "^model.groups: must be >= 1, got 0"),
+        (lambda: ShuffleNetV1(GREY, 2, groups=3), "^model.widths: must be three, .* multiples of 4 x groups"),
+        (lambda: ShuffleNetV1(GREY, 2, widths=[24, 48, 96]), "^model.widths: must be three"),
+        (lambda: ShuffleNetV1(GREY, 2, blocks=[4, 8]), "^model.blocks: must be three"),
         (lambda: ShuffleNetV2(GREY, 2, stem=""), "^model.stem: must be one of"),
         (lambda: MobileNetV2(GREY, 2, width=0.0), "^model.width: must be > 0 and <= 4, got 0.0"),
         (lambda: MobileNetV2(GREY, 2, last_channels=0), "^model.last_channels: must be >= 1, got 0"),

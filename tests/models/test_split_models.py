@@ -16,6 +16,7 @@ from fl_lightning.models.lstm import BiLSTM
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
 from fl_lightning.models.resnet import ResNet18
+from fl_lightning.models.shufflenet import ShuffleNetV1, shuffled
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.wrapped import WrappedModel
 
@@ -64,6 +65,18 @@ MODELS = {
         (1, 64, 64),
         [(24, 16, 16), (48, 8, 8), (96, 4, 4), (192, 2, 2), (1024, 2, 2)],
         9,
+    ),
+    "ShuffleNetV1-FedDW": (
+        lambda: ShuffleNetV1(RGB, 5, mapping=[256, 128], head_bias=False),
+        RGB,
+        [(24, 32, 32), (200, 16, 16), (400, 8, 8), (800, 4, 4)],
+        128,
+    ),
+    "ShuffleNetV1-three-groups": (
+        lambda: ShuffleNetV1((1, 9, 9), 5, groups=3, widths=[48, 96, 144], blocks=[1, 2, 1], depthwise_relu=False),
+        (1, 9, 9),
+        [(24, 9, 9), (48, 5, 5), (96, 3, 3), (144, 2, 2)],
+        144,
     ),
     "MobileNetV2": (
         lambda: MobileNetV2((1, 32, 32), 5, width=0.25),
@@ -122,11 +135,24 @@ def case(request):
         (lambda: BiLSTM((200,), 2, vocabulary_size=10_000, head_bias=False), 1_593_856),
         (lambda: ShuffleNetV2(RGB, 10), 1_263_854),
         (lambda: MobileNetV2(RGB, 10), 2_236_682),
+        (lambda: ShuffleNetV1(RGB, 10), 887_582),
+        (lambda: ShuffleNetV1(RGB, 100, mapping=[256, 128], head_bias=False), 1_130_324),
         (lambda: MLP((1, 8, 8), 10), 17_226),
     ],
 )
 def test_count_parameters_gives_the_papers_figure(build, parameters):
     assert count_parameters(build()) == parameters
+
+
+def test_shufflenet_mixes_groups_and_keeps_its_input_beside():
+    """Channel 0 of the output depends on both groups of the input; the last channels of a halving unit are its mean."""
+    x = torch.arange(8.0).reshape(1, 4, 2, 1)
+    assert shuffled(x, 2)[0, :, 0, 0].tolist() == [0.0, 4.0, 2.0, 6.0]
+    assert torch.equal(shuffled(x, 1), x)
+    model = ShuffleNetV1((3, 8, 8), 2, widths=[48, 72, 96], blocks=[2, 1, 1]).eval()
+    maps, _ = model.forward_features(torch.ones(1, 3, 8, 8))
+    beside = torch.nn.functional.avg_pool2d(maps[1], 3, stride=2, padding=1)
+    torch.testing.assert_close(maps[2][:, -48:], beside)  # of what is not negative, so that the ReLU changes nothing
 
 
 def test_resnet18_state_dict_has_the_papers_buffer_entries():
