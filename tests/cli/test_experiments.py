@@ -32,6 +32,7 @@ SHAPES = {
     "CIFAR10": (3, 32, 32),
     "CIFAR100": (3, 32, 32),
     "SVHN": (3, 32, 32),
+    "ImageFolder": (3, 32, 32),  # CIFAR-10 in folders
     "Digits": (1, 8, 8),
     "IMDB": (200,),
 }
