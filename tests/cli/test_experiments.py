@@ -22,8 +22,8 @@ from fl_lightning.trust import Trust, import_name
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted(path.relative_to(ROOT) for path in (ROOT / "experiments").rglob("*.yaml"))
-FILES = [path.as_posix() for path in YAMLS if "tables" not in path.parts]
-"""Configurations; files of tables have tests of their own (tests/table)."""
+FILES = [path.as_posix() for path in YAMLS if not {"tables", "tunes"} & {*path.parts}]
+"""Configurations; files of tables and of searches have tests of their own (tests/table, tests/tune)."""
 COMMAND = re.compile(r"fl-lightning fit ((?:\\\n|[^\n`])+)")
 SHAPES = {
     "MNIST": (1, 28, 28),
