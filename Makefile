@@ -12,7 +12,11 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
-.PHONY: help quickstart test lint format bench clean
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+.PHONY: help quickstart test lint format docs bench clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,10 +36,13 @@ format: .venv/installed-dev ## let ruff reformat and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: .venv/installed-docs ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: .venv/installed-dev ## the table of what it costs, beside hand-written loops; memory; FedDW's term (needs FashionMNIST)
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/feddw_overhead.py
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -28,9 +28,7 @@ class TorchDataset(Dataset):
         normalize: ``standard``, ``half`` (images) or ``none``.
     """
 
-    def __init__(
-        self, train: TorchBase[Any], test: TorchBase[Any] | None = None, normalize: Scaling = "standard"
-    ) -> None:
+    def __init__(self, train: TorchBase, test: TorchBase | None = None, normalize: Scaling = "standard") -> None:
         require_scaling(normalize)
         self.train = train
         self.test = test

@@ -132,7 +132,7 @@ class Dirichlet(Partition):
 
         Raises:
             ConfigError: if there are too few samples for `min_samples`, or no draw of 10,000 gives them to every
-            client.
+                client.
         """
         _require_enough_samples(labels, num_clients, at_least=0)
         require(

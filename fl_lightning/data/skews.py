@@ -40,7 +40,7 @@ class Pathological(Partition):
 
         Raises:
             ConfigError: if there are fewer classes than `classes`, a class has too few samples for its holders, or a
-            client would be left without a class.
+                client would be left without a class.
         """
         require(self.classes <= num_classes, f"{KEY}.classes", f"must be at most {num_classes}", self.classes)
         lacks = np.full(num_clients, self.classes)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class DFedPGP(Method):
     """Private heads over bodies that are averaged by push-sum among directed neighbours.
 
+        z = u/μ,  u ← u − η ∇_z L(z, h),  (u, μ)_i ← Σ_j P_ij (u, μ)_j
+
     The gradient is taken at the de-biased body z and applied to the numerator u, which is SGD on z with its rate over μ
     (weight decay then is of z). Optimizers that scale gradients by themselves, like Adam, step on z at their own rate.
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Ditto(Method):
     """FedAvg for the global model w, and a personal model v_k that minimises F_k(v) + λ/2 ‖v − w^t‖² beside it.
 
+        v_k ← v_k − η ∇(F_k(v_k) + λ/2 ‖v_k − w^t‖²),  w^{t+1} = Σ_k n_k/n w_k
+
     The two fits do not depend on each other; v_k goes first, while w is still the one that came in. At λ = 0 v_k is
     Local's model. `Local-T` and `Global-T` are v_k's, `Server-T` is w's.
 

@@ -150,6 +150,8 @@ class Updates:
 class DRDFL(Method):
     """A private class-discriminative encoder and a shared class-invariant one, merged by a private decoder.
 
+        ψ: L_PR + L_rec,  adversary: L_adv,  φ: L_adv^u + L_kl + L_rec,  θ: L_rec,  ω: CE(ω(x), y) + CE(ω(x̂ + noise), y)
+
     The successor in the ring hears the shared encoder (the Learngene: 29,240 values on 3x32x32 images) and the classes'
     Gaussians (2·K·64). It takes the mean with its own encoder, and moves its own Gaussians a little; a client that
     never took part copies both.

@@ -14,6 +14,8 @@ from fl_lightning.models.split import SplitModel
 class FedAvg(Method):
     """Federated averaging: clients train the global model, the server averages by samples.
 
+        θ^{t+1} = Σ_i n_i/n θ_i,  θ_i the local fit of θ^t
+
     The weights are renormalised over the participants, so that partial participation does not shrink the model.
 
     Args:

@@ -28,6 +28,8 @@ FineTuned = Literal["full", "head", "body"]
 class FedBABU(Method):
     """Local fits train the body through the head h⁰, which is the same random one for all clients and never moves.
 
+        b^{t+1} = Σ_i n_i/n b_i,  b_i the local fit of min_b CE(h⁰(b(x)), y)
+
     For an evaluation, a throw-away copy is fine-tuned on the client's own training part: Local-T and Global-T are the
     personalised figures (from the received body right after the receive, from the own one after the fit), Server-T is
     the paper's "initial" one, the averaged body under h⁰. Without fine-tuning they coincide with it. An evaluation

@@ -22,6 +22,8 @@ from fl_lightning.models.split import SplitModel
 class FedBN(Method):
     """Everything is averaged but the batch-norm layers: their scales, shifts and running statistics are private.
 
+        θ^{t+1} = Σ_i n_i/n θ_i for all layers but batch norm's, which stay θ_i
+
     The layers are found by type, wherever they stand; public codes look for "bn" in names, and so exchange the three
     of a ResNet's downsampling paths. Group and layer norms are shared. Without batch norm it is FedAvg.
 

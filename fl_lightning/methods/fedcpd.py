@@ -51,7 +51,9 @@ class Reading:
 class FedCPD(Method):
     """Private heads on a shared body; each fit distils the client's last own body and follows global prototypes.
 
-    L = L_ce + α L_align + β L_pcl + γ L_fd trains the body; the head sees L_ce alone. Message: body and class
+        L = L_ce + α L_align + β L_pcl + γ L_fd
+
+    trains the body; the head sees L_ce alone. Message: body and class
     prototypes. In a client's first round there is no teacher, in the first round of all there are no prototypes: that
     round is FedRep's.
 

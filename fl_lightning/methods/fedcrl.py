@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 class FedCRL(Method):
     """A contrast against class prototypes, whose loss says how much of the global model a client takes.
 
-    L = L_ce + λ L_con, and W_i ← θ_i W + (1 − θ_i) W_i before the fit. L_con is the cross-entropy of cos(f(x), V_k)/τ
+        L = L_ce + λ L_con,  W_i ← θ_i W + (1 − θ_i) W_i before the fit
+
+    L_con is the cross-entropy of cos(f(x), V_k)/τ
     over the classes k whose prototype V_k exists; θ_i = clip(l_i / log K, 0, 1), with l_i the client's mean contrastive
     loss over its last fit, of samples of those classes, and K their number: who finds its own data hard to tell apart
     takes more of the global model. Before the first such loss θ_i = 1; where one class alone has a prototype θ_i = 0.

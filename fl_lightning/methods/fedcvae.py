@@ -62,9 +62,9 @@ class FedCVAE(Method):
     A local fit is three, one after another, with feature a(x) the last hidden layer of g, and N(m_k, s²_k) the moments
     of the own features of class k once g is fitted:
 
-    - g: CE(g(x), y) + ρ ‖a(x)‖²
-    - encoder E and decoder D: ‖x − D(z, y)‖² + β KL( E(x, y) ‖ N(m_y, s²_y) ), with z drawn from E(x, y)
-    - the classifier C: CE(C(x), y) + γ CE(C(D(z', y')), y'), with z' drawn from N(m_y', s²_y') and as many y' as y
+        g: CE(g(x), y) + ρ ‖a(x)‖²
+        encoder E and decoder D: ‖x − D(z, y)‖² + β KL( E(x, y) ‖ N(m_y, s²_y) ), z drawn from E(x, y)
+        the classifier C: CE(C(x), y) + γ CE(C(D(z', y')), y'), z' drawn from N(m_y', s²_y'), as many y' as y
 
     g alone travels around the ring, batch norm's statistics with it, and is averaged with the predecessor's: 2,636,430
     values on 3x32x32 images (the paper's figure implies 3.3 million, of which it does not say what they are). Nothing

@@ -19,9 +19,11 @@ from fl_lightning.models.split import SplitModel
 class FedDistill(Method):
     """Private models; each learns from the mean soft labels that the other clients give its samples' classes.
 
-    L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T)), q_c the mean over the other participants j
-    that hold class c of F_{j,c}, client j's mean prediction for it. A class that no other client holds adds nothing; in
-    the first round there is no teacher. Clients' models may differ. At λ = 0 it is Local.
+        L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T))
+
+    q_c is the mean over the other participants j that hold class c of F_{j,c}, client j's mean prediction for it. A
+    class that no other client holds adds nothing; in the first round there is no teacher. Clients' models may
+    differ. At λ = 0 it is Local.
 
     Args:
         weight: λ, >= 0; the paper gives no value.

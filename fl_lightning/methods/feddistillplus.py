@@ -17,9 +17,10 @@ from fl_lightning.models.split import SplitModel
 class FedDistillPlus(Method):
     """FedAvg whose clients also learn from the mean soft labels that the others give their samples' classes.
 
-    L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T)), with q_c the mean prediction for class c of the other
-    participants that hold it. Message: all weights and, for each class held, its soft label and count. At λ = 0 it is
-    FedAvg.
+        L = L_ce + λ · mean over samples of KL(q_y ‖ softmax(z / T))
+
+    q_c is the mean prediction for class c of the other participants that hold it. Message: all weights and, for
+    each class held, its soft label and count. At λ = 0 it is FedAvg.
 
     Args:
         weight: λ, >= 0.

@@ -16,6 +16,8 @@ from fl_lightning.models.split import SplitModel
 class FedDW(Method):
     """FedAvg and, on the classification layer alone, L = L_cla + μ L_reg (equation 12).
 
+        L = L_cla + μ L_reg
+
     Each client also sends, for the classes that it holds, its mean soft labels; the global ones regularise every
     client's class relation, also for classes that it lacks. The last layer loses its bias. At μ = 0 it is FedAvg
     with that bias; under `relation.bias` ``always``, without.

@@ -94,7 +94,7 @@ class FedFed(Method):
     The first `feature_rounds` rounds average classifier w and autoencoder q. An epoch trains w on mixed-up images, then
     q on mosaics (c_re L_re + c_kl L_kl), then both on
 
-    L = c_re MSE(q(x), x) + c_kl KL / (channels · D) + c_ce CE(w([x_p¹; x_p²]), [y; y]) + c_x CE(w(x), y)
+        L = c_re MSE(q(x), x) + c_kl KL / (channels · D) + c_ce CE(w([x_p¹; x_p²]), [y; y]) + c_x CE(w(x), y)
 
     with x_p = x − q(x) + noise. Then w starts anew; in its first round after that a client sends both copies of its
     whole training part, made with the final q, and the server hands them to all. From then on every epoch draws as many

@@ -37,10 +37,11 @@ UPLOAD = "class_means"
 class FedGH(Method):
     """Each fit starts from the server's head on the client's own body; class means of embeddings go up.
 
-    Clients minimise L_ce of body and head; the server minimises CE(h(v_{i,c}), c) over the class means v_{i,c} that
-    came in, and sends its head h to all. Bodies may differ, if their embeddings have one size. `Local-T` is the own
-    body under the head as the client trained it (the paper's figure), `Local-T_received` the own body under the
-    server's.
+        clients: min L_ce over body and head,  server: min_h Σ_{i,c} CE(h(v_{i,c}), c)
+
+    v_{i,c} are the class means that came in; the server sends its head h to all. Bodies may differ, if their
+    embeddings have one size. `Local-T` is the own body under the head as the client trained it (the paper's
+    figure), `Local-T_received` the own body under the server's.
 
     Args:
         server_lr: learning rate of the server's SGD, > 0.

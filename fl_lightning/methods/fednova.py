@@ -33,7 +33,9 @@ SCALARS = ("normaliser", "steps", "lr_factor")
 
 
 class FedNova(Method):
-    """FedAvg whose server averages normalised differences: θ^t = θ^{t−1} − τ_eff Σ p_i d_i, d_i = (θ^{t−1} − θ_i)/a_i.
+    """FedAvg whose server averages normalised differences.
+
+        θ^t = θ^{t−1} − τ_eff Σ p_i d_i,  d_i = (θ^{t−1} − θ_i)/a_i
 
     a_i is how far a constant gradient of 1 would have brought the client's optimizer, in units of its learning rate,
     in the τ_i optimizer steps that it really made: τ_i for plain SGD and Adam, (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ) for

@@ -17,6 +17,8 @@ from fl_lightning.models.split import SplitModel
 class FedPer(Method):
     """Shared base layers, private personalisation layers; every fit trains both with one optimizer.
 
+        b^{t+1} = Σ_i n_i/n b_i,  (b_i, h_i) the local fit of CE(h(b(x)), y) from (b^t, h_i)
+
     All heads start from one draw, as in public codes; the paper draws each client's own: `federation.init: own`.
 
     Args:

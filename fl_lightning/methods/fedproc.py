@@ -18,10 +18,12 @@ from fl_lightning.models.split import SplitModel
 class FedProc(Method):
     """FedAvg of a network with a projection to the unit sphere, and a contrast with the global class centres.
 
-    L = α L_ce + (1 − α) · mean of −log( exp(z · v_y) / Σ_k exp(z · v_k) ), α = min(t / T_α, 1), t = 0, 1, … the round,
-    v_k the centre of class k over its length, z = g(f(x)) / ‖g(f(x))‖ with g = Linear → ReLU → Linear, on which the
-    classifier sits. Centres are means of z over all samples of a class. Classes without a centre are left out; in the
-    first round there is none, and α = 1. From round T_α on it is FedAvg of that network, for T_α = 0 in all.
+        L = α L_ce + (1 − α) · mean of −log( exp(z · v_y) / Σ_k exp(z · v_k) ),  α = min(t / T_α, 1)
+
+    t = 0, 1, … is the round, v_k the centre of class k over its length, z = g(f(x)) / ‖g(f(x))‖ with g = Linear →
+    ReLU → Linear, on which the classifier sits. Centres are means of z over all samples of a class. Classes without
+    a centre are left out; in the first round there is none, and α = 1. From round T_α on it is FedAvg of that
+    network, for T_α = 0 in all.
 
     Args:
         anneal_rounds: T_α, >= 0; null takes all rounds of the run.

@@ -34,6 +34,8 @@ Download = Literal["all", "local"]
 class FedProto(Method):
     """Prototypes on the wire, models at home: embeddings are pulled towards the global prototype of their class.
 
+        L = L_ce + λ · mean over samples of d(f(x), C_y),  C_c = Σ_i n_{i,c}/n_c · mean of f_i(x) over class c
+
     Prediction takes the nearest prototype; the classifier's accuracy is logged beside it. Until a prototype was
     received the classifier predicts. The prototypes that evaluation uses are the last received ones, so the paper's
     figure (own model, prototypes aggregated in the same round) is `Local-T_received` of the next round, and

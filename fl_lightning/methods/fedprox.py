@@ -16,6 +16,8 @@ from fl_lightning.models.split import SplitModel
 class FedProx(Method):
     """FedAvg with h(θ) = CE + μ/2 ‖θ − θ^{t−1}‖² on every client.
 
+        L = L_ce + μ/2 ‖θ − θ^{t−1}‖²
+
     At μ = 0 it is FedAvg, and so it is, for any μ, where a fit is one single step. The term is part of the loss: with
     plain SGD that is the authors' perturbed step θ ← θ − η(g + μ(θ − θ^{t−1})), and momentum and Adam see it, too.
 

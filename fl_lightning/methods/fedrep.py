@@ -18,6 +18,8 @@ from fl_lightning.models.split import SplitModel
 class FedRep(Method):
     """Shared body, private heads: each fit trains the head on the received body, then the body under that head.
 
+        h_i ← min_h CE(h(b^t(x)), y),  then b_i ← min_b CE(h_i(b(x)), y),  b^{t+1} = Σ_i n_i/n b_i
+
     The frozen body stays in train mode while the head is trained, as in the authors' code: its batch-norm statistics
     move then.
 

@@ -33,11 +33,12 @@ Inference = Literal["prototype", "classifier"]
 class FedTGP(Method):
     """Private models, whose embeddings are pulled towards prototypes that the server trains.
 
-    Clients minimise L_ce + λ MSE(f(x), T_y) and send the mean embedding of each class that they hold. The server trains
-    T_c = TGP(c) on these means u with −log softmax_k( −(‖u − T_k‖ + δ [k = c]) )_c, δ = min(gap, τ), the gap being that
-    of the round's class means. Prediction takes the nearest prototype; the classifier's accuracy is logged beside it,
-    and predicts until prototypes were received. Clients' models may differ, if their embeddings have one size. At λ = 0
-    clients train as Local's.
+        clients: L_ce + λ MSE(f(x), T_y),  server: −log softmax_k( −(‖u − T_k‖ + δ [k = c]) )_c
+
+    Clients send the mean embedding u of each class c that they hold; on these the server trains T_c = TGP(c), with
+    δ = min(gap, τ), the gap being that of the round's class means. Prediction takes the nearest prototype; the
+    classifier's accuracy is logged beside it, and predicts until prototypes were received. Clients' models may
+    differ, if their embeddings have one size. At λ = 0 clients train as Local's.
 
     Args:
         weight: λ, >= 0.

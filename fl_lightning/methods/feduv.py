@@ -16,6 +16,8 @@ from fl_lightning.models.split import SplitModel
 class FedUV(Method):
     """FedAvg on L = CE + λ L_V + μ L_U: spread-out predictions (L_V) and spread-out embeddings (L_U).
 
+        L = CE + λ L_V + μ L_U
+
     Nothing but the model is exchanged, and there is no teacher. At λ = μ = 0 it is FedAvg. Both terms are 0 on a batch
     of one sample, where the authors' code gives NaN or, with its dropped last batches, makes no step. z is the input of
     the model's head, 256 values after two projection layers in the paper.

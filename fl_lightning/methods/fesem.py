@@ -38,10 +38,12 @@ Weights = Mapping[str, Tensor]
 class FeSEM(Method):
     """K global models (centres); a client trains the one that its own last weights were nearest to.
 
-    Minimises Σ_i ‖W_i − W̃_{r_i}‖² over centres W̃_1 … W̃_K and assignments r, in turn with the clients' own risks:
-    after the local fits r_i = argmin_k ‖W_i − W̃_k‖² for all participants (E-step), then W̃_k is the mean of the W_i with
-    r_i = k (M-step). A tie keeps the client where it is; a centre without clients stays as it was; who sits out keeps
-    its r_i. There is no single global model, unless K = 1, which under ``samples`` is FedAvg.
+        min Σ_i ‖W_i − W̃_{r_i}‖² over centres W̃_1 … W̃_K and assignments r
+
+    in turn with the clients' own risks: after the local fits r_i = argmin_k ‖W_i − W̃_k‖² for all participants
+    (E-step), then W̃_k is the mean of the W_i with r_i = k (M-step). A tie keeps the client where it is; a centre
+    without clients stays as it was; who sits out keeps its r_i. There is no single global model, unless K = 1,
+    which under ``samples`` is FedAvg.
 
     `Local-T` is a client's own model after its fit, `Local-T_received` its centre. A client that has no r_i yet gets
     the centre of most clients.

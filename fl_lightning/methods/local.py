@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Local(Method):
     """Every client trains alone; nothing is exchanged.
 
+        θ_i ← min_θ L_ce on client i's own samples
+
     Participants are the same as the other methods' under one seed, so that training budgets match.
 
     Args:

@@ -16,6 +16,8 @@ from fl_lightning.models.split import SplitModel
 class MOON(Method):
     """FedAvg on L = CE + μ ℓ_con, which compares z with the received and with the client's own last model's.
 
+        L = CE + μ ℓ_con,  ℓ_con = −log( exp(cos(z, z_glob)/τ) / (exp(cos(z, z_glob)/τ) + exp(cos(z, z_prev)/τ)) )
+
     At μ = 0 it is FedAvg, and so is a client's first round, in which there is no last model yet (ℓ_con is the constant
     log 2). Both compared models are frozen and in eval mode; the last model never leaves the client.
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class SCAFFOLD(Method):
     """FedAvg whose clients step along g − c_i + c, as if they knew everybody's gradient.
 
+        y_i ← y_i − η (g − c_i + c),  c_i⁺ = c_i − c + (x − y_i)/(Kη)
+
     After K steps at rate η: c_i⁺ = c_i − c + (x − y_i)/(Kη). Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all
     participants alike; its step size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum
     0. The correction ⟨c − c_i, y⟩ is a part of the loss, so that its gradient is c − c_i; momentum and Adam see it,

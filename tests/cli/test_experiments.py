@@ -198,6 +198,13 @@ def test_readme_names_files_that_exist_and_commands_that_work(readme):
             resolved([word for word in argv if word not in ("--overwrite", "--quiet")])
 
 
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")))
+def test_page_names_files_that_exist(page):
+    """Their commands are checked in tests/docs."""
+    for name in re.findall(r"experiments/[\w/]+\.yaml", (ROOT / page).read_text()):
+        assert Path(name) in YAMLS, name
+
+
 def test_readme_of_the_experiments_names_every_file():
     """By its path in the folder; a pattern in braces stands for several."""
     text = (ROOT / "experiments/README.md").read_text()
@@ -213,8 +220,8 @@ def test_readme_of_the_experiments_names_every_file():
     assert sorted(named - there) == []
 
 
-def test_readme_shows_the_quickstart_file():
-    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_getting_started_shows_the_quickstart_file():
+    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/start.md").read_text(), flags=re.DOTALL)
     assert yaml.safe_load((ROOT / "experiments/quickstart.yaml").read_text()) in [
         yaml.safe_load(text) for text in shown
     ]

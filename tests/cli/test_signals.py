@@ -124,7 +124,7 @@ def test_nothing_is_said_of_requeueing(workplace):
 
 
 def test_job_that_requeues_itself_finishes(workplace, straight, scontrol):
-    """The script of the README, run again as often as it asks for that."""
+    """The script of docs/guides/stopping.md, run again as often as it asks for that."""
     code = SIGNALS["USR1"]
     for _ in range(20):
         fit = workplace.start(

@@ -1,0 +1,1 @@
+"""What of the documentation is made from the sources, when the site is built and when its examples are tested."""
