@@ -2,8 +2,8 @@
 
 A page is one test, in a folder of its own, from its first block to its last: what one block writes the next may read. A
 YAML block without method, model and data is laid over the quickstart. A comment before a block, ``<!-- test: … -->``,
-says more: ``setup`` also loads the data and builds the clients of a YAML block, ``run`` runs a command in a process of its
-own, ``skip, REASON`` does neither.
+says more: ``setup`` also loads the data and builds the clients of a YAML block, ``run`` runs a command in a process of
+its own, ``skip, REASON`` does neither.
 """
 
 import re
@@ -96,7 +96,8 @@ def parse(words) -> None:
     command, *rest = words
     assert command in cli.COMMANDS, command
     if command in ("fit", "partition"):
-        resolved(rest)
+        if "--resume" not in rest or "--config" in rest:  # else the configuration is the run's own
+            resolved(rest)
     elif command == "list":
         assert rest[0] in catalog.KINDS
     else:
@@ -157,7 +158,8 @@ def test_blocks_of_a_page_are_run(name, page):
         try:
             page.check(block)
         except BaseException as error:
-            error.add_note(f"{name}, line {block.line}") if hasattr(error, "add_note") else None
+            if hasattr(error, "add_note"):
+                error.add_note(f"{name}, line {block.line}")
             raise
     for file in page.files:
         if file.endswith(".py"):
