@@ -1,0 +1,122 @@
+"""Vega-Lite: its program for the page, and pictures of figures without a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.colours import DASHES
+from fl_lightning.report.page.figure import COLOUR, DASH, LABELS, THIRD, WHOLE, Figure
+from fl_lightning.report.record import write_whole
+from fl_lightning.report.series import Series
+
+WIDTH = 760  # pixels, of a picture
+SCALE = 2  # of a PNG
+
+
+def renderer() -> Any:
+    """The package that holds Vega-Lite.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ConfigError("report", "needs the package vl-convert-python: pip install 'fl-lightning[report]'") from error
+    return vl_convert
+
+
+@lru_cache(maxsize=1)
+def program() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, which defines ``vegaEmbed``."""
+    return str(renderer().javascript_bundle())
+
+
+def filled(node: Any, values: Mapping[str, Any]) -> Any:
+    """A specification with its stand-ins replaced, wherever they are."""
+    if isinstance(node, Mapping):
+        return {name: filled(value, values) for name, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [filled(value, values) for value in node]
+    return values.get(node, node) if isinstance(node, str) else node
+
+
+def drawn_alone(figure: Figure, lines: Sequence[Series], setting: str, pick: int) -> dict[str, Any] | None:
+    """A figure of one setting as a whole specification in light colours, with a legend; None where it has no rows.
+
+    Args:
+        figure: the figure.
+        lines: all lines.
+        setting: whose lines are drawn.
+        pick: place among the figure's choices.
+    """
+    settings = list(dict.fromkeys(line.setting for line in lines))
+    rows = [
+        row
+        for row in figure.rows(lines)
+        if ("s" not in row or lines[row["s"]].setting == setting)
+        and ("g" not in row or settings[row["g"]] == setting)
+        and row.get("pick", pick) == pick
+    ]
+    if not rows:
+        return None
+    there = {row["s"] for row in rows if "s" in row}
+    shown = [line for place, line in enumerate(lines) if place in there]
+    labels = [line.label for line in shown]
+    colours = {"domain": labels, "range": [line.light for line in shown]}
+    dashes = {"domain": labels, "range": [list(DASHES[line.dash]) for line in shown]}
+    values = {COLOUR: colours, DASH: dashes, LABELS: labels, WHOLE: WIDTH, THIRD: WIDTH // 3 - 30}
+    spec: dict[str, Any] = filled(figure.spec, values)
+    _name_lines(spec)
+    title = figure.title if len(settings) == 1 and len(figure.picks) < 2 else f"{figure.title}: {setting}"
+    if len(figure.picks) > 1 and "g" not in rows[0]:
+        title += f", {figure.picks[pick]}"
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        **spec,
+        "title": {"text": title, "anchor": "start", "limit": WIDTH},
+        "data": {"values": rows},
+        "config": {"background": "white", "font": "sans-serif", "view": {"stroke": None}},
+    }
+
+
+def _name_lines(spec: Any) -> None:
+    """Give the lines' colours a legend, which the page has above all figures."""
+    if isinstance(spec, Mapping):
+        for name, value in spec.items():
+            if name in ("color", "strokeDash") and isinstance(value, dict) and "legend" in value:
+                value["legend"] = {"title": None, "orient": "bottom", "columns": 4, "labelLimit": 260, "symbolType": "stroke"}
+            _name_lines(value)
+    elif isinstance(spec, list):
+        for value in spec:
+            _name_lines(value)
+
+
+def write_pictures(figures: Sequence[Figure], lines: Sequence[Series], folder: Path) -> Iterator[Path]:
+    """Write every figure as PNG and SVG, one of each setting and choice.
+
+    Raises:
+        ConfigError: if the renderer is not installed, or the folder cannot be written to.
+    """
+    tool = renderer()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--figures", f"cannot make that folder: {error.strerror}", str(folder)) from error
+    settings = list(dict.fromkeys(line.setting for line in lines))
+    for figure in figures:
+        for place, setting in enumerate(settings):
+            for pick in range(max(1, len(figure.picks))):
+                spec = drawn_alone(figure, lines, setting, pick)
+                if spec is None:
+                    continue
+                name = figure.key + (f"-{place + 1}" if len(settings) > 1 else "")
+                name += f"-{pick + 1}" if len(figure.picks) > 1 else ""
+                svg = tool.vegalite_to_svg(spec)
+                write_whole(folder / f"{name}.svg", svg)
+                (folder / f"{name}.png").write_bytes(tool.svg_to_png(svg, scale=SCALE))
+                yield from (folder / f"{name}.svg", folder / f"{name}.png")

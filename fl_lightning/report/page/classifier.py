@@ -1,0 +1,195 @@
+"""What the classification layers say of the classes: soft labels against class relation, and norms against shares."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fl_lightning.report.page.figure import Figure, Rows, Spec, colour, quantity, tips
+from fl_lightning.report.page.partition import class_counts
+from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.series import Series
+
+HEAD = "head.weight"
+"""End of the name of the classification layer's weights, [C, D]."""
+MOST_CLASSES = 100  # of a heat map
+MOST_MODELS = 100  # clients whose models are read
+MOST_DOTS = 2000  # of a line
+SECTION = "Classifier"
+
+
+class Heads(NamedTuple):
+    """Classification layers of a run: the global one, and clients' own by client; None and empty where not kept."""
+
+    shared: np.ndarray | None
+    own: Mapping[int, np.ndarray]
+    soft_labels: np.ndarray | None
+
+
+def relations(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
+    """Soft labels (SL) beside the relation of classes that the weights say (CR), as FedDW's Figure 8."""
+    rows, picks, names = Rows("s", "pick", "what", "i", "j", "v"), list[str](), list[str]()
+    kinds = ["SL", "CR"]
+    for place, (line, heads) in enumerate(zip(lines, found, strict=True)):
+        run = line.runs[0]
+        weights = [heads.shared] if heads.shared is not None else list(heads.own.values())
+        if not weights or len(weights[0]) > MOST_CLASSES:
+            continue
+        relation = np.mean([class_relation(weight) for weight in weights], axis=0)
+        picks.append(f"{line.label}, seed {run.seed}" if run.seed is not None else line.label)
+        for what, matrix in enumerate((heads.soft_labels, relation)):
+            if matrix is None or matrix.shape != relation.shape:
+                continue
+            own = _classes(run, len(matrix))
+            names += [name for name in own if name not in names]
+            for (i, j), value in np.ndenumerate(matrix):
+                values = {"i": names.index(own[i]), "j": names.index(own[j]), "v": value}
+                rows.add(s=place, pick=len(picks) - 1, what=what, **values)
+    if not len(rows):
+        return
+    axis: Spec = {"type": "nominal", "sort": names, "axis": {"labelLimit": 90}}
+    cell: Spec = {
+        "width": 250,
+        "height": 250,
+        "mark": "rect",
+        "encoding": {
+            "x": {"field": "j", "title": "says of class", **axis},
+            "y": {"field": "i", "title": "class", **axis},
+            "color": quantity("v", "share", scale={"scheme": "viridis", "domainMin": 0}, legend={"orient": "bottom"}),
+            "tooltip": tips(("i", "class"), ("j", "says of"), ("v", "share")),
+        },
+    }
+    facet = {"column": {"field": "what", "type": "nominal", "title": None, "sort": kinds}}
+    text = (
+        "SL: the federation's mean soft labels, where a term collects them; CR: the softmax of each row of W Wᵀ, W the global "
+        "classification layer, or the mean over clients' own where there is no global one (FedDW's Figure 8). "
+        "Each matrix has its own scale of colours."
+    )
+    heads_ = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
+    texts = {"what": kinds, "i": names, "j": names}
+    spec = {"facet": facet, "spec": cell, "resolve": {"scale": {"color": "independent"}}}
+    yield Figure("class-relation", SECTION, "Soft labels and class relation", text, spec, rows.columns, heads_, texts, picks)
+
+
+def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
+    """The norm of a class's weights against the class's share of the client's samples, as FedDW's Figure 4."""
+    rows = Rows("s", "client", "held", "x", "y")
+    names: list[str] = []
+    for place, (line, kept) in enumerate(zip(lines, found, strict=True)):
+        run, own = line.runs[0], kept.own
+        counts = np.array(class_counts(run), dtype=float)
+        if counts.ndim != 2 or not own:
+            continue
+        added = 0
+        for client, weight in own.items():
+            if client >= len(counts) or counts.shape[1] != len(weight) or added >= MOST_DOTS:
+                continue
+            sizes = np.linalg.norm(weight, axis=1)
+            shares = counts[client] / max(1.0, counts[client].sum())
+            for name, size, share in zip(_classes(run, len(weight)), sizes / sizes.mean(), shares, strict=True):
+                names += [] if name in names else [name]
+                rows.add(s=place, client=client, held=names.index(name), x=100 * share, y=size)
+                added += 1
+    if not len(rows):
+        return
+    said = tips(("label", "run"), ("client", "client"), ("held", "class"), ("x", "share, %"), ("y", "relative norm"))
+    spec: Spec = {
+        "width": "$whole",
+        "height": 300,
+        "mark": {"type": "point", "filled": True, "size": 35, "opacity": 0.6},
+        "encoding": {
+            "x": quantity("x", "class's share of the client's training samples, %"),
+            "y": quantity("y", "‖w‖ over the client's mean ‖w‖", scale={"zero": False}),
+            "color": colour(),
+            "tooltip": said,
+        },
+    }
+    text = (
+        "One point a client and class of each line's first run: the norm of the class's row in the client's own classification "
+        "layer over the mean of its rows, against the class's share of the client's samples (FedDW's Figure 4)."
+    )
+    heads = {"label": "run", "client": "client", "held": "class", "x": "share, %", "y": "relative norm"}
+    yield Figure("norms", SECTION, "Norm of weights against share", text, spec, rows.columns, heads, {"held": names})
+
+
+def class_relation(weight: np.ndarray) -> np.ndarray:
+    """CR, the softmax of each row of W Wᵀ (FedDW, equation 3).
+
+    Args:
+        weight: [C, D].
+
+    >>> class_relation(np.zeros((2, 3))).tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    """
+    product = weight.astype(np.float64) @ weight.astype(np.float64).T
+    raised = np.exp(product - product.max(1, keepdims=True))
+    return np.asarray(raised / raised.sum(1, keepdims=True))
+
+
+def heads_of(run: RunFolder) -> Heads:
+    """The classification layers that a run's folder holds; what is missing or damaged is left out."""
+    own = {}
+    for client in range(MOST_MODELS):
+        state = _load(run.path / "models" / f"{client:05d}.pt")
+        weight = _head(state) if isinstance(state, Mapping) else None
+        if weight is not None:
+            own[client] = weight
+    message = _message(run)
+    weights = message.get("weights")
+    shared = _head(weights) if isinstance(weights, Mapping) else None
+    return Heads(shared, own, _soft_labels(message))
+
+
+def _message(run: RunFolder) -> Mapping[str, Any]:
+    """The global message of the newest checkpoint; empty where there is none."""
+    files = [file for file in (run.path / "checkpoints").glob("round-*.ckpt") if re.fullmatch(r"round-\d+", file.stem)]
+    if not files:
+        return {}
+    node: Any = _load(max(files, key=lambda file: int(file.stem[6:])))
+    for name in ("exchange", "message"):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
+
+
+def _soft_labels(message: Mapping[str, Any]) -> np.ndarray | None:
+    artifacts = message.get("artifacts")
+    for artifact in artifacts.values() if isinstance(artifacts, Mapping) else ():
+        if isinstance(artifact, Mapping) and artifact.get("relates_classes"):
+            return _matrix(artifact.get("mean"))
+    return None
+
+
+def _head(state: Mapping[str, Any]) -> np.ndarray | None:
+    names = sorted((name for name in state if isinstance(name, str) and name.endswith(HEAD)), key=len)
+    return _matrix(state[names[0]]) if names else None
+
+
+def _matrix(value: Any) -> np.ndarray | None:
+    if getattr(value, "ndim", 0) != 2:
+        return None
+    matrix = value.float().numpy()
+    return matrix if np.isfinite(matrix).all() and 0 not in matrix.shape else None
+
+
+def _load(path: Path) -> Any:
+    """Tensors and plain containers, and nothing that is code; None where the file is missing or damaged."""
+    if not path.is_file():
+        return None
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError):
+        return None
+
+
+def _classes(run: RunFolder, count: int) -> list[str]:
+    names = run.partition.get("classes")
+    fits = isinstance(names, list) and len(names) == count and len(set(map(str, names))) == count
+    return [str(name) for name in names] if fits and isinstance(names, list) else [str(place) for place in range(count)]

@@ -1,0 +1,232 @@
+"""Figures over clients at a run's last evaluated round: bars, the worst tenth, both moments, who was hurt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fl_lightning.report.page.figure import LABELS, WHOLE, Figure, Rows, Spec, colour, known, quantity, tips
+from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.series import Series
+
+MOMENTS = {"Local-T": "after the fit", "Local-T_received": "as received"}
+MOST_CLIENTS = 500  # of a run, in figures of single clients
+STEP = 26  # height of a line's row
+SECTION = "Clients"
+
+
+def last_of_clients(run: RunFolder, column: str) -> dict[int, float]:
+    """Client -> the column in the last round in which any client has it."""
+    rounds: dict[int, dict[int, float]] = {}
+    for row in run.client_rows:
+        for value in known([row.get(column)]):
+            rounds.setdefault(row["round"], {})[row["client"]] = value
+    return rounds[max(rounds)] if rounds else {}
+
+
+def worst_tenth(values: Sequence[float]) -> float:
+    """The mean over the worst tenth of clients, at least one.
+
+    >>> worst_tenth([0.9, 0.1, 0.5])
+    0.1
+    """
+    return float(np.mean(sorted(values)[: math.ceil(len(values) / 10)]))
+
+
+def _moment_and_seed(run: RunFolder, column: str) -> str:
+    return f"{'one run' if run.seed is None else f'seed {run.seed}'}, {MOMENTS[column]}"
+
+
+def bars(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Every client's accuracy, the worst tenth of each line in full colour."""
+    rows, picks = Rows("s", "pick", "client", "y", "worst"), list[str]()
+    for column in MOMENTS:
+        for place, line in enumerate(lines):
+            for run in line.runs:
+                found = last_of_clients(run, column)
+                order = sorted(found, key=lambda client: found[client])
+                worst = set(order[: math.ceil(len(order) / 10)])
+                pick = _moment_and_seed(run, column)
+                if found and pick not in picks:
+                    picks.append(pick)
+                for client in sorted(found)[:MOST_CLIENTS]:
+                    value = 100 * found[client]
+                    rows.add(s=place, pick=picks.index(pick), client=client, y=value, worst=client in worst)
+    if not len(rows):
+        return
+    said = tips(("label", "run"), ("client", "client"), ("y", "Local-T, %"), ("worst", "worst tenth"))
+    full = {"condition": {"test": "datum.worst", "value": 1}, "value": 0.45}
+    single: Spec = {
+        "width": WHOLE,
+        "height": 58,
+        "layer": [
+            {
+                "mark": {"type": "bar"},
+                "encoding": {
+                    "x": {"field": "client", "type": "ordinal", "axis": {"labelOverlap": True, "labelAngle": 0}},
+                    "y": quantity("y", "%", axis={"tickCount": 3}, scale={"domain": [0, 100]}),
+                    "color": colour(),
+                    "opacity": full,
+                    "tooltip": said,
+                },
+            },
+            {"mark": {"type": "rule", "strokeDash": [4, 3]}, "encoding": {"y": quantity("y", "%", aggregate="mean")}},
+        ],
+    }
+    header = {"labelAngle": 0, "labelAlign": "left", "labelAnchor": "start", "labelOrient": "top", "title": None}
+    spec = {"facet": {"row": {"field": "label", "type": "nominal", "sort": LABELS, "header": header}}, "spec": single}
+    text = (
+        "Local-T of every client in the last evaluated round; the worst tenth stands out, the dashed line is the mean. "
+        "Bars above each other are the same client wherever the partition is the same."
+    )
+    heads = {"label": "run", "pick": "run and moment", "client": "client", "y": "Local-T, %", "worst": "worst tenth"}
+    yield Figure("clients", SECTION, "Every client", text, spec, rows.columns, heads, {}, picks)
+
+
+def spread(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Mean, worst tenth and worst client of every line."""
+    kinds = ("mean", "worst tenth", "worst client")
+    rows = Rows("s", "pick", "kind", "x", "low", "high")
+    for moment, column in enumerate(MOMENTS):
+        for place, line in enumerate(lines):
+            values = [list(last_of_clients(run, column).values()) for run in line.runs]
+            values = [own for own in values if own]
+            for kind, take in enumerate((np.mean, worst_tenth, min)):
+                if values:
+                    each = [100 * float(take(own)) for own in values]
+                    std = float(np.std(each, ddof=1)) if len(each) > 1 else 0.0
+                    mean = float(np.mean(each))
+                    rows.add(s=place, pick=moment, kind=kind, x=mean, low=mean - std, high=mean + std)
+    if not len(rows):
+        return
+    y = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}}
+    said = tips(("label", "run"), ("kind", "figure"), ("x", "%"), ("low", "− std over seeds"), ("high", "+ std over seeds"))
+    shape = {"field": "kind", "type": "nominal", "title": None, "sort": list(kinds)}
+    shape |= {"scale": {"domain": list(kinds), "range": ["circle", "diamond", "triangle-left"]}}
+    shape |= {"legend": {"orient": "top"}}
+    spec: Spec = {
+        "width": WHOLE,
+        "height": {"step": STEP},
+        "layer": [
+            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"x": quantity("low", ""), "x2": {"field": "high"}}},
+            {
+                "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
+                "encoding": {
+                    "x": quantity("x", "Local-T, %", scale={"zero": False}),
+                    "shape": shape,
+                    "tooltip": said,
+                },
+            },
+        ],
+        "encoding": {"y": y, "color": colour()},
+    }
+    text = "Means over seeds, with ± one standard deviation over seeds: all clients, the worst tenth of them, the worst one."
+    heads = {"label": "run", "pick": "moment", "kind": "figure", "x": "%", "low": "− std", "high": "+ std"}
+    names = {"kind": kinds}
+    yield Figure("worst-tenth", SECTION, "The worst tenth", text, spec, rows.columns, heads, names, list(MOMENTS.values()))
+
+
+def both_moments(lines: Sequence[Series]) -> Iterator[Figure]:
+    """What each client received against what it made of it."""
+    rows = Rows("s", "seed", "client", "x", "y")
+    for place, line in enumerate(lines):
+        for run in line.runs:
+            trained, received = (last_of_clients(run, column) for column in MOMENTS)
+            for client in sorted(trained.keys() & received.keys())[:MOST_CLIENTS]:
+                values = {"x": 100 * received[client], "y": 100 * trained[client]}
+                rows.add(s=place, seed=run.seed, client=client, **values)
+    if not len(rows):
+        return
+    said = tips(("label", "run"), ("seed", "seed"), ("client", "client"), ("x", "received, %"), ("y", "trained, %"))
+    diagonal = {"values": [{"x": 0, "y": 0}, {"x": 100, "y": 100}]}
+    spec: Spec = {
+        "width": WHOLE,
+        "height": 340,
+        "layer": [
+            {
+                "data": diagonal,
+                "mark": {"type": "line", "strokeDash": [4, 3], "color": "#888888"},
+                "encoding": {"x": quantity("x", ""), "y": quantity("y", "")},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 45, "opacity": 0.65},
+                "encoding": {
+                    "x": quantity("x", "Local-T as received, %", axis={"tickCount": 10}),
+                    "y": quantity("y", "Local-T after the fit, %", axis={"tickCount": 10}),
+                    "color": colour(),
+                    "tooltip": said,
+                },
+            },
+        ],
+    }
+    text = (
+        "One point a client and seed, in the last round that has both. Above the line the local fit helped; far above "
+        "it, the received model alone knows little of this client."
+    )
+    heads = {"label": "run", "seed": "seed", "client": "client", "x": "received, %", "y": "trained, %"}
+    yield Figure("received-trained", SECTION, "Received against trained", text, spec, rows.columns, heads)
+
+
+def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Each client's accuracy minus that of the model that it trains alone, where such a run has the same partition."""
+    alone = {run.partition_hash: run for line in lines for run in line.runs if run.partition_hash and is_silent(run)}
+    rows, facts = Rows("s", "pick", "seed", "client", "x", "own", "alone"), []
+    for moment, column in enumerate(MOMENTS):
+        for place, line in enumerate(lines):
+            below = total = 0
+            for run in line.runs:
+                other = alone.get(run.partition_hash)
+                if other is None or is_silent(run):
+                    continue
+                own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
+                for client in sorted(own.keys() & reference.keys())[:MOST_CLIENTS]:
+                    gap = 100 * (own[client] - reference[client])
+                    below, total = below + (gap < -1e-9), total + 1
+                    values = {"own": 100 * own[client], "alone": 100 * reference[client]}
+                    rows.add(s=place, pick=moment, seed=run.seed, client=client, x=gap, **values)
+            if total:
+                share = f"{below} of {total} clients ({100 * below / total:.0f} %)"
+                where = f" ({line.setting})" if len({each.setting for each in lines}) > 1 else ""
+                facts.append(f"{line.label}{where}, {MOMENTS[column]}: {share} are below the model that they train alone.")
+    if not len(rows):
+        return
+    said = tips(("label", "run"), ("seed", "seed"), ("client", "client"), ("own", "here, %"), ("alone", "alone, %"))
+    jitter = {"calculate": "((datum.client * 7919) % 101) / 101 - 0.5", "as": "jitter"}
+    spec: Spec = {
+        "width": WHOLE,
+        "height": {"step": 44},
+        "layer": [
+            {
+                "mark": {"type": "rule", "strokeDash": [4, 3], "color": "#888888"},
+                "encoding": {"x": {"datum": 0, "type": "quantitative"}},
+            },
+            {
+                "transform": [jitter],
+                "mark": {"type": "point", "filled": True, "size": 50},
+                "encoding": {
+                    "x": quantity("x", "points above or below the model trained alone"),
+                    "y": {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}},
+                    "yOffset": quantity("jitter", "", scale={"domain": [-1, 1]}),
+                    "color": colour(),
+                    "opacity": {"condition": {"test": "datum.x < 0", "value": 0.95}, "value": 0.35},
+                    "tooltip": said,
+                },
+            },
+        ],
+    }
+    text = (
+        "Each client's Local-T minus that of the run among these that sends nothing and has the same partition. Points "
+        "left of the line, in full colour, are clients that federation hurt."
+    )
+    heads = {"label": "run", "pick": "moment", "seed": "seed", "client": "client", "x": "difference", "own": "here, %"}
+    heads |= {"alone": "alone, %"}
+    picks = list(MOMENTS.values())
+    yield Figure("hurt", SECTION, "Who was hurt", text, spec, rows.columns, heads, {}, picks, facts)
+
+
+def is_silent(run: RunFolder) -> bool:
+    """Whether nothing was ever sent: each client trains alone."""
+    sent = known(row.get(name) for row in run.rows for name in ("uplink_bytes", "uplink_params"))
+    return bool(sent) and not any(sent)

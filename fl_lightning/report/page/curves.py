@@ -1,0 +1,235 @@
+"""Figures over rounds: accuracies with their spreads, the receive drop, losses, communication and time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.report.page.figure import DASH, THIRD, WHOLE, Figure, Rows, Spec
+from fl_lightning.report.page.figure import colour, known, quantity, thinned, tips
+from fl_lightning.report.series import Curve, Series, curve_of
+
+ACCURACIES = {
+    "Local-T": "Each client's own model after its local fit, on its own test samples; the mean over clients.",
+    "Local-T_received": "Each client's model right after the receive, before the fit, on its own test samples.",
+    "Global-T": "Each client's own model after its local fit, on all clients' test samples.",
+    "Global-T_received": "Each client's model right after the receive, on all clients' test samples.",
+    "Server-T": "The global model on all clients' test samples, where the method has one.",
+}
+FEW_POINTS = 30  # lines of so many points show them
+COSTED_POINTS = 60  # of a line over communication, whose points can each be hovered over
+HEIGHT = 260
+
+
+def accuracies(lines: Sequence[Series]) -> Iterator[Figure]:
+    """One figure a column, in percent, with the spread over seeds or over clients."""
+    for column, text in ACCURACIES.items():
+        rows = Rows("s", "x", "y", "sl", "sh", "cl", "ch")
+        for place, line in enumerate(lines):
+            curve, spread = line.curve(column), _by_round(line.curve(f"{column}_std"))
+            for point in thinned(len(curve.rounds)):
+                round, mean, std = int(curve.rounds[point]), curve.mean[point], curve.std[point]
+                over = spread.get(round, np.nan)
+                sides = [*_sides(mean, std), *_sides(mean, over)]
+                values = dict(zip(("sl", "sh", "cl", "ch"), sides, strict=True))
+                rows.add(s=place, x=round, y=100 * mean, **values)
+        if len(rows):
+            heads = {"label": "run", "x": "round", "y": "mean, %", "sl": "− std over seeds", "sh": "+ std over seeds"}
+            heads |= {"cl": "− std over clients", "ch": "+ std over clients"}
+            how = " The band is ± one standard deviation, over seeds or over clients as chosen above."
+            spec = over_rounds("accuracy, %", rows, bands=True)
+            yield Figure(_key(column), "Accuracy", column, text + how, spec, rows.columns, heads)
+
+
+def _sides(mean: float, std: float) -> tuple[float, float]:
+    return 100 * max(0.0, mean - std), 100 * min(1.0, mean + std) if np.isfinite(std) else np.nan
+
+
+def _by_round(curve: Curve) -> dict[int, float]:
+    return dict(zip(map(int, curve.rounds), map(float, curve.mean), strict=True))
+
+
+def _key(column: str) -> str:
+    return column.lower().replace("_", "-").replace("/", "-")
+
+
+def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
+    """What a receive costs, as FedCPD's Figure 2 shows it."""
+    text = (
+        "Local-T after the fit of the round before, minus Local-T right after the receive: what the received model has "
+        "forgotten of the client's own (FedCPD's Figure 2)."
+    )
+    yield from _single(lines, "receive_drop", "Accuracy", "Receive drop", text, "points")
+
+
+def seconds(lines: Sequence[Series]) -> Iterator[Figure]:
+    """How long rounds take."""
+    text = "Seconds of each round, evaluation included; comparable only between runs on one machine with equal settings."
+    yield from _single(lines, "seconds", "Cost", "Time a round", text, "seconds")
+
+
+def _single(
+    lines: Sequence[Series], column: str, section: str, title: str, text: str, unit: str
+) -> Iterator[Figure]:
+    factor, least = (100.0, -np.inf) if unit == "points" else (1.0, 0.0)
+    rows = Rows("s", "x", "y", "sl", "sh")
+    for place, line in enumerate(lines):
+        curve = line.curve(column)
+        for point in thinned(len(curve.rounds)):
+            y, std = factor * curve.mean[point], factor * curve.std[point]
+            rows.add(s=place, x=curve.rounds[point], y=y, sl=max(least, y - std), sh=y + std)
+    if len(rows):
+        heads = {"label": "run", "x": "round", "y": f"{title}, {unit}", "sl": "− std over seeds", "sh": "+ std over seeds"}
+        yield Figure(_key(column), section, title, text, over_rounds(unit, rows, True), rows.columns, heads)
+
+
+def losses(lines: Sequence[Series]) -> Iterator[Figure]:
+    """The loss and its terms, a panel each."""
+    columns = sorted(
+        {name for line in lines for run in line.runs for name in run.rows[0] if name.startswith("loss")},
+        key=lambda name: (name != "loss", name),
+    )
+    rows, names = Rows("s", "x", "y", "term"), []
+    for column in columns:
+        for place, line in enumerate(lines):
+            curve = line.curve(column)
+            if len(curve.rounds) and column not in names:
+                names.append(column)
+            for point in thinned(len(curve.rounds), MOST_OF_A_TERM):
+                rows.add(s=place, x=curve.rounds[point], y=curve.mean[point], term=names.index(column))
+    if len(rows):
+        text = "Means over the round's local steps and clients; terms without their weights. The total is their weighted sum."
+        heads = {"label": "run", "term": "term", "x": "round", "y": "value"}
+        spec: Spec = {
+            "facet": {"field": "term", "type": "nominal", "title": None, "sort": names, "header": {"labelLimit": 240}},
+            "columns": 3,
+            "resolve": {"scale": {"y": "independent"}},
+            "spec": {**over_rounds(None, rows, False, ["term"]), "width": THIRD, "height": 150},
+        }
+        yield Figure("loss", "Training", "Loss and its terms", text, spec, rows.columns, heads, {"term": names})
+
+
+MOST_OF_A_TERM = 150  # points of a line in a small panel
+
+
+def communication(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Accuracy against what has been sent by then."""
+    for column, moment in (("Local-T", "after the fit"), ("Local-T_received", "as received")):
+        rows = Rows("s", "x", "y", "round", "flat")
+        for place, line in enumerate(lines):
+            sent = _sent(line)
+            curve = line.curve(column)
+            silent = not any(sent.values())
+            for point in thinned(len(curve.rounds), 2 if silent else COSTED_POINTS):
+                round = int(curve.rounds[point])
+                flat = silent and point == len(curve.rounds) - 1
+                rows.add(s=place, x=sent.get(round, 0.0), y=100 * curve.mean[point], round=round, flat=flat)
+        if len(rows) and any(rows.columns["x"]):
+            text = (
+                "All clients' messages up and down, summed over the rounds so far, as they cross the wire. A run that "
+                "sends nothing is a horizontal line at its last value."
+            )
+            heads = {"label": "run", "round": "round", "x": "MB sent so far", "y": f"{column}, %"}
+            title = f"{column} against communication"
+            key = f"communication-{_key(column)}"
+            yield Figure(key, "Cost", title, f"Accuracy {moment}. {text}", _against(), rows.columns, heads)
+
+
+def _sent(line: Series) -> dict[int, float]:
+    """Round -> megabytes up and down until then, the mean over runs."""
+    totals: list[list[dict[str, Any]]] = []
+    for run in line.runs:
+        total, rows = 0.0, []
+        for row in run.rows:
+            total += sum(known(row.get(name) for name in ("uplink_bytes", "downlink_bytes"))) / 1e6
+            rows.append({"round": row["round"], "sent": total})
+        totals.append(rows)
+    return _by_round(curve_of(totals, "sent"))
+
+
+def _against() -> Spec:
+    y = quantity("y", "accuracy, %", scale={"zero": False})
+    said = tips(("label", "run"), ("round", "round"), ("x", "MB sent"), ("y", "accuracy, %"))
+    nearest = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
+    return {
+        "width": WHOLE,
+        "height": HEIGHT,
+        "layer": [
+            {
+                "transform": [{"filter": "!datum.flat"}],
+                "mark": {"type": "line", "strokeWidth": 2},
+                "encoding": {"order": {"field": "round"}, "strokeDash": dash()},
+            },
+            {
+                "transform": [{"filter": "datum.flat"}],
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {"strokeDash": dash(), "x": {"value": 0}, "x2": {"value": "width"}},
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 70},
+                "params": [{"name": "hover", "select": nearest}],
+                "encoding": {
+                    "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+                    "tooltip": said,
+                },
+            },
+        ],
+        "encoding": {"x": quantity("x", "MB sent so far"), "y": y, "color": colour()},
+    }
+
+
+def dash() -> Spec:
+    """The encoding by the line's dash."""
+    return {"field": "label", "type": "nominal", "scale": DASH, "legend": None}
+
+
+def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str] = ()) -> Spec:
+    """Lines over rounds; hovering anywhere names all lines' values of that round.
+
+    Args:
+        unit: title of the vertical axis.
+        rows: with fields ``x`` and ``y``; with `bands`, ``sl`` to ``sh`` over seeds and maybe ``cl`` to ``ch``.
+        bands: whether bands are drawn.
+        groups: fields that tell panels apart.
+    """
+    clients = "cl" in rows.columns
+    few = len(set(rows.columns["x"])) <= FEW_POINTS
+    low, high = ("sl", "sh") if not clients else ("low", "high")
+    spread = [
+        {"calculate": f"band == 'clients' ? datum.c{end} : band == 'seeds' ? datum.s{end} : null", "as": name}
+        for end, name in (("l", "low"), ("h", "high"))
+    ]
+    band: Spec = {
+        "transform": [*(spread if clients else []), {"filter": f"datum.{low} !== null"}],
+        "mark": {"type": "area", "opacity": 0.16, "line": False},
+        "encoding": {"y": quantity(low, unit), "y2": {"field": high}},
+    }
+    line: Spec = {
+        "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 18} if few else False},
+        "encoding": {"y": quantity("y", unit, scale={"zero": False}), "strokeDash": dash()},
+    }
+    chosen = {"type": "point", "encodings": ["x"], "on": "pointerover", "nearest": True, "clear": "pointerout"}
+    hover: Spec = {
+        "transform": [{"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x", *groups]}],
+        "mark": {"type": "rule", "strokeWidth": 1},
+        "params": [{"name": "hover", "select": chosen}],
+        "encoding": {
+            "color": {"value": "#888888"},
+            "opacity": {"condition": {"param": "hover", "empty": False, "value": 0.8}, "value": 0},
+            "tooltip": [{"field": name, "type": "nominal"} for name in ("x", *groups)],
+        },
+    }
+    axis = {"tickMinStep": 1, "format": "d"}
+    spec: Spec = {
+        "width": WHOLE,
+        "height": HEIGHT,
+        "layer": [*([band] if bands else []), line, hover],
+        "encoding": {"x": quantity("x", "round", axis=axis, scale={"zero": False, "nice": False}), "color": colour()},
+    }
+    if clients:
+        spec["params"] = [{"name": "band", "value": "seeds"}]
+    return spec
+
+

@@ -1,0 +1,122 @@
+"""A figure of the page: what is drawn, from which numbers, and what it says to those who do not see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fl_lightning.report.series import Series
+
+Spec = dict[str, Any]
+COLOUR, DASH, LABELS = "$colour", "$dash", "$labels"
+"""Stand in a specification for the lines' colours, dashes and names, which theme and setting decide."""
+WHOLE, THIRD = "$whole", "$third"
+"""Stand for the page's width, and for a third of it."""
+MOST_POINTS = 400
+"""Of a line; longer runs are thinned."""
+DIGITS = 5
+"""Significant digits of what is drawn; every digit is in the run's files."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure.
+
+    Args:
+        key: its name in addresses and files.
+        section: heading that it stands under.
+        title: for people.
+        text: what it shows and how it is read.
+        spec: Vega-Lite, without data, with the stand-ins above.
+        columns: field -> one value a row. ``s`` is the line's place among all lines, ``g`` the setting's, ``pick`` the
+            place of what the reader chooses among `picks`.
+        heads: field -> heading, the columns of the table behind it.
+        names: field -> the texts that its whole numbers stand for.
+        picks: what the reader chooses from, where there is a choice.
+        facts: what the figure says, in sentences.
+    """
+
+    key: str
+    section: str
+    title: str
+    text: str
+    spec: Spec
+    columns: Mapping[str, Sequence[Any]]
+    heads: Mapping[str, str]
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    picks: Sequence[str] = ()
+    facts: Sequence[str] = ()
+
+    def rows(self, lines: Sequence[Series]) -> list[dict[str, Any]]:
+        """The rows as a renderer takes them, texts in place of numbers."""
+        found = []
+        for values in zip(*self.columns.values(), strict=True):
+            row = dict(zip(self.columns, values, strict=True))
+            row |= {name: texts[row[name]] for name, texts in self.names.items()}
+            if "s" in row:
+                row["label"] = lines[row["s"]].label
+            found.append(row)
+        return found
+
+
+class Rows:
+    """Gathers a figure's rows, column by column, in as few digits as are seen."""
+
+    def __init__(self, *fields: str) -> None:
+        self.columns: dict[str, list[Any]] = {name: [] for name in fields}
+
+    def add(self, **values: Any) -> None:
+        """Add a row; every field is given."""
+        for name, column in self.columns.items():
+            column.append(rounded(values[name]))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+
+def rounded(value: Any) -> Any:
+    """A number in `DIGITS` digits; None for what is not finite."""
+    if isinstance(value, (bool, str)) or value is None:
+        return value
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    short = float(f"{number:.{DIGITS}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def thinned(count: int, most: int = MOST_POINTS) -> Sequence[int]:
+    """Places of at most `most` of `count` points, evenly spread, the first and the last among them.
+
+    >>> list(thinned(5, 3)), list(thinned(3, 5))
+    ([0, 2, 4], [0, 1, 2])
+    """
+    if count <= most:
+        return range(count)
+    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+
+
+def colour(**more: Any) -> Spec:
+    """The encoding by the line's colour."""
+    return {"field": "label", "type": "nominal", "scale": COLOUR, "legend": None, **more}
+
+
+def quantity(name: str, title: str | None, **more: Any) -> Spec:
+    """A number's encoding."""
+    return {"field": name, "type": "quantitative", "title": title, **more}
+
+
+def tips(*pairs: tuple[str, str]) -> list[Spec]:
+    """What hovering over a mark says, (field, heading) by (field, heading)."""
+    return [{"field": name, "title": title, "type": "nominal"} for name, title in pairs]
+
+
+def known(values: Iterable[Any]) -> list[float]:
+    """Those that are finite numbers."""
+    return [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]

@@ -1,0 +1,67 @@
+"""Who holds what, as bubbles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
+from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.series import Series
+
+MOST_BUBBLES = 10_000  # of one partition; of a larger one the largest are drawn
+MOST_PARTITIONS = 20
+
+
+def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Clients against classes, a bubble's area the training samples."""
+    settings = list(dict.fromkeys(line.setting for line in lines))
+    rows, picks, classes = Rows("g", "pick", "client", "class_", "n"), list[str](), list[str]()
+    seen: set[str] = set()
+    for line in lines:
+        for run in line.runs:
+            counts = class_counts(run)
+            if not counts or run.partition_hash in seen or len(picks) == MOST_PARTITIONS:
+                continue
+            seen.add(run.partition_hash)
+            picks.append(_title(run, line))
+            names = [str(name) for name in run.partition["classes"]]
+            held = [(n, client, c) for client, own in enumerate(counts) for c, n in enumerate(own) if n]
+            for n, client, c in sorted(held, reverse=True)[:MOST_BUBBLES]:
+                if names[c] not in classes:
+                    classes.append(names[c])
+                place = classes.index(names[c])
+                rows.add(g=settings.index(line.setting), pick=len(picks) - 1, client=client, class_=place, n=n)
+    if not len(rows):
+        return
+    said = tips(("client", "client"), ("class_", "class"), ("n", "training samples"))
+    order = sorted(set(classes), key=lambda name: (len(name), name) if name.isdigit() else (0, name))
+    spec: Spec = {
+        "width": WHOLE,
+        "height": {"step": 28} if len(order) <= 40 else 600,
+        "mark": {"type": "circle", "opacity": 0.75, "color": "#3A87C8"},
+        "encoding": {
+            "x": {"field": "client", "type": "ordinal", "title": "client", "axis": {"labelAngle": 0, "labelOverlap": True}},
+            "y": {"field": "class_", "type": "nominal", "title": "class", "sort": order[::-1], "axis": {"grid": True}},
+            "size": quantity("n", "training samples", scale={"range": [6, 620]}, legend={"orient": "top"}),
+            "tooltip": said,
+        },
+    }
+    text = "Clients against classes; a bubble's area is the number of training samples."
+    heads = {"pick": "partition", "client": "client", "class_": "class", "n": "training samples"}
+    yield Figure("partition", "Data", "Who holds what", text, spec, rows.columns, heads, {"class_": classes}, picks)
+
+
+def class_counts(run: RunFolder) -> list[list[int]]:
+    """[K][C] training samples; empty where the run's folder does not say it."""
+    counts, classes = run.partition.get("class_counts"), run.partition.get("classes")
+    if not isinstance(counts, list) or not isinstance(classes, list) or not run.partition_hash:
+        return []
+    fits = all(
+        isinstance(own, list) and len(own) == len(classes) and all(type(n) is int and n >= 0 for n in own) for own in counts
+    )
+    return counts if fits else []
+
+
+def _title(run: RunFolder, line: Series) -> str:
+    seed = run.partition.get("seed")
+    return line.setting + ("" if seed is None else f", seed {seed}")

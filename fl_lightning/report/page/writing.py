@@ -1,0 +1,79 @@
+"""Runs in, one HTML page out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.page import bundle, classifier, clients, curves, partition
+from fl_lightning.report.page.document import document
+from fl_lightning.report.page.figure import Figure
+from fl_lightning.report.page.tables import PublishedTable
+from fl_lightning.report.record import write_whole
+from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.series import Member, Series, series_of
+
+
+def figures_of(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Every figure that the runs have something for."""
+    yield from curves.accuracies(lines)
+    yield from curves.receive_drop(lines)
+    yield from clients.both_moments(lines)
+    yield from clients.spread(lines)
+    yield from clients.bars(lines)
+    yield from clients.hurt(lines)
+    yield from partition.bubbles(lines)
+    yield from curves.communication(lines)
+    yield from curves.seconds(lines)
+    yield from curves.losses(lines)
+    heads = [classifier.heads_of(line.runs[0]) for line in lines]
+    yield from classifier.relations(lines, heads)
+    yield from classifier.norms(lines, heads)
+
+
+def write_page(
+    members: Iterable[Member],
+    path: Path,
+    title: str,
+    table: PublishedTable | None = None,
+    notes: Sequence[str] = (),
+    more: Iterable[Figure] = (),
+    pictures: Path | None = None,
+) -> list[Path]:
+    """Write the page.
+
+    Args:
+        members: the runs, in the order in which they are to be shown.
+        path: the HTML file.
+        title: its heading.
+        table: beside published figures, where there is one.
+        notes: what is missing, and why.
+        more: figures that need more than the runs' folders.
+        pictures: folder that gets every figure as PNG and SVG, too; None for none.
+
+    Returns:
+        What was written, the page first.
+
+    Raises:
+        ConfigError: if Vega-Lite is not installed, or the file cannot be written.
+    """
+    bundle.renderer()
+    lines = series_of(members)
+    figures = [*figures_of(lines), *more]
+    notes = [*notes, *(f"{run.name}: {note}" for run in _runs(lines) for note in run.notes)]
+    text = document(title, lines, figures, table, notes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError("--output", f"cannot be written: {error.strerror}", str(path)) from error
+    written = [path]
+    if pictures is not None:
+        written += bundle.write_pictures(figures, lines, pictures)
+    return written
+
+
+def _runs(lines: Sequence[Series]) -> Iterator[RunFolder]:
+    for line in lines:
+        yield from line.runs

@@ -1,0 +1,122 @@
+"""A table as the page shows it, from its definition's cells or from the folder of its results."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
+from fl_lightning.report.page.writing import write_page
+from fl_lightning.report.run_folder import read_run, rows_of
+from fl_lightning.report.series import Member
+from fl_lightning.table.cells import Cell
+from fl_lightning.table.definition import Definition
+from fl_lightning.table.figures import Values
+from fl_lightning.table.writing import as_csv
+
+CELLS = "cells.csv"
+"""In the folder of a table's results: which run is which cell."""
+PAGE = "report.html"
+
+
+def members_of(cells: Iterable[Cell]) -> list[Member]:
+    """The cells that have a round to show, by row and column."""
+    there = [cell for cell in cells if rows_of(cell.folder / "metrics.csv")]
+    return [Member(read_run(cell.folder, "report"), cell.row.name, cell.column.name) for cell in there]
+
+
+def cells_as_csv(cells: Iterable[Cell], folder: Path) -> str:
+    """Row, column, seed and folder of every cell, as seen from `folder`."""
+    lines = [["row", "column", "seed", "folder"]]
+    lines += [[c.row.name, c.column.name, str(c.seed), os.path.relpath(c.folder, folder)] for c in cells]
+    return _as_text(lines)
+
+
+def _as_text(lines: Sequence[Sequence[str]]) -> str:
+    import io
+
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(lines)
+    return buffer.getvalue()
+
+
+def shown(table: Definition, values: Values) -> PublishedTable:
+    """A table's figures as the page shows them."""
+    published = f"Published figures: {table.source}." if table.source else ""
+    return _published(as_csv(table, values).splitlines(), table.title, [published, table.note])
+
+
+def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]:
+    """What the folder of a table's results holds.
+
+    Returns:
+        The table, its runs, and a line on each that is missing.
+
+    Raises:
+        ConfigError: if it holds no table.
+    """
+    try:
+        lines = (folder / "table.csv").read_text(encoding="utf-8").splitlines()
+        first = (folder / "table.md").read_text(encoding="utf-8").partition("\n")[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError("report", "there is no table in that folder", str(folder)) from error
+    table = _published(lines, first.removeprefix("# ") or folder.name, [])
+    members, missing = [], []
+    file = folder / CELLS
+    cells = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines())) if file.is_file() else []
+    notes = [] if cells else [f"{folder} does not say which runs its cells are; run the table again for the curves"]
+    for cell in cells:
+        if not all(isinstance(cell.get(name), str) for name in ("row", "column", "folder")):
+            notes.append(f"a line of {file} is damaged")
+            continue
+        run = Path(os.path.normpath(folder / cell["folder"]))
+        if rows_of(run / "metrics.csv"):
+            members.append(Member(read_run(run, "report"), cell["row"], cell["column"]))
+        else:
+            missing.append(run.name)
+    if missing:
+        notes.append(f"{len(missing)} of {len(cells)} runs have no round yet: {', '.join(missing[:5])}")
+    return table, members, notes
+
+
+def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> PublishedTable:
+    """A table from the lines of its CSV file."""
+    heads: dict[str, None] = {}
+    rows: dict[str, dict[str, PublishedCell]] = {}
+    for line in csv.DictReader(lines):
+        require(line.get("row") is not None and line.get("column") is not None, "report", "table.csv is no table")
+        head = f"{line['column']} {line.get('figure') or ''}".strip()
+        heads[head] = None
+        rows.setdefault(line["row"], {})[head] = _cell(line)
+    said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients. Below: other moments."
+    body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
+    return PublishedTable(title, [said, *notes], list(heads), body)
+
+
+def _cell(line: Mapping[str, str | None]) -> PublishedCell:
+    def number(name: str, form: str = ".2f") -> str:
+        try:
+            return format(float(line.get(name) or ""), form)
+        except ValueError:
+            return ""
+
+    mean, seeds, clients = (number(name) for name in ("mean", "over_seeds", "over_clients"))
+    text = mean or "…"
+    text += f" ± {seeds}" if seeds else ""
+    text += f" ({clients})" if clients else ""
+    spread = number("published_spread", "g")
+    printed = number("published", "g") + (f" ± {spread}" if spread else "")
+    moments = {name: number(name) for name in MOMENTS if number(name)}
+    return PublishedCell(text, printed, number("difference", "+.2f"), line.get("mark") or "", moments)
+
+
+def write_table_page(folder: Path, table: Definition, values: Values, cells: Sequence[Cell], notes: Sequence[str]) -> Path:
+    """Write the page beside a table's other results.
+
+    Raises:
+        ConfigError: if Vega-Lite is not installed.
+    """
+    return write_page(members_of(cells), folder / PAGE, table.title, shown(table, values), notes)[0]
