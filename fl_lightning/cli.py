@@ -31,6 +31,7 @@ COMMANDS = {
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",
     "partition": "show who holds what, as a table and a picture: fl-lightning partition --config exp.yaml",
     "table": "run a table of methods, settings and seeds, beside the published one: fl-lightning table FILE --jobs 2",
+    "report": "show runs, or a table with its runs, on one HTML page: fl-lightning report runs/a runs/b | TABLE",
     "tune": "search hyperparameters on validation parts: fl-lightning tune FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
@@ -73,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command not in COMMANDS:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
-    run |= {"table": _table, "tune": _tune, "compare": _compare, "dashboard": _dashboard}
+    run |= {"table": _table, "report": _report, "tune": _tune, "compare": _compare, "dashboard": _dashboard}
     run |= {"audit": _audit, "list": _list}
     return run[command](rest)
 
@@ -235,6 +236,12 @@ def _tune(argv: list[str]) -> int:
     from fl_lightning.tune.command import tune
 
     return tune(argv, main)
+
+
+def _report(argv: list[str]) -> int:
+    from fl_lightning.reporting import report
+
+    return report(argv)
 
 
 def _compare(argv: list[str]) -> int:

@@ -86,7 +86,12 @@ def _from_definition(path: Path, runs: Path) -> _Found:
     from fl_lightning.table.figures import values_of
     from fl_lightning.table.page import members_of, shown
 
-    require(path.suffix in (".yaml", ".yml"), "report", "must be a run's folder, or a table's folder or YAML file", str(path))
+    require(
+        path.suffix in (".yaml", ".yml"),
+        "report",
+        "must be a run's folder, or a table's folder or YAML file",
+        str(path),
+    )
     definition = read_definition(path)
     cells = cells_of(definition, Choice(runs))
     values = values_of(definition, cells)
@@ -106,10 +111,8 @@ def _title(members: Sequence[Member]) -> str:
 def _parser() -> Any:
     parser = one_line_parser("report", description=DESCRIPTION)
     parser.add_argument("what", type=str, nargs="*", help="runs' folders, a folder of runs, a table's file or results")
-    parser.add_argument("--output", help="the HTML file; by default report.html in the run's or table's folder, or here")
+    parser.add_argument("--output", help="the HTML file; else report.html in the run's or table's folder, or here")
     parser.add_argument("--figures", help="a folder that gets every figure as PNG and SVG, too")
     parser.add_argument("--title", help="of the page")
-    parser.add_argument("--runs", type=str, default="runs", help="folder of runs in which a table's cells are looked for")
+    parser.add_argument("--runs", type=str, default="runs", help="where the cells of a table's file are looked for")
     return parser
-
-

@@ -13,13 +13,16 @@ from rich.console import Console
 
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.table.cells import Cell, Choice, cells_of
 from fl_lightning.table.definition import Definition, read_definition
-from fl_lightning.table.figures import values_of
+from fl_lightning.table.figures import Values, values_of
+from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
 from fl_lightning.table.progress import Pace, Progress, duration
 from fl_lightning.table.running import Command, Crew, distinct
 from fl_lightning.table.writing import markdown, write
+from fl_lightning.terminal import say
 
 DESCRIPTION = (
     "Run a table: rows x columns x seeds, each cell an ordinary run; what is finished is not run again. Options of a "
@@ -87,8 +90,21 @@ def _conclude(
     kept = list({(c.row.name, c.column.name, c.seed): c for c in cells if c.column.name not in missing}.values())
     values = values_of(definition, kept)
     written = write(folder, definition, values, notes)
+    written += _with_page(folder, definition, values, kept, notes)
     console.print(markdown(definition, values, notes), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+
+
+def _with_page(
+    folder: Path, definition: Definition, values: Values, cells: Sequence[Cell], notes: Sequence[str]
+) -> list[Path]:
+    """Say which runs the cells are, and write the page, where its extra is installed."""
+    write_text(folder / CELLS, cells_as_csv(cells, folder))
+    try:
+        return [folder / CELLS, write_table_page(folder, definition, values, cells, notes)]
+    except ConfigError as error:
+        say(f"the table has no page: {error}")
+        return [folder / CELLS]
 
 
 def _without_data(cells: Sequence[Cell]) -> dict[str, str]:

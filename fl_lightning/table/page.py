@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +37,6 @@ def cells_as_csv(cells: Iterable[Cell], folder: Path) -> str:
 
 
 def _as_text(lines: Sequence[Sequence[str]]) -> str:
-    import io
-
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(lines)
     return buffer.getvalue()
@@ -113,7 +112,9 @@ def _cell(line: Mapping[str, str | None]) -> PublishedCell:
     return PublishedCell(text, printed, number("difference", "+.2f"), line.get("mark") or "", moments)
 
 
-def write_table_page(folder: Path, table: Definition, values: Values, cells: Sequence[Cell], notes: Sequence[str]) -> Path:
+def write_table_page(
+    folder: Path, table: Definition, values: Values, cells: Sequence[Cell], notes: Sequence[str]
+) -> Path:
     """Write the page beside a table's other results.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Runs as one self-contained HTML page: interactive figures (Vega-Lite), a table behind each, and how to run it again."""
+"""Runs as one self-contained HTML page: figures to hover over, a table behind each, how to run it again."""

@@ -15,6 +15,8 @@ from fl_lightning.report.series import Series
 
 WIDTH = 760  # pixels, of a picture
 SCALE = 2  # of a PNG
+SYMBOL = {"symbolOpacity": 1, "symbolStrokeWidth": 2}
+LEGEND = {"title": None, "orient": "bottom", "columns": 4, "labelLimit": 260}
 
 
 def renderer() -> Any:
@@ -26,7 +28,9 @@ def renderer() -> Any:
     try:
         import vl_convert
     except ImportError as error:
-        raise ConfigError("report", "needs the package vl-convert-python: pip install 'fl-lightning[report]'") from error
+        raise ConfigError(
+            "report", "needs the package vl-convert-python: pip install 'fl-lightning[report]'"
+        ) from error
     return vl_convert
 
 
@@ -71,10 +75,10 @@ def drawn_alone(figure: Figure, lines: Sequence[Series], setting: str, pick: int
     dashes = {"domain": labels, "range": [list(DASHES[line.dash]) for line in shown]}
     values = {COLOUR: colours, DASH: dashes, LABELS: labels, WHOLE: WIDTH, THIRD: WIDTH // 3 - 30}
     spec: dict[str, Any] = filled(figure.spec, values)
-    _name_lines(spec)
-    title = figure.title if len(settings) == 1 and len(figure.picks) < 2 else f"{figure.title}: {setting}"
-    if len(figure.picks) > 1 and "g" not in rows[0]:
-        title += f", {figure.picks[pick]}"
+    _name_lines(spec, {"symbolType": "stroke"} if DASH in str(figure.spec) else {})
+    said = [setting] if len(settings) > 1 and "g" not in rows[0] else []
+    said += [figure.picks[pick]] if len(figure.picks) > 1 or "g" in rows[0] else []
+    title = f"{figure.title}: {', '.join(said)}" if said else figure.title
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         **spec,
@@ -84,16 +88,16 @@ def drawn_alone(figure: Figure, lines: Sequence[Series], setting: str, pick: int
     }
 
 
-def _name_lines(spec: Any) -> None:
+def _name_lines(spec: Any, symbol: Mapping[str, str]) -> None:
     """Give the lines' colours a legend, which the page has above all figures."""
     if isinstance(spec, Mapping):
         for name, value in spec.items():
             if name in ("color", "strokeDash") and isinstance(value, dict) and "legend" in value:
-                value["legend"] = {"title": None, "orient": "bottom", "columns": 4, "labelLimit": 260, "symbolType": "stroke"}
-            _name_lines(value)
+                value["legend"] = {**LEGEND, **SYMBOL, **symbol}
+            _name_lines(value, symbol)
     elif isinstance(spec, list):
         for value in spec:
-            _name_lines(value)
+            _name_lines(value, symbol)
 
 
 def write_pictures(figures: Sequence[Figure], lines: Sequence[Series], folder: Path) -> Iterator[Path]:

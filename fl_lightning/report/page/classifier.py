@@ -61,20 +61,20 @@ def relations(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figur
         "encoding": {
             "x": {"field": "j", "title": "says of class", **axis},
             "y": {"field": "i", "title": "class", **axis},
-            "color": quantity("v", "share", scale={"scheme": "viridis", "domainMin": 0}, legend={"orient": "bottom"}),
+            "color": quantity("v", "share", scale={"scheme": "viridis", "domainMin": 0}),
             "tooltip": tips(("i", "class"), ("j", "says of"), ("v", "share")),
         },
     }
     facet = {"column": {"field": "what", "type": "nominal", "title": None, "sort": kinds}}
     text = (
-        "SL: the federation's mean soft labels, where a term collects them; CR: the softmax of each row of W Wᵀ, W the global "
-        "classification layer, or the mean over clients' own where there is no global one (FedDW's Figure 8). "
+        "SL: the federation's mean soft labels, where a term collects them; CR: the softmax of each row of W Wᵀ, W the "
+        "global classification layer, or the mean over clients' own where there is no global one. "
         "Each matrix has its own scale of colours."
     )
-    heads_ = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
-    texts = {"what": kinds, "i": names, "j": names}
+    columns = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
+    texts, title = {"what": kinds, "i": names, "j": names}, "Soft labels and class relation"
     spec = {"facet": facet, "spec": cell, "resolve": {"scale": {"color": "independent"}}}
-    yield Figure("class-relation", SECTION, "Soft labels and class relation", text, spec, rows.columns, heads_, texts, picks)
+    yield Figure("class-relation", SECTION, title, text, spec, rows.columns, columns, texts, picks)
 
 
 def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
@@ -111,8 +111,8 @@ def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
         },
     }
     text = (
-        "One point a client and class of each line's first run: the norm of the class's row in the client's own classification "
-        "layer over the mean of its rows, against the class's share of the client's samples (FedDW's Figure 4)."
+        "One point a client and class of each line's first run: the norm of the class's row in the client's own "
+        "classification layer over the mean of its rows, against the class's share of the client's samples."
     )
     heads = {"label": "run", "client": "client", "held": "class", "x": "share, %", "y": "relative norm"}
     yield Figure("norms", SECTION, "Norm of weights against share", text, spec, rows.columns, heads, {"held": names})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ MOMENTS = {"Local-T": "after the fit", "Local-T_received": "as received"}
 MOST_CLIENTS = 500  # of a run, in figures of single clients
 STEP = 26  # height of a line's row
 SECTION = "Clients"
+BY_LINE = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}}
 
 
 def last_of_clients(run: RunFolder, column: str) -> dict[int, float]:
@@ -33,6 +34,13 @@ def worst_tenth(values: Sequence[float]) -> float:
     0.1
     """
     return float(np.mean(sorted(values)[: math.ceil(len(values) / 10)]))
+
+
+KINDS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "worst tenth": worst_tenth,
+    "worst client": min,
+}
 
 
 def _moment_and_seed(run: RunFolder, column: str) -> str:
@@ -87,13 +95,13 @@ def bars(lines: Sequence[Series]) -> Iterator[Figure]:
 
 def spread(lines: Sequence[Series]) -> Iterator[Figure]:
     """Mean, worst tenth and worst client of every line."""
-    kinds = ("mean", "worst tenth", "worst client")
+    kinds = list(KINDS)
     rows = Rows("s", "pick", "kind", "x", "low", "high")
     for moment, column in enumerate(MOMENTS):
         for place, line in enumerate(lines):
             values = [list(last_of_clients(run, column).values()) for run in line.runs]
             values = [own for own in values if own]
-            for kind, take in enumerate((np.mean, worst_tenth, min)):
+            for kind, take in enumerate(KINDS.values()):
                 if values:
                     each = [100 * float(take(own)) for own in values]
                     std = float(np.std(each, ddof=1)) if len(each) > 1 else 0.0
@@ -101,16 +109,19 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
                     rows.add(s=place, pick=moment, kind=kind, x=mean, low=mean - std, high=mean + std)
     if not len(rows):
         return
-    y = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}}
-    said = tips(("label", "run"), ("kind", "figure"), ("x", "%"), ("low", "− std over seeds"), ("high", "+ std over seeds"))
-    shape = {"field": "kind", "type": "nominal", "title": None, "sort": list(kinds)}
-    shape |= {"scale": {"domain": list(kinds), "range": ["circle", "diamond", "triangle-left"]}}
-    shape |= {"legend": {"orient": "top"}}
+    said = tips(
+        ("label", "run"), ("kind", "figure"), ("x", "%"), ("low", "− std over seeds"), ("high", "+ std over seeds")
+    )
+    shape: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": kinds, "legend": {"orient": "top"}}
+    shape["scale"] = {"domain": kinds, "range": ["circle", "diamond", "triangle-left"]}
     spec: Spec = {
         "width": WHOLE,
         "height": {"step": STEP},
         "layer": [
-            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"x": quantity("low", ""), "x2": {"field": "high"}}},
+            {
+                "mark": {"type": "rule", "strokeWidth": 1.5},
+                "encoding": {"x": quantity("low", ""), "x2": {"field": "high"}},
+            },
             {
                 "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
                 "encoding": {
@@ -120,12 +131,16 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
                 },
             },
         ],
-        "encoding": {"y": y, "color": colour()},
+        "encoding": {"y": BY_LINE, "color": colour()},
     }
-    text = "Means over seeds, with ± one standard deviation over seeds: all clients, the worst tenth of them, the worst one."
+    text = (
+        "Means and ± one standard deviation over seeds: of all clients, of the worst tenth of them, of the worst one."
+    )
     heads = {"label": "run", "pick": "moment", "kind": "figure", "x": "%", "low": "− std", "high": "+ std"}
     names = {"kind": kinds}
-    yield Figure("worst-tenth", SECTION, "The worst tenth", text, spec, rows.columns, heads, names, list(MOMENTS.values()))
+    yield Figure(
+        "worst-tenth", SECTION, "The worst tenth", text, spec, rows.columns, heads, names, list(MOMENTS.values())
+    )
 
 
 def both_moments(lines: Sequence[Series]) -> Iterator[Figure]:
@@ -189,12 +204,26 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
             if total:
                 share = f"{below} of {total} clients ({100 * below / total:.0f} %)"
                 where = f" ({line.setting})" if len({each.setting for each in lines}) > 1 else ""
-                facts.append(f"{line.label}{where}, {MOMENTS[column]}: {share} are below the model that they train alone.")
+                facts.append(
+                    f"{line.label}{where}, {MOMENTS[column]}: {share} are below the model that they train alone."
+                )
     if not len(rows):
         return
+    text = (
+        "Each client's Local-T minus that of the run among these that sends nothing and has the same partition. Points "
+        "left of the line, in full colour, are clients that federation hurt."
+    )
+    heads = {"label": "run", "pick": "moment", "seed": "seed", "client": "client", "x": "difference", "own": "here, %"}
+    heads |= {"alone": "alone, %"}
+    picks = list(MOMENTS.values())
+    yield Figure("hurt", SECTION, "Who was hurt", text, _differences(), rows.columns, heads, {}, picks, facts)
+
+
+def _differences() -> Spec:
+    """Points on either side of the model that a client trains alone."""
     said = tips(("label", "run"), ("seed", "seed"), ("client", "client"), ("own", "here, %"), ("alone", "alone, %"))
     jitter = {"calculate": "((datum.client * 7919) % 101) / 101 - 0.5", "as": "jitter"}
-    spec: Spec = {
+    return {
         "width": WHOLE,
         "height": {"step": 44},
         "layer": [
@@ -207,7 +236,7 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
                 "mark": {"type": "point", "filled": True, "size": 50},
                 "encoding": {
                     "x": quantity("x", "points above or below the model trained alone"),
-                    "y": {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}},
+                    "y": BY_LINE,
                     "yOffset": quantity("jitter", "", scale={"domain": [-1, 1]}),
                     "color": colour(),
                     "opacity": {"condition": {"test": "datum.x < 0", "value": 0.95}, "value": 0.35},
@@ -216,14 +245,6 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
             },
         ],
     }
-    text = (
-        "Each client's Local-T minus that of the run among these that sends nothing and has the same partition. Points "
-        "left of the line, in full colour, are clients that federation hurt."
-    )
-    heads = {"label": "run", "pick": "moment", "seed": "seed", "client": "client", "x": "difference", "own": "here, %"}
-    heads |= {"alone": "alone, %"}
-    picks = list(MOMENTS.values())
-    yield Figure("hurt", SECTION, "Who was hurt", text, spec, rows.columns, heads, {}, picks, facts)
 
 
 def is_silent(run: RunFolder) -> bool:

@@ -7,8 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.page.figure import DASH, THIRD, WHOLE, Figure, Rows, Spec
-from fl_lightning.report.page.figure import colour, known, quantity, thinned, tips
+from fl_lightning.report.page.figure import (
+    DASH,
+    THIRD,
+    WHOLE,
+    Figure,
+    Rows,
+    Spec,
+    colour,
+    known,
+    quantity,
+    thinned,
+    tips,
+)
 from fl_lightning.report.series import Curve, Series, curve_of
 
 ACCURACIES = {
@@ -59,20 +70,18 @@ def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
     """What a receive costs, as FedCPD's Figure 2 shows it."""
     text = (
         "Local-T after the fit of the round before, minus Local-T right after the receive: what the received model has "
-        "forgotten of the client's own (FedCPD's Figure 2)."
+        "forgotten of the client's own."
     )
     yield from _single(lines, "receive_drop", "Accuracy", "Receive drop", text, "points")
 
 
 def seconds(lines: Sequence[Series]) -> Iterator[Figure]:
     """How long rounds take."""
-    text = "Seconds of each round, evaluation included; comparable only between runs on one machine with equal settings."
+    text = "Seconds of each round, evaluation included; comparable only between runs on one machine."
     yield from _single(lines, "seconds", "Cost", "Time a round", text, "seconds")
 
 
-def _single(
-    lines: Sequence[Series], column: str, section: str, title: str, text: str, unit: str
-) -> Iterator[Figure]:
+def _single(lines: Sequence[Series], column: str, section: str, title: str, text: str, unit: str) -> Iterator[Figure]:
     factor, least = (100.0, -np.inf) if unit == "points" else (1.0, 0.0)
     rows = Rows("s", "x", "y", "sl", "sh")
     for place, line in enumerate(lines):
@@ -81,7 +90,13 @@ def _single(
             y, std = factor * curve.mean[point], factor * curve.std[point]
             rows.add(s=place, x=curve.rounds[point], y=y, sl=max(least, y - std), sh=y + std)
     if len(rows):
-        heads = {"label": "run", "x": "round", "y": f"{title}, {unit}", "sl": "− std over seeds", "sh": "+ std over seeds"}
+        heads = {
+            "label": "run",
+            "x": "round",
+            "y": f"{title}, {unit}",
+            "sl": "− std over seeds",
+            "sh": "+ std over seeds",
+        }
         yield Figure(_key(column), section, title, text, over_rounds(unit, rows, True), rows.columns, heads)
 
 
@@ -100,7 +115,7 @@ def losses(lines: Sequence[Series]) -> Iterator[Figure]:
             for point in thinned(len(curve.rounds), MOST_OF_A_TERM):
                 rows.add(s=place, x=curve.rounds[point], y=curve.mean[point], term=names.index(column))
     if len(rows):
-        text = "Means over the round's local steps and clients; terms without their weights. The total is their weighted sum."
+        text = "Means over the round's steps and clients; terms without their weights. The total is their weighted sum."
         heads = {"label": "run", "term": "term", "x": "round", "y": "value"}
         spec: Spec = {
             "facet": {"field": "term", "type": "nominal", "title": None, "sort": names, "header": {"labelLimit": 240}},
@@ -231,5 +246,3 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
     if clients:
         spec["params"] = [{"name": "band", "value": "seeds"}]
     return spec
-
-

@@ -47,7 +47,8 @@ def document(
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{_asset("page.css")}</style></head><body>'
         f'<a class="skip" href="#main">Skip to the figures</a><header><h1>{escape(title)}</h1>'
         '<div class="tools"><button type="button" id="theme" aria-pressed="false">Dark theme</button>'

@@ -40,7 +40,12 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
         "height": {"step": 28} if len(order) <= 40 else 600,
         "mark": {"type": "circle", "opacity": 0.75, "color": "#3A87C8"},
         "encoding": {
-            "x": {"field": "client", "type": "ordinal", "title": "client", "axis": {"labelAngle": 0, "labelOverlap": True}},
+            "x": {
+                "field": "client",
+                "type": "ordinal",
+                "title": "client",
+                "axis": {"labelAngle": 0, "labelOverlap": True},
+            },
             "y": {"field": "class_", "type": "nominal", "title": "class", "sort": order[::-1], "axis": {"grid": True}},
             "size": quantity("n", "training samples", scale={"range": [6, 620]}, legend={"orient": "top"}),
             "tooltip": said,
@@ -57,7 +62,8 @@ def class_counts(run: RunFolder) -> list[list[int]]:
     if not isinstance(counts, list) or not isinstance(classes, list) or not run.partition_hash:
         return []
     fits = all(
-        isinstance(own, list) and len(own) == len(classes) and all(type(n) is int and n >= 0 for n in own) for own in counts
+        isinstance(own, list) and len(own) == len(classes) and all(type(n) is int and n >= 0 for n in own)
+        for own in counts
     )
     return counts if fits else []
 

@@ -102,8 +102,9 @@ def moments(lines: Sequence[Series]) -> str:
             first = f'<th scope="rowgroup" rowspan="{len(MOMENTS)}">{label}</th>' if moment == "last" else ""
             body.append(f'<tr>{first}<th scope="row">{title}</th>{cells}</tr>')
     return (
-        '<div class="wide" tabindex="0" role="region" aria-label="Accuracies at three moments"><table><caption>Accuracy, %: '
-        f'mean ± std over seeds</caption><thead><tr><th scope="col">run</th><th scope="col">moment</th>{heads}</tr></thead>'
+        '<div class="wide" tabindex="0" role="region" aria-label="Accuracies at three moments"><table>'
+        "<caption>Accuracy, %: mean ± std over seeds</caption>"
+        f'<thead><tr><th scope="col">run</th><th scope="col">moment</th>{heads}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{_best_is_chosen(lines)}"
     )
 
@@ -124,8 +125,8 @@ def _best_is_chosen(lines: Sequence[Series]) -> str:
     on = {_evaluated_on(run) for line in lines for run in line.runs}
     where = " or ".join(sorted(on)) or "test"
     return (
-        f"<p>“Best” is the highest round's, chosen on the {escape(where)} split that it is reported on; “last” and the mean "
-        "of the last ten evaluated rounds are not chosen at all.</p>"
+        f"<p>“Best” is the highest round's, chosen on the {escape(where)} split that it is reported on; “last” and the "
+        "mean of the last ten evaluated rounds are not chosen at all.</p>"
     )
 
 
@@ -157,10 +158,11 @@ def configurations(lines: Sequence[Series]) -> Iterator[str]:
             if not key.endswith(".length")
         )
         yield (
-            f'<details class="run"><summary>{escape(line.label)}<span class="small"> {escape(line.setting)}</span></summary>'
-            f"<dl>{listed}</dl><h4>Run it again</h4><pre>{escape(commands)}</pre><h4>Every key that changes a number</h4>"
-            f'<div class="wide" tabindex="0" role="region" aria-label="Configuration"><table><thead><tr><th scope="col">key'
-            f'</th><th scope="col">value</th></tr></thead><tbody>{keys}</tbody></table></div></details>'
+            f'<details class="run"><summary>{escape(line.label)}<span class="small"> {escape(line.setting)}</span>'
+            f"</summary><dl>{listed}</dl><h3>Run it again</h3><pre>{escape(commands)}</pre>"
+            '<h3>Every key that changes a number</h3><div class="wide" tabindex="0" role="region" '
+            'aria-label="Configuration"><table><thead><tr><th scope="col">key</th><th scope="col">value</th></tr>'
+            f"</thead><tbody>{keys}</tbody></table></div></details>"
         )
 
 

@@ -89,7 +89,7 @@
     const actions = { export: { png: true, svg: true }, source: false, compiled: false, editor: false };
     const options = {
       renderer: "svg", mode: "vega-lite", ast: true, actions, downloadFileName: figure.key, hover: true,
-      tooltip: (_, event, __, value) => hover(figure, event, value),
+      tooltip: (_, event, item, value) => hover(figure, event, value ? item.datum.datum ?? item.datum : null),
     };
     const result = await vegaEmbed(target, specOf(figure, place.clientWidth), options);
     state.views[figure.key] = result;
@@ -130,7 +130,7 @@
   const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : value === true ? "yes" : value === false ? "no" : String(value));
   const isCurve = (figure) => "x" in figure.columns && "y" in figure.columns && figure.heads.x === "round";
   const hover = (figure, event, value) => {
-    if (value === null || value === undefined || value === "") { tip.hidden = true; return; }
+    if (!value) { tip.hidden = true; return; }
     const table = make("table");
     const add = (name, text) => {
       const row = table.appendChild(make("tr"));
@@ -145,7 +145,7 @@
         const over = state.band !== "none" && row[end] !== null && row[end] !== undefined ? ` ± ${number(row[end] - row.y)}` : "";
         add(row.label, number(row.y) + over);
       });
-    } else Object.entries(value).forEach(([name, text]) => add(name, number(Number.isNaN(Number(text)) || text === true || text === false ? text : Number(text))));
+    } else Object.entries(figure.heads).forEach(([field, head]) => { if (field in value) add(head, cell(figure, value, field)); });
     tip.replaceChildren(table);
     tip.hidden = false;
     const box = tip.getBoundingClientRect();

@@ -1,0 +1,344 @@
+"""The page: what is in it, what is not, and what it does in a browser."""
+
+import html
+import itertools
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from report.run_folders import make_run
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.report.page import bundle
+from fl_lightning.report.page.classifier import class_relation, heads_of
+from fl_lightning.report.page.clients import hurt, spread
+from fl_lightning.report.page.curves import accuracies, communication
+from fl_lightning.report.page.tables import PublishedCell, PublishedTable
+from fl_lightning.report.page.writing import figures_of, write_page
+from fl_lightning.report.run_folder import read_run
+from fl_lightning.report.series import Member, series_of
+
+pytest.importorskip("vl_convert")
+
+
+def lines_of(*folders):
+    return series_of(Member(read_run(folder, "test")) for folder in folders)
+
+
+def members_of(*folders):
+    return [Member(read_run(folder, "test")) for folder in folders]
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    """Two methods with two seeds each, one of which sends nothing."""
+    runs = [make_run(tmp_path / f"a{seed}", "Alpha", seed, terms=("cross_entropy", "pull")) for seed in (0, 1)]
+    return runs + [make_run(tmp_path / f"b{seed}", "Beta", seed, sends=False, level=0.7) for seed in (0, 1)]
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the texts of its scripts."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.scripts, self._within = [], [], None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._within = dict(attributes).get("type", "script") if tag == "script" else None
+
+    def handle_data(self, data):
+        if self._within:
+            self.scripts.append((self._within, data))
+
+    def handle_endtag(self, tag):
+        self._within = None
+
+    @property
+    def content(self):
+        (text,) = [data for kind, data in self.scripts if kind == "application/json"]
+        return json.loads(text)
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_page_has_every_figure_that_the_runs_have_something_for(comparison):
+    keys = [figure.key for figure in figures_of(lines_of(*comparison))]
+    assert keys == [
+        "local-t",
+        "local-t-received",
+        "global-t",
+        "global-t-received",
+        "server-t",
+        "receive-drop",
+        "received-trained",
+        "worst-tenth",
+        "clients",
+        "hurt",
+        "partition",
+        "communication-local-t",
+        "communication-local-t-received",
+        "seconds",
+        "loss",
+    ]
+
+
+def test_curve_is_the_mean_with_both_spreads(comparison):
+    lines = lines_of(*comparison[:2])
+    figure = next(accuracies(lines))
+    rows = [run.rows[-1] for run in lines[0].runs]
+    means = [100 * row["Local-T"] for row in rows]
+    last = figure.rows(lines)[-1]
+    assert last["y"] == pytest.approx(np.mean(means), rel=1e-4)
+    assert last["sh"] - last["y"] == pytest.approx(np.std(means, ddof=1), rel=1e-2)
+    assert last["ch"] - last["y"] == pytest.approx(100 * np.mean([row["Local-T_std"] for row in rows]), rel=1e-2)
+
+
+def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
+    lines = lines_of(*comparison)
+    (figure,) = hurt(lines)
+    rows = [row for row in figure.rows(lines) if row["pick"] == 0]
+    assert {row["label"] for row in rows} == {"Alpha"}
+    below = 0
+    for seed in (0, 1):
+        own, alone = (read_run(comparison[at + seed], "test").client_rows[-5:] for at in (0, 2))
+        below += sum(a["Local-T"] < b["Local-T"] for a, b in zip(own, alone, strict=True))
+    assert sum(row["x"] < 0 for row in rows) == below
+    assert f"Alpha, after the fit: {below} of 10 clients" in figure.facts[0]
+
+
+def test_nobody_is_compared_with_another_partition(tmp_path):
+    a = make_run(tmp_path / "a", "Alpha", partition_hash="1" * 64)
+    b = make_run(tmp_path / "b", "Beta", sends=False, partition_hash="2" * 64)
+    assert list(hurt(lines_of(a, b))) == []
+
+
+def test_worst_tenth_of_twenty_clients_is_two(tmp_path):
+    lines = lines_of(make_run(tmp_path / "a", clients=20))
+    (figure,) = spread(lines)
+    by_kind = {row["kind"]: row["x"] for row in figure.rows(lines) if row["pick"] == 0}
+    values = sorted(row["Local-T"] for row in lines[0].runs[0].client_rows[-20:])
+    assert by_kind["worst tenth"] == pytest.approx(100 * np.mean(values[:2]), rel=1e-4)
+    assert by_kind["worst client"] == pytest.approx(100 * values[0], rel=1e-4)
+
+
+def test_accuracy_is_drawn_against_all_bytes_so_far(comparison):
+    lines = lines_of(*comparison)
+    figure = next(communication(lines))
+    rows = figure.rows(lines)
+    assert [row["x"] for row in rows if row["label"] == "Alpha"] == pytest.approx([0.002, 0.004, 0.006])
+    assert [row["flat"] for row in rows if row["label"] == "Beta"] == [False, True]
+
+
+def test_classifier_is_read_from_models_and_the_checkpoint(tmp_path):
+    run = make_run(tmp_path / "a", clients=2)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    (run / "models").mkdir()
+    (run / "checkpoints").mkdir()
+    torch.save({"model.head.weight": weight, "model.head.bias": torch.zeros(3)}, run / "models" / "00000.pt")
+    torch.save({"model.head.weight": 2 * weight}, run / "models" / "00001.pt")
+    soft = {"kind": "ClassMeans", "mean": torch.eye(3), "count": torch.ones(3), "relates_classes": True}
+    message = {"weights": {"model.head.weight": weight}, "artifacts": {"soft_labels": soft}}
+    torch.save({"exchange": {"message": message}}, run / "checkpoints" / "round-0003.ckpt")
+    lines = lines_of(run)
+    found = {figure.key: figure.rows(lines) for figure in figures_of(lines)}
+    relation = {(row["i"], row["j"]): row["v"] for row in found["class-relation"] if row["what"] == "CR"}
+    assert relation["1", "2"] == pytest.approx(class_relation(weight.numpy())[1, 2], rel=1e-4)
+    assert {row["v"] for row in found["class-relation"] if row["what"] == "SL"} == {0, 1}
+    first = [row for row in found["norms"] if row["client"] == 0]
+    sizes = weight.norm(dim=1)
+    assert [row["y"] for row in first] == pytest.approx((sizes / sizes.mean()).tolist(), rel=1e-4)
+
+
+class Harm:
+    """Pickled, it would be called."""
+
+    def __reduce__(self):
+        return print, ("harm",)
+
+
+@pytest.mark.parametrize("content", [b"no tensor", b"", None])
+def test_models_that_are_damaged_or_code_are_left_out(tmp_path, capsys, content):
+    run = make_run(tmp_path / "a")
+    (run / "models").mkdir()
+    file = run / "models" / "00000.pt"
+    torch.save({"model.head.weight": Harm()}, file) if content is None else file.write_bytes(content)
+    assert heads_of(read_run(run, "test")).own == {}
+    assert "harm" not in capsys.readouterr().out
+
+
+# --- the document ---------------------------------------------------------------------------------------------------
+
+
+def test_page_names_nothing_outside_itself(comparison, tmp_path):
+    (path,) = write_page(members_of(*comparison), tmp_path / "page.html", "Two methods")
+    page = Page(path)
+    named = [value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")]
+    assert all(value.startswith(("#", "data:")) for value in named)
+    (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe-eval" not in policy
+    assert policy.count("sha256-") == sum(kind == "script" for kind, _ in page.scripts) == 2
+
+
+def test_page_can_be_read_without_seeing(comparison, tmp_path):
+    (path,) = write_page(members_of(*comparison), tmp_path / "page.html", "Two methods")
+    elements = Page(path).elements
+    tags = [tag for tag, _ in elements]
+    assert {"header", "nav", "main", "aside"} <= set(tags)
+    assert tags.count("h1") == 1
+    headings = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(headings))
+    plots = [a for _, a in elements if a.get("class") == "plot"]
+    assert len(plots) == tags.count("figure") == sum("data-table" in a for _, a in elements)
+    assert all(len(a["aria-label"]) > 40 and a["role"] == "img" for a in plots)
+    ids = [a["id"] for _, a in elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    references = [a[name] for _, a in elements for name in ("aria-labelledby",) if name in a]
+    assert set(references) <= set(ids)
+    assert all(a.get("scope") for tag, a in elements if tag == "th")
+
+
+def test_names_are_text_wherever_they_come_from(tmp_path):
+    bad = "</script><script>document.title='harm'</script><img src=x onerror=alert(1)>"
+    run = make_run(tmp_path / "a", classes=(bad, "b", "c"), terms=(bad,))
+    for name in ("summary.json", "config.yaml"):
+        content = json.loads((run / name).read_text())
+        content |= {"name": bad} | (
+            {"method": bad, "versions": {bad: bad}, "git_commit": bad} if "rounds" in content else {}
+        )
+        (run / name).write_text(json.dumps(content))
+    cell = PublishedCell(bad, bad, bad, "best", {"last": bad})
+    table = PublishedTable(bad, [bad], [bad], [(bad, [cell, None])])
+    (path,) = write_page(members_of(run), tmp_path / "page.html", bad, table, [bad])
+    page = Page(path)
+    assert "img" not in [tag for tag, _ in page.elements]
+    assert sum(kind == "script" for kind, _ in page.scripts) == 2
+    assert all("harm" not in data for kind, data in page.scripts if kind == "script")
+    assert html.escape(bad) in path.read_text(encoding="utf-8")
+    assert page.content["lines"][0]["label"] == bad
+
+
+def test_runs_of_other_data_are_settings_of_their_own(tmp_path):
+    runs = [make_run(tmp_path / f"{beta}", beta=beta) for beta in (0.1, 0.5)]
+    (path,) = write_page(members_of(*runs), tmp_path / "page.html", "Two settings")
+    page = Page(path)
+    assert [line["setting"] for line in page.content["lines"]] == [0, 1]
+    assert any(attributes.get("id") == "setting" for tag, attributes in page.elements if tag == "select")
+
+
+def test_page_says_what_is_missing(tmp_path):
+    run = make_run(tmp_path / "a")
+    (run / "partition.json").write_text("{")
+    (run / "clients.csv").unlink()
+    (path,) = write_page(members_of(run), tmp_path / "page.html", "One run")
+    assert "a: partition.json is damaged" in path.read_text()
+    keys = {figure["key"] for figure in Page(path).content["figures"]}
+    assert "local-t" in keys
+    assert keys.isdisjoint({"clients", "partition", "hurt"})
+
+
+def test_numbers_that_are_not_finite_are_no_points(tmp_path):
+    run = make_run(tmp_path / "a", rounds=2)
+    text = (run / "metrics.csv").read_text().splitlines()
+    cells = text[1].split(",")
+    cells[1] = "nan"
+    cells[-1] = "inf"
+    (run / "metrics.csv").write_text("\n".join([text[0], ",".join(cells), *text[2:]]) + "\n")
+    (path,) = write_page(members_of(run), tmp_path / "page.html", "One run")
+    figures = {figure["key"]: figure for figure in Page(path).content["figures"]}
+    assert figures["local-t"]["columns"]["x"] == [2]
+
+
+def test_large_comparison_is_small_enough(tmp_path):
+    runs = [make_run(tmp_path / f"{n}", f"M{n}", clients=20, rounds=200, terms="abc", sends=n > 0) for n in range(10)]
+    (path,) = write_page(members_of(*runs), tmp_path / "page.html", "Ten methods")
+    assert path.stat().st_size < 5e6
+
+
+def test_figures_are_written_as_pictures(tmp_path):
+    runs = [make_run(tmp_path / name, method) for name, method in (("a", "Alpha"), ("b", "Beta"))]
+    _, *pictures = write_page(members_of(*runs), tmp_path / "p.html", "Two", pictures=tmp_path / "pictures")
+    names = {path.name for path in pictures}
+    assert {"local-t.svg", "local-t.png", "clients-1.png", "partition.svg", "loss.png"} <= names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures if path.suffix == ".png")
+    curve = (tmp_path / "pictures" / "local-t.svg").read_text()
+    assert "Alpha" in curve
+    assert all(line.light in curve for line in lines_of(*runs))
+
+
+def test_missing_renderer_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fl-lightning\[report\]'"):
+        write_page(members_of(make_run(tmp_path / "a")), tmp_path / "page.html", "One run")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_stand_ins_are_replaced_everywhere():
+    assert bundle.filled({"a": ["$x", {"b": "$x"}], "c": "x"}, {"$x": 1}) == {"a": [1, {"b": 1}], "c": "x"}
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chromium():
+    """A headless browser, where one is installed."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with playwright.sync_playwright() as running:
+        try:
+            browser = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("no Chromium is installed")
+        yield browser
+        browser.close()
+
+
+def test_page_works_in_a_browser(comparison, tmp_path, chromium):
+    bad = "<img src=x onerror=\"document.title='harm'\">"
+    odd = make_run(tmp_path / "odd", bad, beta=0.5, seed=0)
+    (path,) = write_page(members_of(*comparison, odd), tmp_path / "page.html", "Three methods")
+    page = chromium.new_page(color_scheme="dark")
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.set_default_timeout(20_000)
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert page.locator(".plot svg.marks").count() == page.locator("figure").count()
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(background) == "rgb(20, 23, 28)"
+
+    lines = page.locator("#local-t .mark-line path")
+    assert lines.count() == 3
+    page.get_by_role("checkbox", name="Alpha").uncheck()
+    page.wait_for_function("document.querySelectorAll('#local-t .mark-line path').length === 2")
+    page.locator("#local-t summary", has_text="Data").click()
+    table = page.locator("#local-t table")
+    assert table.locator("tbody tr").count() == 2 * 3
+    assert "Alpha" not in table.inner_text()
+    assert bad in table.inner_text()
+
+    page.locator("#clients-title").scroll_into_view_if_needed()
+    page.locator("select[data-pick=clients]").select_option(label="seed 1, as received")
+    page.get_by_label("none").check()
+    page.locator("#local-t svg.marks").evaluate("node => node.scrollIntoView({block: 'center'})")
+    box = page.locator("#local-t svg.marks").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#tip:not([hidden])")
+    assert "Beta" in page.locator("#tip").inner_text()
+    page.get_by_role("button", name="Dark theme").click()
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+    assert page.title() == "Three methods"
+    assert complaints == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
+    page.close()
