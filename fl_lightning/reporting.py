@@ -10,7 +10,7 @@ from fl_lightning.errors import require
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.page.tables import PublishedTable
 from fl_lightning.report.page.writing import write_page
-from fl_lightning.report.run_folder import read_run, rows_of
+from fl_lightning.report.recorded_run import read_run, rows_of
 from fl_lightning.report.series import Member
 
 DESCRIPTION = (

@@ -190,7 +190,7 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
     """
     from fl_lightning.report.figures import check_ending
     from fl_lightning.report.panels import panel_grid
-    from fl_lightning.report.run_folder import read_run
+    from fl_lightning.report.recorded_run import read_run
     from fl_lightning.report.series import Member, series_of
 
     require(bool(folders), "dashboard", "name the folders of the runs to draw: --picture FILE runs/a runs/b")

@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_lightning.report.colours import DASHES, PALETTE, colours_of
 from fl_lightning.report.record import Row
-from fl_lightning.report.run_folder import RunFolder, class_name
+from fl_lightning.report.recorded_run import RecordedRun, class_name
 
 _SETTING = ("dataset", "partition", "num_clients", "split", "test_fraction", "validation_fraction", "evaluate_on")
 """Keys of ``data`` that make two runs' figures comparable."""
@@ -27,7 +27,7 @@ class Member:
         setting: of data and partition; empty leaves it to the configuration.
     """
 
-    run: RunFolder
+    run: RecordedRun
     label: str = ""
     setting: str = ""
 
@@ -48,7 +48,7 @@ class Series:
     label: str
     method: str
     setting: str
-    runs: tuple[RunFolder, ...]
+    runs: tuple[RecordedRun, ...]
     colour: int
     dash: int
 
@@ -178,7 +178,7 @@ def _same_name(a: Member, b: Member) -> bool:
     return (a.label or a.run.method) == (b.label or b.run.method)
 
 
-def _difference(run: RunFolder, others: Sequence[RunFolder]) -> str:
+def _difference(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     """The keys in which a run differs from others of its method; its name where none does, or too many."""
     keys = [
         key

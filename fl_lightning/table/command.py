@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.files import write_text
+from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.table.cells import Cell, Choice, cells_of
 from fl_lightning.table.definition import Definition, read_definition

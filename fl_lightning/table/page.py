@@ -11,7 +11,7 @@ from pathlib import Path
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import write_page
-from fl_lightning.report.run_folder import read_run, rows_of
+from fl_lightning.report.recorded_run import read_run, rows_of
 from fl_lightning.report.series import Member
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from fl_lightning.errors import ConfigError
 from fl_lightning.report import dashboard
 from fl_lightning.report.record import MetricsFile
-from fl_lightning.report.run_folder import read_run
+from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from fl_lightning.report.page.clients import hurt, spread
 from fl_lightning.report.page.curves import accuracies, communication
 from fl_lightning.report.page.tables import PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import figures_of, write_page
-from fl_lightning.report.run_folder import read_run
+from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
 
 pytest.importorskip("vl_convert")

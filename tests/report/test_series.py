@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.report.colours import PALETTE, colours_of
-from fl_lightning.report.run_folder import RunFolder, read_run
+from fl_lightning.report.recorded_run import RecordedRun, read_run
 from fl_lightning.report.series import Member, series_of
 
 
@@ -19,7 +19,7 @@ def member(method="A", seed=0, name="run", lr=0.1, beta=0.5, value=0.5):
         "data": {"partition": {"class_path": "Dirichlet", "init_args": {"beta": beta}}, "num_clients": 2},
     }
     return Member(
-        RunFolder(Path(name), config, {}, {}, [{"round": 1, "Local-T": value}, {"round": 2, "Local-T": None}])
+        RecordedRun(Path(name), config, {}, {}, [{"round": 1, "Local-T": value}, {"round": 2, "Local-T": None}])
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import write_atomically, write_text
 from fl_lightning.report.colours import DASHES
 from fl_lightning.report.page.figure import COLOUR, DASH, LABELS, THIRD, WHOLE, Figure
-from fl_lightning.report.record import write_whole
 from fl_lightning.report.series import Series
 
 WIDTH = 760  # pixels, of a picture
@@ -107,10 +107,6 @@ def write_pictures(figures: Sequence[Figure], lines: Sequence[Series], folder: P
         ConfigError: if the renderer is not installed, or the folder cannot be written to.
     """
     tool = renderer()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("--figures", f"cannot make that folder: {error.strerror}", str(folder)) from error
     settings = list(dict.fromkeys(line.setting for line in lines))
     for figure in figures:
         for place, setting in enumerate(settings):
@@ -121,6 +117,14 @@ def write_pictures(figures: Sequence[Figure], lines: Sequence[Series], folder: P
                 name = figure.key + (f"-{place + 1}" if len(settings) > 1 else "")
                 name += f"-{pick + 1}" if len(figure.picks) > 1 else ""
                 svg = tool.vegalite_to_svg(spec)
-                write_whole(folder / f"{name}.svg", svg)
-                (folder / f"{name}.png").write_bytes(tool.svg_to_png(svg, scale=SCALE))
+                picture = tool.svg_to_png(svg, scale=SCALE)
+                try:
+                    write_text(folder / f"{name}.svg", svg)
+                    write_atomically(folder / f"{name}.png", partial(_put, picture), sync=False)
+                except OSError as error:
+                    raise ConfigError("--figures", str(error)) from error
                 yield from (folder / f"{name}.svg", folder / f"{name}.png")
+
+
+def _put(content: bytes, file: Any) -> None:
+    file.write(content)

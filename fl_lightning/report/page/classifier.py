@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.report.page.figure import Figure, Rows, Spec, colour, quantity, tips
 from fl_lightning.report.page.partition import class_counts
-from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
 HEAD = "head.weight"
@@ -132,7 +132,7 @@ def class_relation(weight: np.ndarray) -> np.ndarray:
     return np.asarray(raised / raised.sum(1, keepdims=True))
 
 
-def heads_of(run: RunFolder) -> Heads:
+def heads_of(run: RecordedRun) -> Heads:
     """The classification layers that a run's folder holds; what is missing or damaged is left out."""
     own = {}
     for client in range(MOST_MODELS):
@@ -146,7 +146,7 @@ def heads_of(run: RunFolder) -> Heads:
     return Heads(shared, own, _soft_labels(message))
 
 
-def _message(run: RunFolder) -> Mapping[str, Any]:
+def _message(run: RecordedRun) -> Mapping[str, Any]:
     """The global message of the newest checkpoint; empty where there is none."""
     files = [file for file in (run.path / "checkpoints").glob("round-*.ckpt") if re.fullmatch(r"round-\d+", file.stem)]
     if not files:
@@ -189,7 +189,7 @@ def _load(path: Path) -> Any:
         return None
 
 
-def _classes(run: RunFolder, count: int) -> list[str]:
+def _classes(run: RecordedRun, count: int) -> list[str]:
     names = run.partition.get("classes")
     fits = isinstance(names, list) and len(names) == count and len(set(map(str, names))) == count
     return [str(name) for name in names] if fits and isinstance(names, list) else [str(place) for place in range(count)]

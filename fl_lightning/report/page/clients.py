@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fl_lightning.report.page.figure import LABELS, WHOLE, Figure, Rows, Spec, colour, known, quantity, tips
-from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
 MOMENTS = {"Local-T": "after the fit", "Local-T_received": "as received"}
@@ -18,7 +18,7 @@ SECTION = "Clients"
 BY_LINE = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}}
 
 
-def last_of_clients(run: RunFolder, column: str) -> dict[int, float]:
+def last_of_clients(run: RecordedRun, column: str) -> dict[int, float]:
     """Client -> the column in the last round in which any client has it."""
     rounds: dict[int, dict[int, float]] = {}
     for row in run.client_rows:
@@ -43,7 +43,7 @@ KINDS: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def _moment_and_seed(run: RunFolder, column: str) -> str:
+def _moment_and_seed(run: RecordedRun, column: str) -> str:
     return f"{'one run' if run.seed is None else f'seed {run.seed}'}, {MOMENTS[column]}"
 
 
@@ -247,7 +247,7 @@ def _differences() -> Spec:
     }
 
 
-def is_silent(run: RunFolder) -> bool:
+def is_silent(run: RecordedRun) -> bool:
     """Whether nothing was ever sent: each client trains alone."""
     sent = known(row.get(name) for row in run.rows for name in ("uplink_bytes", "uplink_params"))
     return bool(sent) and not any(sent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
-from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
 MOST_BUBBLES = 10_000  # of one partition; of a larger one the largest are drawn
@@ -56,7 +56,7 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
     yield Figure("partition", "Data", "Who holds what", text, spec, rows.columns, heads, {"class_": classes}, picks)
 
 
-def class_counts(run: RunFolder) -> list[list[int]]:
+def class_counts(run: RecordedRun) -> list[list[int]]:
     """[K][C] training samples; empty where the run's folder does not say it."""
     counts, classes = run.partition.get("class_counts"), run.partition.get("classes")
     if not isinstance(counts, list) or not isinstance(classes, list) or not run.partition_hash:
@@ -68,6 +68,6 @@ def class_counts(run: RunFolder) -> list[list[int]]:
     return counts if fits else []
 
 
-def _title(run: RunFolder, line: Series) -> str:
+def _title(run: RecordedRun, line: Series) -> str:
     seed = run.partition.get("seed")
     return line.setting + ("" if seed is None else f", seed {seed}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_lightning.report.page.figure import known
 from fl_lightning.report.record import ACCURACIES, summarise
-from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
 COLUMNS = tuple(name + moment for name in ACCURACIES for moment in ("", "_received"))
@@ -130,7 +130,7 @@ def _best_is_chosen(lines: Sequence[Series]) -> str:
     )
 
 
-def _evaluated_on(run: RunFolder) -> str:
+def _evaluated_on(run: RecordedRun) -> str:
     data = run.config.get("data")
     said = data.get("evaluate_on") if isinstance(data, Mapping) else run.partition.get("evaluate_on")
     return said if said in ("test", "validation") else "test"
@@ -166,7 +166,7 @@ def configurations(lines: Sequence[Series]) -> Iterator[str]:
         )
 
 
-def _command(run: RunFolder) -> str:
+def _command(run: RecordedRun) -> str:
     config = run.path / "config.yaml"
     return shlex.join(["fl-lightning", "fit", "--config", str(config), "--name", f"{run.name}-again"])
 

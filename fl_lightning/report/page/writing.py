@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import write_text
 from fl_lightning.report.page import bundle, classifier, clients, curves, partition
 from fl_lightning.report.page.document import document
 from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.page.tables import PublishedTable
-from fl_lightning.report.record import write_whole
-from fl_lightning.report.run_folder import RunFolder
+from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Member, Series, series_of
 
 
@@ -64,16 +64,15 @@ def write_page(
     notes = [*notes, *(f"{run.name}: {note}" for run in _runs(lines) for note in run.notes)]
     text = document(title, lines, figures, table, notes)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_text(path, text)
     except OSError as error:
-        raise ConfigError("--output", f"cannot be written: {error.strerror}", str(path)) from error
+        raise ConfigError("--output", str(error)) from error
     written = [path]
     if pictures is not None:
         written += bundle.write_pictures(figures, lines, pictures)
     return written
 
 
-def _runs(lines: Sequence[Series]) -> Iterator[RunFolder]:
+def _runs(lines: Sequence[Series]) -> Iterator[RecordedRun]:
     for line in lines:
         yield from line.runs

@@ -20,7 +20,7 @@ _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RecordedRun:
     """What a run's folder says.
 
     Args:
@@ -72,7 +72,7 @@ class RunFolder:
         return [row for row in rows if isinstance(row.get("client"), int)]
 
 
-def read_run(path: Path, command: str) -> RunFolder:
+def read_run(path: Path, command: str) -> RecordedRun:
     """Read a run's folder.
 
     Args:
@@ -88,7 +88,7 @@ def read_run(path: Path, command: str) -> RunFolder:
     config = _mapping(path / "config.yaml", notes)
     summary = _mapping(path / "summary.json", notes)
     partition = {key: value for key, value in _mapping(path / "partition.json", notes).items() if key != "clients"}
-    return RunFolder(path, config, summary, partition, rows, tuple(notes))
+    return RecordedRun(path, config, summary, partition, rows, tuple(notes))
 
 
 def rows_of(path: Path) -> list[Row]:
