@@ -33,8 +33,6 @@ def make_run(
         ["round", *names, "Server-T", "receive_drop", "uplink_bytes", "downlink_bytes", "seconds", *losses],
     )
     own = MetricsFile(folder / "clients.csv", ["round", "client", "num_train", "num_test", *ACCURACIES, "loss"])
-    metrics.start(0)
-    own.start(0)
     rows, client_rows = [], []
     for round in range(1, rounds + 1):
         row = {"round": round, "seconds": 0.5, "receive_drop": 0.1 / round, "Server-T": level if sends else None}
@@ -47,8 +45,8 @@ def make_run(
         for client in range(clients):
             figures = {name: float(values[client]) for name, values in scores.items()}
             client_rows.append({"round": round, "client": client, "num_train": 30, "num_test": 10, **figures})
-    metrics.append(rows)
-    own.append(client_rows)
+    metrics.start(metrics.lines(rows))
+    own.start(own.lines(client_rows))
     counts = draw.integers(0, 20, size=(clients, len(classes))).tolist()
     digest = partition_hash or f"{seed:064d}"
     about = {"name": folder.name, "method": method, "seed": seed, "finished": True, "rounds": rounds}
