@@ -17,6 +17,7 @@ from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.series import Series
 
 ASSETS = Path(__file__).parent / "assets"
+MOST_BANDS = 4  # spreads over clients overlap; of more lines they are shown only if so chosen
 
 
 def document(
@@ -109,10 +110,11 @@ def _controls(lines: Sequence[Series], figures: Sequence[Figure]) -> str:
     label = label or f'<p class="setting">{escape(settings[0])}</p>'
     seeds = any(len(line.runs) > 1 for line in lines)
     kinds = [*(["seeds"] if seeds else []), *(["clients"] if any("cl" in f.columns for f in figures) else []), "none"]
+    first = kinds[0] if seeds or len(lines) <= MOST_BANDS else "none"
     radios = "".join(
-        f'<label><input type="radio" name="band" value="{kind}"{" checked" if place == 0 else ""}> '
+        f'<label><input type="radio" name="band" value="{kind}"{" checked" if kind == first else ""}> '
         f"{'none' if kind == 'none' else f'± std over {kind}'}</label>"
-        for place, kind in enumerate(kinds)
+        for kind in kinds
     )
     return (
         f'<aside aria-label="What is shown" class="controls">{label}'

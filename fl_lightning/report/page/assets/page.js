@@ -56,7 +56,7 @@
     const axis = { labelColor: ink, titleColor: ink, gridColor: line, domainColor: soft, tickColor: soft, titleFontWeight: 500 };
     return {
       background: "transparent", font: "system-ui, Segoe UI, Roboto, DejaVu Sans, sans-serif", view: { stroke: null },
-      axis, legend: { labelColor: ink, titleColor: ink }, header: { labelColor: ink, titleColor: ink, labelFontWeight: 600 },
+      axis, legend: { labelColor: ink, titleColor: ink, symbolBaseFillColor: ink, symbolBaseStrokeColor: ink }, header: { labelColor: ink, titleColor: ink, labelFontWeight: 600 },
       rule: { color: soft }, title: { color: ink },
     };
   };
@@ -88,7 +88,7 @@
     place.replaceChildren(target);
     const actions = { export: { png: true, svg: true }, source: false, compiled: false, editor: false };
     const options = {
-      renderer: "svg", mode: "vega-lite", ast: true, actions, downloadFileName: figure.key, hover: true,
+      renderer: "svg", mode: "vega-lite", ast: true, logLevel: 1, actions, downloadFileName: figure.key, hover: true,
       tooltip: (_, event, item, value) => hover(figure, event, value ? item.datum.datum ?? item.datum : null),
     };
     const result = await vegaEmbed(target, specOf(figure, place.clientWidth), options);
