@@ -53,8 +53,3 @@ def is_equation(paragraph: str) -> bool:
 def block(equation: str) -> str:
     """An equation, as it stands."""
     return f"```text\n{textwrap.dedent(equation)}\n```"
-
-
-def equations(text: str) -> list[str]:
-    """The equations that a docstring sets apart."""
-    return [textwrap.dedent(paragraph) for paragraph in text.split("\n\n") if paragraph and is_equation(paragraph)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 from builder import curve
-from builder.docstrings import equations, markdown, of_class, of_module
+from builder.docstrings import is_equation, markdown, of_class, of_module
 from builder.options import options, table
 from fl_lightning import catalog
 from fl_lightning.precheck import trainer_skips
@@ -19,7 +20,7 @@ DOCS = ROOT / "docs"
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md", "experiments/fedcpd/README.md")
 """Files of the repository that are pages, too."""
 PICTURES = "experiments/pictures"
-_MARK = re.compile(r"^<!-- catalog: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- catalog: (\w+)( below)? -->$", re.MULTILINE)
 _OPTIONS = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
 _TEST = re.compile(r"^<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
 HEADINGS = ("shared", "local fit", "terms beside cross-entropy")
@@ -34,7 +35,7 @@ def generated() -> dict[str, str]:
 
 def filled(text: str, path: str) -> str:
     """A page as the site shows it: lists filled in, comments for tests taken out, pictures where the site has them."""
-    text = _MARK.sub(lambda match: catalog_list(match[1]), text)
+    text = _MARK.sub(lambda match: catalog_list(match[1], 3 if match[2] else 2), text)
     text = _OPTIONS.sub(lambda match: option_table(match[1]), text)
     text = _TEST.sub("", text)
     up = "../" * path.count("/")
@@ -49,12 +50,13 @@ def method_page(entry: catalog.Entry) -> str:
     prose, own = of_module(entry.class_path), of_class(entry.class_path)
     title, _, rest = prose.partition("\n\n")
     summary = re.sub(r"^[\w+\- ()]+: ", "", title.replace("\n", " "))
-    apart = equations(own)
-    others = "\n\n".join(part for part in own.split("\n\n") if not part.startswith("    "))
-    parts = [f"# {entry.name}", f"*{summary[:1].upper()}{summary[1:]}*", markdown(rest), "## What it does"]
-    parts += [markdown(others)]
-    if apart:
-        parts += ["## Equation", *(f"```text\n{one}\n```" for one in apart)]
+    paragraphs = own.split("\n\n")
+    first = next((n for n, paragraph in enumerate(paragraphs) if is_equation(paragraph)), len(paragraphs))
+    does, equation = ("\n\n".join(part) for part in (paragraphs[:first], paragraphs[first:]))
+    parts = [f"# {entry.name}", f"*{summary[:1].upper()}{summary[1:]}*", markdown(rest)]
+    parts += ["## What it does", markdown(does)]
+    if equation:
+        parts += ["## Equation", markdown(equation)]
     parts += ["## What travels", travels(entry.name), "## How to run it", how_to_run(entry.name)]
     parts += ["## Options", table(options(import_name(entry.class_path))), "## What was measured here"]
     parts += [measured(entry.name), f"API: [`{entry.class_path}`](../api/methods.md#{entry.class_path})"]
@@ -132,14 +134,15 @@ def compared(name: str) -> str:
 # --- lists ----------------------------------------------------------------------------------------------------------
 
 
-def catalog_list(kind: str) -> str:
-    """Every class of a kind: what it is, whom to cite, its options."""
+def catalog_list(kind: str, level: int) -> str:
+    """Every class of a kind that can be built: what it is, whom to cite, its options."""
     parts = []
     for entry in catalog.entries(kind):
-        parts += [f"## {entry.name}", markdown(of_class(entry.class_path))]
-        if entry.paper:
-            parts.append(f"Source: {entry.paper}.")
-        parts.append(table(options(import_name(entry.class_path))))
+        cls = import_name(entry.class_path)
+        if not inspect.isabstract(cls):
+            parts += [f"{'#' * level} {entry.name}", markdown(of_class(entry.class_path))]
+            parts += [f"Source: {entry.paper}."] if entry.paper else []
+            parts.append(table(options(cls)))
     return "\n\n".join(parts)
 
 

@@ -53,7 +53,7 @@ class FedCPD(Method):
 
         L = L_ce + α L_align + β L_pcl + γ L_fd
 
-    trains the body; the head sees L_ce alone. Message: body and class
+    L trains the body; the head sees L_ce alone. Message: body and class
     prototypes. In a client's first round there is no teacher, in the first round of all there are no prototypes: that
     round is FedRep's.
 

@@ -71,9 +71,9 @@ class FedPA(Method):
 
         L = L_ce + a_t r CE(g(G(ε, ŷ)), ŷ) + b_t MSE(f(x), V_y)
 
-    is the clients' loss, with a_t and b_t fading by 0.98 a round, in the first
-    steps of a fit only; the first round is FedAvg's, and with both weights 0 every round is. Server, before it
-    averages, on the heads g_i that came in and the old prototypes:
+    L is the clients' loss, with a_t and b_t fading by 0.98 a round, in the first steps of a fit only; the first round
+    is FedAvg's, and with both weights 0 every round is. L_G is the server's, before it averages, on the heads g_i that
+    came in and the old prototypes:
 
         L_G = a_t Σ_i mean_b w_{i,y_b} CE(g_i(G_b), y_b) − ρ MSE(G_b, V_{y_b}) + exp(−mean pairwise difference).
 

@@ -40,7 +40,7 @@ class FeSEM(Method):
 
         min Σ_i ‖W_i − W̃_{r_i}‖² over centres W̃_1 … W̃_K and assignments r
 
-    in turn with the clients' own risks: after the local fits r_i = argmin_k ‖W_i − W̃_k‖² for all participants
+    It takes turns with the clients' own risks: after the local fits r_i = argmin_k ‖W_i − W̃_k‖² for all participants
     (E-step), then W̃_k is the mean of the W_i with r_i = k (M-step). A tie keeps the client where it is; a centre
     without clients stays as it was; who sits out keeps its r_i. There is no single global model, unless K = 1,
     which under ``samples`` is FedAvg.
