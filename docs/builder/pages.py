@@ -83,7 +83,7 @@ def travels(name: str) -> str:
         sent = [f"{row['uplink_params'] // row['participants']:,}" for row in (rounds[0], rounds[-1])]
         heard = [f"{row['downlink_params'] // row['participants']:,}" for row in (rounds[0], rounds[-1])]
         lines.append(
-            f"- **values a client sends and hears** in the federation of the picture below (its model has 5,583): "
+            f"- **values that a client sends and hears** in the small federation of the picture below: "
             f"{sent[0]} and {heard[0]} in round 1, {sent[1]} and {heard[1]} in round {len(rounds)}"
         )
     return "\n".join(lines)
