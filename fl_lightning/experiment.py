@@ -228,6 +228,7 @@ class Experiment:
             "folder": str(self.folder),
             "method": self.method_name,
             "seed": self.seed,
+            "evaluate_on": self.data.evaluate_on,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -248,8 +249,11 @@ class Experiment:
 
 
 def git_commit() -> str | None:
-    """The commit of the working directory, where there is one."""
-    command = ["git", "rev-parse", "HEAD"]
+    """The commit of the checkout that this package runs from; None of one that was installed."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # what lies above an installed package is somebody else's
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -260,7 +260,9 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
 def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
     final = summary.get("final_received")
     untested = summary.get("clients_without_test") or []
-    notes = ['"best" is chosen on the test split, so it flatters. ± is the spread over clients.']
+    split = "validation" if summary.get("evaluate_on") == "validation" else "test"
+    notes = [f'"best" is chosen on the {split} split, so it flatters. ± is the spread over clients.']
+    notes += ["All figures are on validation parts; the test parts were laid aside."] if split == "validation" else []
     final_note = "; final received: after one more receive, without a fit." if final else "."
     notes.append(f"Worst client: in the last round{final_note}")
     notes += [_untested_line(untested)] if untested else []

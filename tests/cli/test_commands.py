@@ -30,6 +30,8 @@ def test_evaluate_finds_the_figures_of_the_run_again(workplace, method):
     """With clients that sat out and rounds that were not evaluated."""
     workplace.draws = False
     workplace.change(method={"class_path": method}, federation={"rounds": 2, "participation": 0.5, "evaluate_every": 2})
+    if method in ("FedCVAE", "DRDFL"):  # their sums over an image's values diverge under SGD at 0.2
+        workplace.change(optimizer={"init_args": {"lr": 0.001}})
     workplace.fit("--quiet")
     before = workplace.files()
     code, out, err = workplace.call("evaluate", "runs/run")

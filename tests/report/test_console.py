@@ -356,3 +356,9 @@ def test_plain_summary_has_no_control_codes_and_leaves_the_console_as_it_was():
     print_summary(make_summary(), console)
     assert "\x1b" not in file.getvalue()
     assert console.width == 60
+
+
+def test_summary_of_a_run_on_validation_parts_says_so():
+    said = printed(make_summary(evaluate_on="validation"))
+    assert '"best" is chosen on the validation split' in said
+    assert "the test parts were laid aside" in said
