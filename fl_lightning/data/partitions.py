@@ -112,18 +112,21 @@ class Dirichlet(Partition):
         beta: concentration β > 0; 0.1 is strongly heterogeneous, 100 is nearly IID.
         min_samples: fewest samples a client may get, test part included where the split merges it.
         balance: whether a client with its fair share takes no more; this keeps clients' sizes near each other.
+        fill_empty: whether a client that the draw left without a sample gets one from the client that has most, so that
+            no draw is thrown away with `min_samples` 0. FedDW's public code gives it a copy of the set's first sample.
     """
 
     paper = (
         "Hsu et al., 2019, Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification"
     )
 
-    def __init__(self, beta: float, min_samples: int = 10, balance: bool = True) -> None:
+    def __init__(self, beta: float, min_samples: int = 10, balance: bool = True, fill_empty: bool = False) -> None:
         require(0 < beta <= 1e9, f"{KEY}.beta", "must be above 0, and at most 1e9, which is even shares", beta)
         require(min_samples >= 0, f"{KEY}.min_samples", "must be at least 0", min_samples)
         self.beta = beta
         self.min_samples = min_samples
         self.balance = balance
+        self.fill_empty = fill_empty
 
     def assign(
         self, labels: np.ndarray, num_clients: int, num_classes: int, rng: np.random.Generator
@@ -134,7 +137,7 @@ class Dirichlet(Partition):
             ConfigError: if there are too few samples for `min_samples`, or no draw of 10,000 gives them to every
                 client.
         """
-        _require_enough_samples(labels, num_clients, at_least=0)
+        _require_enough_samples(labels, num_clients, at_least=int(self.fill_empty))
         require(
             num_clients * self.min_samples <= len(labels),
             f"{KEY}.min_samples",
@@ -147,7 +150,7 @@ class Dirichlet(Partition):
         parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
         for indices, shares in zip(_by_class(labels, num_classes, rng), counts.T, strict=True):
             _deal(indices, shares, parts)
-        return _sorted(parts)
+        return _without_empty(_sorted(parts), rng) if self.fill_empty else _sorted(parts)
 
     def _draw_counts(self, class_sizes: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Counts [K, C] of the first draw in which every client has `min_samples`; only counts, many draws at once."""
@@ -480,3 +483,14 @@ def _largest_remainders(total: int, weights: np.ndarray) -> np.ndarray:
 
 def _sorted(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
     return [np.sort(np.concatenate(pieces)) if pieces else np.empty(0, dtype=np.int64) for pieces in parts]
+
+
+def _without_empty(parts: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
+    """Each empty part gets one sample, drawn from the largest part."""
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            largest = int(np.argmax([len(other) for other in parts]))
+            place = int(rng.integers(len(parts[largest])))
+            parts[client] = parts[largest][place : place + 1]
+            parts[largest] = np.delete(parts[largest], place)
+    return parts

@@ -16,7 +16,11 @@ spread: seeds
 base: {files: [../exp.yaml]}
 columns:
   Digits:
-    figures: {received: Local-T_received.last, all: Global-T.best}
+    figures:
+      received: Local-T_received.last
+      all: Global-T.best
+      spread: Global-T_std.best
+      sent: {of: summary.communication.uplink_params_Mi_per_round, scale: 1}
 rows:
   FedAvg: {set: {method: FedAvg}}
   FedRep: {set: {federation.lr_decay: 0.9}}
@@ -49,7 +53,7 @@ def test_a_table_from_one_command(place):
     runs = folders(place)
     assert len(runs) == 4
     found = cells(place)
-    assert len(found) == 4
+    assert len(found) == 8
     summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
     mine = [100 * s["last"]["Local-T_received"] for s in summaries if s["method"] == "FedAvg"]
     received = found["FedAvg", "received"]
@@ -58,12 +62,21 @@ def test_a_table_from_one_command(place):
     best = [100 * s["best"]["Global-T"]["value"] for s in summaries if s["method"] == "FedRep"]
     assert float(found["FedRep", "all"]["mean"]) == pytest.approx(sum(best) / 2)
     assert float(found["FedRep", "all"]["over_clients"]) > 0
+    sent = [s["communication"]["uplink_params_Mi_per_round"] for s in summaries if s["method"] == "FedAvg"]
+    assert float(found["FedAvg", "sent"]["mean"]) == pytest.approx(sum(sent) / 2)
+    spreads = []
+    for run in (run for run, s in zip(runs, summaries, strict=True) if s["method"] == "FedRep"):
+        with (run / "metrics.csv").open() as file:
+            rounds = list(csv.DictReader(file))
+        spreads.append(float(max(rounds, key=lambda row: float(row["Global-T"]))["Global-T_std"]))
+    assert float(found["FedRep", "spread"]["mean"]) == pytest.approx(100 * sum(spreads) / 2)
+    assert found["FedRep", "spread"]["over_clients"] == ""
     text = (place.path / f"runs/tables/{place.path.name}-small/table.md").read_text()
     assert "[50.5 ± 1; " in text
     assert "nowhere, Table 1" in text
     tex = (place.path / f"runs/tables/{place.path.name}-small/table.tex").read_text()
     assert tex.count(r"\\") == 4  # the head, two methods, one line of what was published
-    assert tex.count("&") == 8
+    assert tex.count("&") == 16
 
     stamps = {run: (run / "summary.json").stat().st_mtime_ns for run in runs}
     place.write("tables/other.yaml", TABLE.replace("small", "other").replace("[0, 1]", "[1]"))

@@ -178,6 +178,20 @@ def test_more_shards_than_samples_are_refused():
         assign(Shards(4, distinct=False), np.zeros(10, dtype=np.int64), 3, 1)
 
 
+def test_a_dirichlet_draw_with_empty_clients_is_kept_and_filled():
+    labels = np.repeat([0, 1], 500)
+    plain = assign(Dirichlet(0.05, min_samples=0, balance=False), labels, 10, 2)
+    filled = assign(Dirichlet(0.05, min_samples=0, balance=False, fill_empty=True), labels, 10, 2)
+    empty = [client for client, part in enumerate(plain) if len(part) == 0]
+    assert len(empty) >= 2
+    assert [len(filled[client]) for client in empty] == [1] * len(empty)
+    assert sorted(np.concatenate(filled)) == list(range(1000))
+    others = {client: part for client, part in enumerate(plain) if client not in empty}
+    lost = {client: len(part) - len(filled[client]) for client, part in others.items()}
+    assert sum(lost.values()) == len(empty)
+    assert max(lost, key=lambda client: lost[client]) == max(others, key=lambda client: len(others[client]))
+
+
 def test_n_way_k_shot_ranges():
     def k_range(**kwargs):
         return NWayKShot(3, 100, **kwargs).k_range()
