@@ -42,6 +42,7 @@ LONG = {
     "cli/test_resume.py": 35,
     "cli/test_bad_input.py": 35,
     "methods/test_precision.py": 24,
+    "docs/test_docs.py": 23,
     "cli/test_wandb.py": 22,
     "federation/test_wire.py": 21,
     "cli/test_fit.py": 19,

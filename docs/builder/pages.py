@@ -39,7 +39,9 @@ def filled(text: str, path: str) -> str:
     text = _OPTIONS.sub(lambda match: option_table(match[1]), text)
     text = _TEST.sub("", text)
     up = "../" * path.count("/")
-    return text.replace(f"{up}../{PICTURES}/", f"{up}pictures/")
+    for name in OUTSIDE:
+        text = text.replace(f"]({up}../{name}", f"]({up}{name}")
+    return text.replace(f"]({up}../{PICTURES}/", f"]({up}pictures/")
 
 
 # --- methods --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ its own, ``skip, REASON`` does neither.
 """
 
 import inspect
+import os
 import re
 import sys
 
@@ -15,8 +16,8 @@ import yaml
 from builder import pages
 from cli.forked import Running, start_server
 
-from docs.blocks import ROOT, blocks_of, commands_of, own_words
 import fl_lightning
+from docs.blocks import ROOT, blocks_of, commands_of, own_words
 from fl_lightning import catalog, cli
 from fl_lightning.command_line import CommandLine
 from fl_lightning.experiment import Experiment
@@ -178,17 +179,31 @@ def anchors(text):
     return {re.sub(r"[-\s]+", "-", head) for head in plain}
 
 
+def links_of(text):
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)) if "://" not in link]
+
+
 @pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_links_of_a_page_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", WRITTEN[name])):
+def test_links_of_a_page_lead_somewhere_in_the_repository(name):
+    for target in links_of(WRITTEN[name]):
         path, _, anchor = target.partition("#")
-        if "://" in target:
-            continue
         found = ((ROOT / name).parent / path).resolve().relative_to(ROOT).as_posix() if path else name
         assert found in MADE or (ROOT / found).is_file(), target
         if anchor:
-            text = MADE.get(found) or pages.filled((ROOT / found).read_text(), found)
+            text = MADE.get(found) or pages.filled((ROOT / found).read_text(), found.removeprefix("docs/"))
             assert anchor in anchors(text), target
+
+
+def test_links_of_the_site_stay_in_it():
+    """mkdocs says nothing of a link that leaves the site upwards."""
+    site = {name.removeprefix("docs/"): text for name, text in WRITTEN.items() if name != "README.md"}
+    site |= pages.generated()
+    known = {*site, *(f"pictures/{path.name}" for path in (ROOT / pages.PICTURES).iterdir())}
+    for name, text in site.items():
+        for target in links_of(pages.filled(text, name)):
+            path = target.partition("#")[0]
+            found = os.path.normpath(f"{os.path.dirname(name)}/{path}".lstrip("/")) if path else name
+            assert found in known, (name, target)
 
 
 # --- what must be there ---------------------------------------------------------------------------------------------
@@ -196,6 +211,11 @@ def test_links_of_a_page_lead_somewhere(name):
 
 def test_readme_is_short():
     assert (ROOT / "README.md").stat().st_size < 8000
+
+
+def test_every_command_is_named():
+    shown = re.findall(r"^fl-lightning (\w+)", WRITTEN["docs/guides/configuration.md"], re.MULTILINE)
+    assert set(cli.COMMANDS) <= set(shown)
 
 
 def test_version_is_one():
