@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.errors import require
 from fl_lightning.parser import one_line_parser
+from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.page.tables import PublishedTable
 from fl_lightning.report.page.writing import write_page
 from fl_lightning.report.recorded_run import read_run, rows_of
-from fl_lightning.report.series import Member
+from fl_lightning.report.series import Member, Series
+from fl_lightning.trust import Trust
 
 DESCRIPTION = (
     "Show runs on one HTML page that needs no network: runs' folders, a folder of them, a table's definition or the "
-    "folder of its results. Nothing that a run's folder names is imported."
+    "folder of its results. Nothing that a run's folder names is imported, but with --embed."
 )
 PAGE = "report.html"
+TRUST = "a package of your own that --embed may import for a run; may be given several times"
 
 
 class _Found(NamedTuple):
@@ -54,11 +58,20 @@ def report(argv: Sequence[str]) -> int:
     require(not path.is_dir(), "--output", "must be a file, as report.html", str(path))
     pictures = Path(options.figures) if options.figures else None
     notes = [note for each in found for note in each.notes]
-    written = write_page(members, path, title, table, notes, pictures=pictures)
+    trust = Trust(tuple(options.trust))
+    require(options.embed or not options.trust, "--trust", "is for --embed; nothing else is imported", options.trust)
+    written = write_page(members, path, title, table, notes, partial(_embeddings, options.embed, trust), pictures)
     print(f"written to {path} ({path.stat().st_size / 2**20:.1f} MiB), {len(members)} runs")
     if pictures is not None:
         print(f"{len(written) - 1} pictures in {pictures}")
     return 0
+
+
+def _embeddings(wanted: bool, trust: Trust, lines: Sequence[Series]) -> Iterator[Figure]:
+    if wanted:
+        from fl_lightning.embedding import embeddings
+
+        yield from embeddings(lines, trust)
 
 
 def _find(path: Path, runs: Path) -> _Found:
@@ -114,5 +127,10 @@ def _parser() -> Any:
     parser.add_argument("--output", help="the HTML file; else report.html in the run's or table's folder, or here")
     parser.add_argument("--figures", help="a folder that gets every figure as PNG and SVG, too")
     parser.add_argument("--title", help="of the page")
+    embed = (
+        "draw test samples' embeddings, too (t-SNE); builds each line's first run again and needs its models and data"
+    )
+    parser.add_argument("--embed", action="store_true", help=embed)
+    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
     parser.add_argument("--runs", type=str, default="runs", help="where the cells of a table's file are looked for")
     return parser

@@ -1,5 +1,7 @@
 """`fl-lightning report` on real runs."""
 
+import shutil
+
 import pytest
 
 pytest.importorskip("vl_convert")
@@ -42,3 +44,34 @@ def test_mistake_is_one_line(workplace, argv, said):
     assert said in err
     assert len(err) <= 330
     assert workplace.files() == before
+
+
+def test_embeddings_of_a_real_run(finished, workplace):
+    page, pictures = workplace.path / "page.html", workplace.path / "pictures"
+    code, _, err = workplace.call("report", finished.run, "--output", page, "--embed", "--figures", pictures)
+    assert (code, err) == (0, "")
+    assert "Test samples and prototypes" in page.read_text(encoding="utf-8")
+    assert (pictures / "embedding.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_embeddings_without_models_are_refused(finished, workplace):
+    run = workplace.path / "bare"
+    shutil.copytree(finished.run, run, ignore=shutil.ignore_patterns("models"))
+    code, _, err = workplace.call("report", run, "--embed")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "needs the clients' models" in err
+    assert not (run / "report.html").exists()
+
+
+def test_code_that_a_run_names_is_not_imported(finished, workplace):
+    run = workplace.path / "foreign"
+    shutil.copytree(finished.run, run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("fl_lightning.methods.fedrep.FedRep", "harm.Method"))
+    workplace.write("harm.py", b"open('harmed', 'w')")
+    assert workplace.call("report", run)[0] == 0
+    code, _, err = workplace.call("report", run, "--embed")
+    assert code == 2
+    assert "--trust harm" in err
+    assert not (workplace.path / "harmed").exists()

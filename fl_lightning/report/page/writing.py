@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import ConfigError
@@ -38,7 +38,7 @@ def write_page(
     title: str,
     table: PublishedTable | None = None,
     notes: Sequence[str] = (),
-    more: Iterable[Figure] = (),
+    more: Callable[[Sequence[Series]], Iterable[Figure]] = lambda lines: (),
     pictures: Path | None = None,
 ) -> list[Path]:
     """Write the page.
@@ -49,7 +49,7 @@ def write_page(
         title: its heading.
         table: beside published figures, where there is one.
         notes: what is missing, and why.
-        more: figures that need more than the runs' folders.
+        more: figures of the lines that need more than the runs' folders.
         pictures: folder that gets every figure as PNG and SVG, too; None for none.
 
     Returns:
@@ -60,7 +60,7 @@ def write_page(
     """
     bundle.renderer()
     lines = series_of(members)
-    figures = [*figures_of(lines), *more]
+    figures = [*figures_of(lines), *more(lines)]
     notes = [*notes, *(f"{run.name}: {note}" for run in _runs(lines) for note in run.notes)]
     text = document(title, lines, figures, table, notes)
     try:

@@ -1,0 +1,187 @@
+"""Embeddings of test samples in the plane (t-SNE), with the prototypes that the federation shares.
+
+As the figures of Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022, and of
+Liu et al., "FedDW", arXiv:2412.04521, show them. This needs the clients' models and the data, so the run is built again
+from its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fl_lightning.configuration import read_config
+from fl_lightning.core.message import ClassMeans
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.runner import load_full_state
+from fl_lightning.files import load_tensors
+from fl_lightning.parser import resolve
+from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
+
+if TYPE_CHECKING:
+    from fl_lightning.federation.loop import FederatedLoop
+    from fl_lightning.report.series import Series
+    from fl_lightning.trust import Trust
+
+MOST_SAMPLES = 600
+"""Test samples of a run, the same number of every client."""
+KINDS = ("test sample", "prototype")
+PERPLEXITY = 30.0
+SIDE = 420  # pixels
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Points of one run.
+
+    Args:
+        z: [P, D] embeddings, test samples first, then prototypes.
+        label: [P] classes.
+        client: [P] whose model embedded it; -1 for prototypes.
+    """
+
+    z: np.ndarray
+    label: np.ndarray
+    client: np.ndarray
+
+
+def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
+    """One figure, with a choice among the lines' first runs.
+
+    Args:
+        lines: what the page shows.
+        trust: what the runs' configurations may import.
+
+    Raises:
+        ConfigError: if a run cannot be built again, or keeps no models.
+    """
+    rows, picks, names = Rows("s", "pick", "x", "y", "held", "client", "kind"), list[str](), list[str]()
+    for place, line in enumerate(lines):
+        run = line.runs[0]
+        found, classes = embed_run(run.path, trust)
+        picks.append(line.label if run.seed is None else f"{line.label}, seed {run.seed}")
+        names += [name for name in classes if name not in names]
+        for (x, y), label, client in zip(plane(found.z), found.label, found.client, strict=True):
+            values: dict[str, Any] = {"client": client if client >= 0 else None, "kind": int(client < 0)}
+            rows.add(s=place, pick=len(picks) - 1, x=x, y=y, held=names.index(classes[label]), **values)
+    if not len(rows):
+        return
+    text = (
+        "Test samples as their own client's model embeds them, and the prototypes that the federation shares, where it "
+        f"shares any of that size: t-SNE, perplexity {PERPLEXITY:.0f}, at most {MOST_SAMPLES} samples of the line's "
+        "first run. Distances between far clusters mean nothing."
+    )
+    heads = {"label": "run", "kind": "point", "held": "class", "client": "client", "x": "t-SNE 1", "y": "t-SNE 2"}
+    texts = {"held": names, "kind": list(KINDS)}
+    spec, title = _points(names), "Test samples and prototypes"
+    yield Figure("embedding", "Embeddings", title, text, spec, rows.columns, heads, texts, picks)
+
+
+def _points(names: Sequence[str]) -> Spec:
+    few = len(names) <= 10
+    shape: Spec = {"field": "kind", "type": "nominal", "title": None}
+    shape["scale"] = {"domain": list(KINDS), "range": ["circle", "diamond"]}
+    hue: Spec = {"field": "held", "type": "nominal", "title": "class", "sort": list(names)}
+    hue["scale"] = {"scheme": "tableau10" if few else "tableau20", "domain": list(names)}
+    large = {"condition": {"test": f"datum.kind === '{KINDS[1]}'", "value": 190}, "value": 22}
+    edge = {"condition": {"test": f"datum.kind === '{KINDS[1]}'", "value": "#888888"}, "value": None}
+    return {
+        "width": SIDE,
+        "height": SIDE,
+        "mark": {"type": "point", "filled": True, "opacity": 0.85, "strokeWidth": 1.5},
+        "encoding": {
+            "x": quantity("x", None, axis=None, scale={"zero": False}),
+            "y": quantity("y", None, axis=None, scale={"zero": False}),
+            "color": hue,
+            "shape": shape,
+            "size": large,
+            "stroke": edge,
+            "tooltip": tips(("held", "class"), ("client", "client"), ("kind", "point")),
+        },
+    }
+
+
+def plane(z: np.ndarray) -> np.ndarray:
+    """Embed points in the plane by t-SNE, from their principal components, the same every time.
+
+    Args:
+        z: [P, D].
+
+    Returns:
+        [P, 2]; fewer than four points stay where their first two coordinates are.
+    """
+    if len(z) < 4:
+        return np.pad(z, ((0, 0), (0, 2)))[:, :2]
+    from sklearn.manifold import TSNE
+
+    perplexity = min(PERPLEXITY, (len(z) - 1) / 3)
+    return np.asarray(TSNE(2, perplexity=perplexity, init="pca", random_state=0).fit_transform(z))
+
+
+def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
+    """Embed a run's test samples, each by its own client's trained model, and take its prototypes.
+
+    Returns:
+        The points, and the names of all classes.
+
+    Raises:
+        ConfigError: if the run cannot be built again, or keeps no models.
+    """
+    from fl_lightning.experiment import Experiment
+
+    require((folder / "config.yaml").is_file(), "--embed", "needs the run's config.yaml", str(folder))
+    rule = "needs the clients' models, which this run does not keep (federation.checkpoint.models)"
+    require((folder / "models").is_dir(), "--embed", rule, str(folder))
+    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment.folder = folder
+    experiment.setup()
+    loop = experiment.loop
+    checkpoints = Checkpoints(folder / "checkpoints")
+    path = checkpoints.find("auto")
+    if path is None:
+        raise ConfigError("--embed", "there is no checkpoint in that folder", str(folder))
+    loop.load_state_dict(checkpoints.load(path))
+    parts = [*_samples(loop, folder / "models")]
+    require(bool(parts), "--embed", "no client has both a model and test samples", str(folder))
+    parts += _prototypes(loop, parts[0][0].shape[1])
+    z, label, client = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Embedded(z, label, client), [str(name) for name in loop.data.arrays.classes]
+
+
+Part = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Embeddings, classes and clients of some points."""
+
+
+@torch.no_grad()
+def _samples(loop: FederatedLoop, models: Path) -> Iterator[Part]:
+    each = max(1, MOST_SAMPLES // loop.num_clients)
+    for client in range(loop.num_clients):
+        file, own = models / f"{client:05d}.pt", loop.data.clients[client].test[:each]
+        if not file.is_file() or not len(own):
+            continue
+        module = loop.runner.load(client)
+        load_full_state(module, load_tensors(file, "--embed"))
+        model: Any = getattr(module.method, "model", None)
+        name = type(module.method).__name__
+        require(hasattr(model, "embed"), "--embed", "the method has no model with one embedding", name)
+        module.eval()
+        x, y = loop.data.store.gather(torch.as_tensor(own))
+        z = model.embed(x).flatten(1).float().cpu().numpy()
+        yield z, y.cpu().numpy(), np.full(len(z), client)
+
+
+def _prototypes(loop: FederatedLoop, width: int) -> list[Part]:
+    """The shared rows that are points of the same space."""
+    message = loop.exchange.global_message()
+    for artifact in message.artifacts.values() if message is not None else ():
+        if isinstance(artifact, ClassMeans) and not artifact.relates_classes and artifact.mean.shape[1:] == (width,):
+            there = artifact.count.cpu().numpy() > 0
+            rows = artifact.mean.float().cpu().numpy()[there]
+            return [(rows, np.flatnonzero(there), np.full(len(rows), -1))]
+    return []
