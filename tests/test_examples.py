@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md run as they stand, and are what the package has."""
+"""The methods and terms that the guides show run as they stand, and are what the package has."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,17 @@ from fl_lightning.losses.decorrelation import Decorrelation
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
 
-PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 
 
 @pytest.fixture(scope="module")
 def examples():
-    """All that the page's blocks define."""
+    """What the guides' own files define."""
     names = {"__name__": "examples"}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "CONTRIBUTING.md", "exec"), names)
+    for page, file in (("method", "myditto"), ("term", "myterm")):
+        text = (GUIDES / f"{page}.md").read_text(encoding="utf-8")
+        (block,) = re.findall(rf'```python title="{file}.py"\n(.*?)```', text, re.DOTALL)
+        exec(compile(block, f"{page}.md", "exec"), names)
     return names
 
 
