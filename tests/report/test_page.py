@@ -303,8 +303,8 @@ def chromium():
 
 def test_page_works_in_a_browser(comparison, tmp_path, chromium):
     bad = "<img src=x onerror=\"document.title='harm'\">"
-    odd = make_run(tmp_path / "odd", bad, beta=0.5, seed=0)
-    (path,) = write_page(members_of(*comparison, odd), tmp_path / "page.html", "Three methods")
+    others = make_run(tmp_path / "odd", bad), make_run(tmp_path / "elsewhere", beta=0.1)
+    (path,) = write_page(members_of(*comparison, *others), tmp_path / "page.html", "Three methods")
     page = chromium.new_page(color_scheme="dark")
     complaints, requests = [], []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
@@ -323,6 +323,7 @@ def test_page_works_in_a_browser(comparison, tmp_path, chromium):
     page.wait_for_function("document.querySelectorAll('#local-t .mark-line path').length === 2")
     page.locator("#local-t summary", has_text="Data").click()
     table = page.locator("#local-t table")
+    table.locator("tbody tr").first.wait_for()
     assert table.locator("tbody tr").count() == 2 * 3
     assert "Alpha" not in table.inner_text()
     assert bad in table.inner_text()
@@ -335,6 +336,10 @@ def test_page_works_in_a_browser(comparison, tmp_path, chromium):
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#tip:not([hidden])")
     assert "Beta" in page.locator("#tip").inner_text()
+    page.locator("#setting").select_option(label="Digits, Dirichlet(beta=0.1), 5 clients")
+    page.wait_for_function("document.querySelectorAll('#local-t .mark-line path').length === 1")
+    assert page.locator("#toggles").inner_text() == "Alpha"
+    page.wait_for_selector("html[data-drawn=yes]")
     page.get_by_role("button", name="Dark theme").click()
     page.wait_for_selector("html[data-drawn=yes]")
     assert page.evaluate(background) == "rgb(255, 255, 255)"

@@ -74,7 +74,7 @@ def relations(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figur
     columns = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
     texts, title = {"what": kinds, "i": names, "j": names}, "Soft labels and class relation"
     spec = {"facet": facet, "spec": cell, "resolve": {"scale": {"color": "independent"}}}
-    yield Figure("class-relation", SECTION, title, text, spec, rows.columns, columns, texts, picks)
+    yield Figure("class-relation", SECTION, title, text, spec, rows.columns, columns, texts, picks, wide=True)
 
 
 def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:

@@ -123,7 +123,9 @@ def losses(lines: Sequence[Series]) -> Iterator[Figure]:
             "resolve": {"scale": {"y": "independent"}},
             "spec": {**over_rounds(None, rows, False, ["term"]), "width": THIRD, "height": 150},
         }
-        yield Figure("loss", "Training", "Loss and its terms", text, spec, rows.columns, heads, {"term": names})
+        yield Figure(
+            "loss", "Training", "Loss and its terms", text, spec, rows.columns, heads, {"term": names}, wide=True
+        )
 
 
 MOST_OF_A_TERM = 150  # points of a line in a small panel

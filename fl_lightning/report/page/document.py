@@ -91,9 +91,9 @@ def _figure(figure: Figure) -> str:
         choice = f'<label class="pick">Show <select data-pick="{figure.key}"></select></label>'
     facts = "".join(f"<li>{escape(fact)}</li>" for fact in figure.facts)
     facts = f"<ul>{facts}</ul>" if facts else ""
-    key, title = figure.key, escape(figure.title)
+    key, title, kind = figure.key, escape(figure.title), "full" if figure.wide else "half"
     return (
-        f'<figure id="{key}" aria-labelledby="{key}-title"><h3 id="{key}-title">{title}</h3>{choice}'
+        f'<figure id="{key}" class="{kind}" aria-labelledby="{key}-title"><h3 id="{key}-title">{title}</h3>{choice}'
         f'<div class="plot" role="img" aria-label="{title}. {escape(figure.text)}" data-figure="{key}"></div>'
         f"<figcaption>{escape(figure.text)}{facts}</figcaption>"
         f'<details data-table="{key}"><summary>Data of this figure</summary></details></figure>'

@@ -38,6 +38,7 @@ class Figure:
         names: field -> the texts that its whole numbers stand for.
         picks: what the reader chooses from, where there is a choice.
         facts: what the figure says, in sentences.
+        wide: whether it takes the page's whole width.
     """
 
     key: str
@@ -50,6 +51,7 @@ class Figure:
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     picks: Sequence[str] = ()
     facts: Sequence[str] = ()
+    wide: bool = False
 
     def rows(self, lines: Sequence[Series]) -> list[dict[str, Any]]:
         """The rows as a renderer takes them, texts in place of numbers."""

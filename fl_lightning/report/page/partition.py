@@ -53,7 +53,9 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
     }
     text = "Clients against classes; a bubble's area is the number of training samples."
     heads = {"pick": "partition", "client": "client", "class_": "class", "n": "training samples"}
-    yield Figure("partition", "Data", "Who holds what", text, spec, rows.columns, heads, {"class_": classes}, picks)
+    yield Figure(
+        "partition", "Data", "Who holds what", text, spec, rows.columns, heads, {"class_": classes}, picks, wide=True
+    )
 
 
 def class_counts(run: RecordedRun) -> list[list[int]]:
