@@ -22,6 +22,7 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.runner import load_full_state
 from fl_lightning.files import load_tensors
 from fl_lightning.parser import resolve
+from fl_lightning.report.page.classifier import Heads, heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
 if TYPE_CHECKING:
@@ -44,15 +45,18 @@ class Embedded:
         z: [P, D] embeddings, test samples first, then prototypes.
         label: [P] classes.
         client: [P] whose model embedded it; -1 for prototypes.
+        soft_labels: [C, C] the mean prediction for each class's training samples (FedDW, equations 4 to 7), by their
+            own client's trained model; 0 in the rows of classes that nobody holds.
     """
 
     z: np.ndarray
     label: np.ndarray
     client: np.ndarray
+    soft_labels: np.ndarray
 
 
 def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
-    """One figure, with a choice among the lines' first runs.
+    """The lines' first runs in the plane, and the soft labels of their models beside the relation of classes.
 
     Args:
         lines: what the page shows.
@@ -62,9 +66,11 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         ConfigError: if a run cannot be built again, or keeps no models.
     """
     rows, picks, names = Rows("s", "pick", "x", "y", "held", "client", "kind"), list[str](), list[str]()
+    layers: list[Heads] = []
     for place, line in enumerate(lines):
         run = line.runs[0]
         found, classes = embed_run(run.path, trust)
+        layers.append(heads_of(run)._replace(soft_labels=found.soft_labels))
         picks.append(line.label if run.seed is None else f"{line.label}, seed {run.seed}")
         names += [name for name in classes if name not in names]
         for (x, y), label, client in zip(plane(found.z), found.label, found.client, strict=True):
@@ -81,6 +87,7 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
     texts = {"held": names, "kind": list(KINDS)}
     spec, title = _points(names), "Test samples and prototypes"
     yield Figure("embedding", "Embeddings", title, text, spec, rows.columns, heads, texts, picks)
+    yield from relations(lines, layers, measured=True)
 
 
 def _points(names: Sequence[str]) -> Spec:
@@ -147,11 +154,13 @@ def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
     if path is None:
         raise ConfigError("--embed", "there is no checkpoint in that folder", str(folder))
     loop.load_state_dict(checkpoints.load(path))
-    parts = [*_samples(loop, folder / "models")]
+    sums = np.zeros((len(loop.data.arrays.classes),) * 2)
+    parts = [*_samples(loop, folder / "models", sums)]
     require(bool(parts), "--embed", "no client has both a model and test samples", str(folder))
     parts += _prototypes(loop, parts[0][0].shape[1])
     z, label, client = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return Embedded(z, label, client), [str(name) for name in loop.data.arrays.classes]
+    soft_labels = sums / np.maximum(sums.sum(1, keepdims=True), 1e-12)
+    return Embedded(z, label, client, soft_labels), [str(name) for name in loop.data.arrays.classes]
 
 
 Part = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -159,7 +168,8 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @torch.no_grad()
-def _samples(loop: FederatedLoop, models: Path) -> Iterator[Part]:
+def _samples(loop: FederatedLoop, models: Path, sums: np.ndarray) -> Iterator[Part]:
+    """Each client's test samples; their predictions for training samples are added to `sums` [C, C], class by class."""
     each = max(1, MOST_SAMPLES // loop.num_clients)
     for client in range(loop.num_clients):
         file, own = models / f"{client:05d}.pt", loop.data.clients[client].test[:each]
@@ -172,6 +182,10 @@ def _samples(loop: FederatedLoop, models: Path) -> Iterator[Part]:
         require(hasattr(model, "embed"), "--embed", "the method has no model with one embedding", name)
         module.eval()
         x, y = loop.data.store.gather(torch.as_tensor(own))
+        held, of = loop.data.store.gather(torch.as_tensor(loop.data.clients[client].train[:MOST_SAMPLES]))
+        said = model(held).softmax(1).double().cpu().numpy()
+        if said.shape[1] == len(sums):
+            np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()
         yield z, y.cpu().numpy(), np.full(len(z), client)
 

@@ -51,6 +51,7 @@ def test_embeddings_of_a_real_run(finished, workplace):
     code, _, err = workplace.call("report", finished.run, "--output", page, "--embed", "--figures", pictures)
     assert (code, err) == (0, "")
     assert "Test samples and prototypes" in page.read_text(encoding="utf-8")
+    assert ">SL<" in (pictures / "class-relation-measured.svg").read_text()
     assert (pictures / "embedding.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -32,8 +32,14 @@ class Heads(NamedTuple):
     soft_labels: np.ndarray | None
 
 
-def relations(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
-    """Soft labels (SL) beside the relation of classes that the weights say (CR), as FedDW's Figure 8."""
+def relations(lines: Sequence[Series], found: Sequence[Heads], measured: bool = False) -> Iterator[Figure]:
+    """Soft labels (SL) beside the relation of classes that the weights say (CR), as FedDW's Figure 8.
+
+    Args:
+        lines: what the page shows.
+        found: classification layers of each line's first run.
+        measured: whether the soft labels were measured after training, not collected in it.
+    """
     rows, picks, names = Rows("s", "pick", "what", "i", "j", "v"), list[str](), list[str]()
     kinds = ["SL", "CR"]
     for place, (line, heads) in enumerate(zip(lines, found, strict=True)):
@@ -66,15 +72,19 @@ def relations(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figur
         },
     }
     facet = {"column": {"field": "what", "type": "nominal", "title": None, "sort": kinds}}
+    collected = "the federation's mean soft labels, where a term collects them"
+    after = "the mean prediction for each class's training samples, by their own client's trained model"
     text = (
-        "SL: the federation's mean soft labels, where a term collects them; CR: the softmax of each row of W Wᵀ, W the "
+        f"SL: {after if measured else collected}; CR: the softmax of each row of W Wᵀ, W the "
         "global classification layer, or the mean over clients' own where there is no global one. "
         "Each matrix has its own scale of colours."
     )
     columns = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
     texts, title = {"what": kinds, "i": names, "j": names}, "Soft labels and class relation"
     spec = {"facet": facet, "spec": cell, "resolve": {"scale": {"color": "independent"}}}
-    yield Figure("class-relation", SECTION, title, text, spec, rows.columns, columns, texts, picks, wide=True)
+    key = "class-relation-measured" if measured else "class-relation"
+    title += ", measured after training" if measured else ""
+    yield Figure(key, SECTION, title, text, spec, rows.columns, columns, texts, picks, wide=True)
 
 
 def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
