@@ -12,6 +12,7 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
+from fl_lightning.shipped import path_of
 
 SECTIONS = ("seed", "name", "output", "method", "model", "optimizer", "data", "federation", "trainer", "logger")
 ENTRY_KEYS = ("class_path", "init_args", "clients")
@@ -223,6 +224,7 @@ def _sections(content: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
+    path = path_of(path)
     content = read_yaml(path, "--config")
     if not isinstance(content, Mapping):
         raise ConfigError("--config", f"{path} must hold sections ({', '.join(SECTIONS)})")

@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
+from fl_lightning.shipped import path_of
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
@@ -118,6 +119,7 @@ def read_definition(path: Path) -> Definition:
     Raises:
         ConfigError: naming the key that is wrong, and what is allowed.
     """
+    path = path_of(path)
     content = read_yaml(path, "table")
     require(isinstance(content, Mapping), "table", f"{path} must hold {', '.join(_KEYS[-4:])}")
     known_keys(content, _KEYS, "")

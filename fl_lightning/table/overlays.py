@@ -11,6 +11,7 @@ from typing import Any
 
 from fl_lightning.command_line import flatten
 from fl_lightning.errors import require, suggest
+from fl_lightning.shipped import path_of
 
 OVERLAY = ("files", "set")
 
@@ -46,7 +47,7 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     Args:
         node: part of a file; None is nothing.
         key: its key, for errors.
-        beside: the file, whose folder the files' paths start in.
+        beside: the file, whose folder the files' paths start in; one that is not there may be the name of one of ours.
         others: what else the node may hold, which is left to the caller.
 
     Raises:
@@ -59,7 +60,8 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     named = isinstance(files, list) and all(isinstance(file, str) for file in files)
     require(named, f"{key}.files", "must be a list of YAML files", files)
     require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
-    paths = tuple((beside.parent / file).resolve() for file in files)
+    own = [(beside.parent / file).resolve() for file in files]
+    paths = tuple(path if path.is_file() else path_of(Path(file)) for file, path in zip(files, own, strict=True))
     for file, found in zip(files, paths, strict=True):
         require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)
     return Overlay(paths, settings)

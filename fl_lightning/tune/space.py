@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.shipped import path_of
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
@@ -104,6 +105,7 @@ def read_search(path: Path) -> Search:
     Raises:
         ConfigError: naming the key that is wrong, and what is allowed.
     """
+    path = path_of(path)
     require(path.is_file(), "tune", "there is no such file", str(path))
     try:
         content = yaml.safe_load(path.read_text())

@@ -132,7 +132,6 @@ def environment(tmp_path_factory):
 def page(tmp_path, monkeypatch, request):
     folder = tmp_path / "page"
     folder.mkdir()
-    (folder / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -1,0 +1,61 @@
+"""Configurations that come with the package are found by name, away from the repository, too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_lightning import catalog, shipped
+from fl_lightning.command_line import CommandLine
+from fl_lightning.table.definition import read_definition
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "file"),
+    [
+        ("quickstart", "quickstart.yaml"),
+        ("experiments/quickstart.yaml", "quickstart.yaml"),
+        ("fedcpd/cifar10_dirichlet01", "fedcpd/cifar10_dirichlet01.yaml"),
+        ("tables/quickstart.yaml", "tables/quickstart.yaml"),
+    ],
+)
+def test_name_means_the_packages_file(elsewhere, given, file):
+    assert shipped.path_of(Path(given)) == ROOT / "experiments" / file
+
+
+@pytest.mark.parametrize("given", ["nothing", "../experiments/quickstart", "/quickstart", ".", "a\0b", "x" * 5000])
+def test_other_names_stay_what_they_are(elsewhere, given):
+    assert shipped.path_of(Path(given)) == Path(given)
+
+
+def test_users_own_file_comes_first(elsewhere):
+    (elsewhere / "quickstart").write_text("seed: 7\n")
+    assert CommandLine(["--config", "quickstart"]).tree["seed"] == 7
+
+
+def test_configurations_and_tables_are_read_by_name(elsewhere):
+    assert CommandLine(["--config", "quickstart"]).tree["name"] == "quickstart"
+    table = read_definition(Path("tables/quickstart"))
+    assert [row.name for row in table.rows][-1] == "FedCPD"
+    assert table.base.files == (ROOT / "experiments" / "quickstart.yaml",)
+
+
+def test_package_that_is_built_holds_every_configuration(tmp_path, monkeypatch):
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build", "--build-base", str(tmp_path), "--build-lib"]
+    done = subprocess.run([*command, str(tmp_path / "lib")], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    built = tmp_path / "lib" / "fl_lightning"
+    names = {path.relative_to(ROOT) for path in (ROOT / "experiments").rglob("*.yaml")}
+    assert {path.relative_to(built) for path in (built / "experiments").rglob("*.yaml")} == names
+    monkeypatch.setattr(catalog, "ROOT", built)
+    monkeypatch.chdir(tmp_path)
+    assert shipped.path_of(Path("quickstart")) == built / "experiments" / "quickstart.yaml"
