@@ -6,7 +6,7 @@ precision, and so is a small gradient in float16. Hence float32 copies of the we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,6 +197,30 @@ def keeps_float32(module: nn.Module) -> bool:
     Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms.
     """
     return isinstance(module, (_BatchNorm, Wide))
+
+
+class WideCopies:
+    """Parameters to step on outside a fit: float32 copies of narrow ones, the others themselves.
+
+    Args:
+        parameters: those of a module.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.own = list(parameters)
+        self.wide = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
+        """What an optimizer is made for."""
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+        """One step of an optimizer on `wide`, by gradients that the parameters have; theirs are narrowed after it."""
+        for wide, gradient in zip(self.wide, gradients, strict=True):
+            wide.grad = gradient.to(wide.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for own, wide in zip(self.own, self.wide, strict=True):
+                if own is not wide:
+                    own.copy_(wide)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.steps import WideCopies
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.models.split import SplitModel
@@ -95,14 +96,12 @@ class FedBABU(Method):
         parameters = [p for p in part.parameters() if p.requires_grad]
         if not parameters or self.finetune_epochs == 0:
             return
-        optimizer = self.fit.make_optimizer(parameters, decays=False)
+        copies = WideCopies(parameters)
+        optimizer = self.fit.make_optimizer(copies.wide, decays=False)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] if self.finetune_lr is None else self.finetune_lr
         with training(self), torch.enable_grad(), only(self, parameters):
             for _ in range(self.finetune_epochs):
                 for step in data.steps():
                     loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
-                    for parameter, gradient in zip(parameters, step.gradients(loss, parameters), strict=True):
-                        parameter.grad = gradient
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    copies.step(optimizer, step.gradients(loss, parameters))

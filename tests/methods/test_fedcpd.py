@@ -118,7 +118,7 @@ def test_phases_move_what_they_train_and_nothing_else(images, sgd, run_federatio
         lambda: FedCPD(cnn(), **PUBLISHED, head_epochs=2),
         rounds=2,
         data=images(),
-        optimizer=sgd(momentum=0.9, weight_decay=0.01),
+        optimizer=sgd(0.01, momentum=0.9, weight_decay=0.01),
         trainer={"callbacks": [seen]},
     )
     for first in range(12, len(seen.starts), 3):  # second round: there is a teacher, there are prototypes

@@ -104,7 +104,9 @@ class SquaredProducts(Term):
 def test_term_of_ones_own_is_computed_in_float32(conv_net, set_up_federation):
     watch = WatchesLosses()
     method = lambda: FedAvg(conv_net(), extra_terms=[SquaredProducts()])  # noqa: E731
-    loop = set_up_federation(method, rounds=2, trainer={"precision": "bf16-mixed"}, callbacks=[watch])
+    small = lambda parameters: torch.optim.SGD(parameters, lr=1e-5)  # noqa: E731 - of a value in the thousands
+    trainer = {"precision": "bf16-mixed"}
+    loop = set_up_federation(method, rounds=2, optimizer=small, trainer=trainer, callbacks=[watch])
     loop.run()
     seen = loop.runner.modules[0].method.terms[1].seen
     assert seen
