@@ -16,13 +16,17 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
-.PHONY: help quickstart test lint format docs bench clean
+.PHONY: help quickstart table test lint format docs bench clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 quickstart: .venv/installed ## install into .venv and run the main job: 20 clients on real digits
 	$(BIN)/fl-lightning fit --config experiments/quickstart.yaml --overwrite
+
+table: .venv/installed ## 4 methods x 3 seeds on the digits as a table, and the page of its runs (runs/tables)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[report]"
+	$(BIN)/fl-lightning table experiments/tables/quickstart.yaml --jobs 2
 
 test: .venv/installed-dev ## install the development extras and run every test (about 6 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
