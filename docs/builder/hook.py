@@ -23,8 +23,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     made = pages.navigation()
 
     def fill(node: Any) -> Any:
-        if isinstance(node, list):
-            return [fill(each) for each in node]
+        if isinstance(node, list):  # an entry that stands for several becomes these
+            entries = [made[each] if isinstance(each, str) and each in made else [fill(each)] for each in node]
+            return [entry for several in entries for entry in several]
         if isinstance(node, dict):
             return {name: fill(each) for name, each in node.items()}
         return made.get(node, node)

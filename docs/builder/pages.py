@@ -30,7 +30,15 @@ def generated() -> dict[str, str]:
     """Path below docs/ -> Markdown, of every page that no file there holds."""
     found = {f"methods/{entry.name.lower()}.md": method_page(entry) for entry in catalog.entries("methods")}
     found |= {f"api/{name}.md": text for name, text in api_pages()}
+    found |= {f"reference/{kind}.md": f"{title}\n\n{catalog_list(kind, 2)}\n" for kind, title in unlisted()}
     return found | {path: outside(path) for path in OUTSIDE}
+
+
+def unlisted() -> list[tuple[str, str]]:
+    """Kinds of classes that no page of docs/ lists, each with the heading of its page."""
+    written = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
+    listed = {"methods", *(match[0] for match in _MARK.findall(written))}
+    return [(kind, f"# {kind.replace('_', ' ').capitalize()}") for kind in catalog.KINDS if kind not in listed]
 
 
 def filled(text: str, path: str) -> str:
@@ -207,10 +215,11 @@ def _api(title: str, files: list[Path]) -> str:
 
 
 def navigation() -> dict[str, list[dict[str, str] | str]]:
-    """What stands in mkdocs.yml for pages that are made: its word -> their entries."""
+    """What stands in mkdocs.yml for pages that are made: its words -> their entries."""
     methods = [{entry.name: f"methods/{entry.name.lower()}.md"} for entry in catalog.entries("methods")]
     api = [{title: f"api/{floor}.md"} for floor, title in FLOORS.items()]
     return {
         "generated: methods": ["methods/index.md", *methods],
+        "generated: kinds": [{title.removeprefix("# "): f"reference/{kind}.md"} for kind, title in unlisted()],
         "generated: api": [*api, {"Configuration and command line": "api/root.md"}],
     }

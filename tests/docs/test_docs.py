@@ -249,6 +249,15 @@ def test_a_method_without_a_row_and_a_curve_has_a_page(monkeypatch):
     assert "| `weight` | float | `1.0` |" in text
 
 
+def test_a_new_kind_of_classes_has_a_page(monkeypatch):
+    written = "<!-- catalog: terms -->"
+    monkeypatch.setattr(pages.Path, "read_text", lambda path, encoding=None: written)
+    assert ("filters", "# Filters") in pages.unlisted()
+    assert not {"terms", "methods"} & {kind for kind, _ in pages.unlisted()}
+    entries = pages.navigation()["generated: kinds"]
+    assert {"Server optimizers": "reference/server_optimizers.md"} in entries
+
+
 def test_lists_name_every_class():
     for kind, name in (("datasets", "datasets"), ("partitions", "partitions"), ("shifts", "partitions")):
         text = pages.filled(WRITTEN[f"docs/reference/{name}.md"], "reference")
