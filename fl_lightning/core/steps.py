@@ -208,7 +208,7 @@ class WideCopies:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.own = list(parameters)
-        self.wide = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
+        self.wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
         """What an optimizer is made for."""
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
