@@ -45,7 +45,7 @@ class Examiner:
         template, data = runner.modules[0], runner.data
         self.columns = score_columns(template, self.policy.moments, data.local_test, self.policy.globally)
         num_test = np.array([client.num_test for client in data.clients])
-        self.board = ScoreBoard(self.columns, num_test, calendar.num_founders)
+        self.board = ScoreBoard(self.columns, num_test, calendar.num_founders, runner.attackers.clients)
         sample = data.store.gather(data.server_test[:1])[0] if len(data.server_test) else None
         ways = list(template.predictors.values())
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]

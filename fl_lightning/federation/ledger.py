@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fl_lightning.core.message import NOTHING, Size
@@ -34,11 +34,18 @@ class Ledger:
         has_newcomers: whether others join later.
         account: of what privacy is spent; None where there is none.
         skips: whether clients that fall sick are left out of their round; if not there are none to be counted.
+        hostile: clients that attack: their losses count in no mean.
     """
 
     def __init__(
-        self, num_founders: int, has_newcomers: bool, account: Account | None = None, skips: bool = False
+        self,
+        num_founders: int,
+        has_newcomers: bool,
+        account: Account | None = None,
+        skips: bool = False,
+        hostile: Collection[int] = (),
     ) -> None:
+        self.hostile = hostile
         self.account = account
         self.skips = skips
         self.num_founders = num_founders
@@ -84,8 +91,9 @@ class Ledger:
         present = {"participants": len(reports), "missing": absent.missing}
         present |= {"skipped": absent.skipped} if self.skips else {}
         row: dict[str, Any] = {"round": round, **traffic, **present, **figures}
-        row |= mean_losses([report.losses for report in reports if report.client < self.num_founders])
-        later = mean_losses([report.losses for report in reports if report.client >= self.num_founders])
+        honest = [report for report in reports if report.client not in self.hostile]
+        row |= mean_losses([report.losses for report in honest if report.client < self.num_founders])
+        later = mean_losses([report.losses for report in honest if report.client >= self.num_founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
         row |= {} if self.account is None else {"epsilon": self.account.epsilon(round)}
         row["seconds"] = time.perf_counter() - start

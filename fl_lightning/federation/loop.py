@@ -20,6 +20,7 @@ from fl_lightning.federation.agreement import Agreement
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.collusion import Collusion, Held
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.ledger import Absent, Ledger
@@ -100,7 +101,8 @@ class FederatedLoop:
         self.ward = Ward(settings.on_client_error, self.workers, self.exchange, self.wire, settings.max_growth)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
         newcomers, skips = bool(settings.newcomers.clients), settings.on_client_error == "skip"
-        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, skips)
+        hostile = self.runner.attackers.clients
+        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, skips, hostile)
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
@@ -118,6 +120,9 @@ class FederatedLoop:
         self.exchange = exchange
         if self.workers.size > 1:
             self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
+        self.collusion = None
+        if self.runner.attackers.collude:
+            self.collusion = Collusion(self.runner, self.exchange, self.workers)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -179,6 +184,8 @@ class FederatedLoop:
         for report in reports if self.ward.skipped else ():  # there may be fewer to send to
             report.uplink = self.exchange.uplink(report.client, report.message)
         reports = self._gather(reports)
+        if self.collusion is not None:
+            self.collusion.release(round)
         self.exchange.close()
         self.ward.check_outgoing(round)
         self.examiner.forget()
@@ -192,6 +199,9 @@ class FederatedLoop:
         report = self.runner.run(job, self.wire)
         report.downlink = heard(self.exchange, client, job.message)
         report.uplink = self.exchange.uplink(client, report.message)
+        if self.collusion is not None:
+            self.collusion.hold(client, Held(report.message, self.runner.start(client, job.message), job.message))
+            return report
         with at(round, client, "message", ServerError):  # half of it may be in the sums already
             self.exchange.post(client, report.message)
         return report

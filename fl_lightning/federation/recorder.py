@@ -62,7 +62,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     @override
     def on_run_start(self, loop: FederatedLoop) -> None:
         sick = ["skipped"] if loop.ledger.skips else []
-        ahead = ["round", "client", "participated", "failed", *sick, "num_train", "num_test"]
+        hostile = ["attacker"] if loop.ledger.hostile else []
+        ahead = ["round", "client", "participated", "failed", *sick, *hostile, "num_train", "num_test"]
         columns = {"metrics.csv": loop.row_columns, "clients.csv": [*ahead, *loop.examiner.columns, "loss"]}
         if loop.exchange.between_clients:
             columns["topology.csv"] = ["round", *Hop._fields]
@@ -113,6 +114,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 "num_train": int(loop.num_train[client]),
                 "num_test": int(loop.num_test[client]),
             }
+            row |= {"attacker": int(client in loop.ledger.hostile)} if loop.ledger.hostile else {}
             row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
             rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})
         return rows

@@ -27,6 +27,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
@@ -151,6 +152,7 @@ class Runner:
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
+        self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
 
     def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         seed_global_streams(self.seed, "init", 0, client)
@@ -199,7 +201,7 @@ class Runner:
             ServerError: if what the client hears is not finite.
         """
         start = time.perf_counter()
-        client, round, data = job.client, job.round, self.data.clients[job.client]
+        client, round, data = job.client, job.round, self.attackers.samples[job.client]
         checkups = self._checkups[self.architecture[client]]
         with at(round, client, "load"):
             module = self.load(client)
@@ -222,10 +224,26 @@ class Runner:
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
+            began = self.start(client, job.message)
+            message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)
             message = wire.up(message, job.message, self._memory)
             checkups.message(message, job.message, data.num_train)
         self._keep(module, client, round, job.keep_model)
         return ClientReport(client, message, scores, losses, module.meter.num_steps, time.perf_counter() - start)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the entries that are trained, of any architecture."""
+        return frozenset().union(*(checkups.parameters for checkups in self._checkups))
+
+    def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
+        """The shared weights that the client that is loaded started its round from.
+
+        Args:
+            client: 0-based.
+            received: what it was sent; what is not in it, it had from the round before, or from the beginning.
+        """
+        return {**self._initial_shared[self.architecture[client]], **self._own, **received.weights}
 
     def _received_scores(self, module: ClientModule, client: int, known: KnownScores | None) -> Scores:
         scores = known(module) if known is not None else None
@@ -236,13 +254,13 @@ class Runner:
     ) -> Scores:
         """What the client's model would score after one more receive; its kept state does not change."""
         module = self.load(client)
-        self._receive(module, message, self.data.clients[client], facts)
+        self._receive(module, message, self.attackers.samples[client], facts)
         return self._received_scores(module, client, known)
 
     def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model, which has received nothing before round 1."""
         module = self.load(client)
-        self._receive(module, Message(), self.data.clients[client], self.facts)
+        self._receive(module, Message(), self.attackers.samples[client], self.facts)
         return self.evaluator.client(module, client, "trained")
 
     def load_global(self, message: Message) -> ClientModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,21 @@ class ScoreBoard:
         columns: the columns that evaluations fill.
         num_test: [N] test samples of each client.
         num_founders: the first so many are there from the start, the others join later; None for all.
+        hostile: clients that attack: they count in no mean.
     """
 
-    def __init__(self, columns: Sequence[str], num_test: np.ndarray, num_founders: int | None = None) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        num_test: np.ndarray,
+        num_founders: int | None = None,
+        hostile: Collection[int] = (),
+    ) -> None:
         self.num_test = num_test
-        self.num_founders = len(num_test) if num_founders is None else num_founders
+        founders = len(num_test) if num_founders is None else num_founders
+        honest = [client for client in range(len(num_test)) if client not in hostile]
+        self._founders = np.array([client for client in honest if client < founders], dtype=int)
+        self._later = np.array([client for client in honest if client >= founders], dtype=int)
         self.scores = {name: np.full(len(num_test), np.nan) for name in columns}
         self.losses = np.full(len(num_test), np.nan)
         self.took_part = np.zeros(len(num_test), dtype=bool)
@@ -56,7 +66,7 @@ class ScoreBoard:
                 self._fill_resting(name, values, participants)
             figures |= self.spread(name, values)
         received = figures.get("Local-T_received")
-        before = self.last_trained[: self.num_founders]
+        before = self.last_trained[self._founders]
         before = before[~np.isnan(before)]
         known = received is not None and len(before) > 0 and previous_evaluated
         figures["receive_drop"] = float(before.mean()) - received if known and received is not None else None
@@ -65,13 +75,13 @@ class ScoreBoard:
         return figures
 
     def spread(self, name: str, values: np.ndarray) -> dict[str, float]:
-        """A column's mean and spread over the founders, and its mean over those who joined later.
+        """A column's mean and spread over the honest founders, and its mean over those who joined later.
 
         Args:
             name: the column.
             values: [N] of clients, NaN where a client has none.
         """
-        founders, later = np.split(np.arange(len(values)), [self.num_founders])
+        founders, later = self._founders, self._later
         figures = {name + suffix: v for suffix, v in spread(values[founders], self.num_test[founders]).items()}
         joined = spread(values[later], self.num_test[later])
         return {**figures, **({f"{name}_newcomers": joined[""]} if joined else {})}

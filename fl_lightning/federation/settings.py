@@ -7,6 +7,7 @@ from typing import Literal
 
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require, require_choices
+from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy
 from fl_lightning.federation.exchange import Exchange
@@ -82,6 +83,7 @@ class Federation:
         wire: filters that messages pass on their way, in this order on the way up and down.
         newcomers: clients that join later.
         failures: clients that are out for rounds.
+        attack: hostile clients, for experiments; null for none.
         on_client_error: what becomes of a round in which a client raises an error, its loss or its model is no finite
             number any more, or its message is not what it should be: ``stop`` ends the run, ``skip`` leaves the client
             out of the round as if it had been out: it keeps its last good state, and `metrics.csv` counts it as
@@ -118,6 +120,7 @@ class Federation:
     wire: list[WireFilter] | None = None
     newcomers: Newcomers = field(default_factory=Newcomers)
     failures: Failures = field(default_factory=Failures)
+    attack: Attack | None = None
     on_client_error: Literal["stop", "skip"] = "stop"
     max_growth: float = 1e4
     init: Literal["common", "own"] = "common"

@@ -67,9 +67,9 @@ class RecordedRun:
 
     @cached_property
     def client_rows(self) -> Sequence[Row]:
-        """The rows of ``clients.csv`` that name a round and a client; empty where there are none."""
+        """The rows of ``clients.csv`` that name a round and a client, but for attackers; empty where there are none."""
         rows = rows_of(self.path / "clients.csv")
-        return [row for row in rows if isinstance(row.get("client"), int)]
+        return [row for row in rows if isinstance(row.get("client"), int) and not row.get("attacker")]
 
 
 def read_run(path: Path, command: str) -> RecordedRun:

@@ -135,7 +135,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
     for row in read_rows(run.folder / "clients.csv"):
-        if row["round"] in chosen and is_number(row.get(figure.of_clients)):
+        if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
             found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
     return {client: float(np.mean(own)) for client, own in found.items()}
 

@@ -15,6 +15,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.core.server import Server
 from fl_lightning.federation import transport
+from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.failures import Failures
@@ -87,6 +88,8 @@ OPTIONS = {
     "a sick client": (Falls, {"on_client_error": "skip"}),
     "a sick peer": (Falls, {"on_client_error": "skip", "exchange": DirectedGraph(2)}),
     "random peers": (FedRep, {"exchange": RandomPeers(2), "failures": Failures(0.3)}),
+    "an attack": (FedRep, {"attack": Attack(share=0.5, kind="noise")}),
+    "attackers that collude": (FedRep, {"attack": Attack(share=0.5, kind="inner_product")}),
 }
 CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | OPTIONS
 
