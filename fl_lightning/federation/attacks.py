@@ -52,8 +52,8 @@ class Attack:
     The message is made before the wire, so that clipping and compression work on it (``inner_product``: after). An
     attacker's own state, and its tests, are those of its honest fit; it counts in no mean over clients, and
     ``attacker`` marks it in `clients.csv`. Its message is looked at like every other one: a strength that takes a
-    parameter beyond `federation.max_growth` makes it sick (`federation.on_client_error`); of ``inner_product`` what comes
-    out of the round is looked at.
+    parameter beyond `federation.max_growth` makes it sick (`federation.on_client_error`); of ``inner_product`` the
+    round's result is looked at.
 
     Args:
         clients: who attacks.

@@ -318,7 +318,11 @@ def test_settings_that_make_no_sense_are_refused(options, message):
         ({"clients": [0, 1, 2, 3]}, {}, "federation.attack.clients: must leave at least one of the 4 clients honest"),
         ({"share": 0.99}, {}, "federation.attack.share: must leave at least one"),
         ({"clients": [0, 1, 2]}, {"newcomers": Newcomers(1, 1)}, "federation.attack.clients: must leave at least one"),
-        ({"clients": [0], "kind": "inner_product"}, {"exchange": Ring("sequential")}, "federation.attack.kind: must be"),
+        (
+            {"clients": [0], "kind": "inner_product"},
+            {"exchange": Ring("sequential")},
+            "federation.attack.kind: must be",
+        ),
     ],
 )
 def test_attack_must_fit_the_federation(attack, options, message, mlp, set_up_federation):
