@@ -1,13 +1,14 @@
 """What hostile clients cost, by rule of the server: the mean and robust rules under every attack, on the quickstart.
 
-    OMP_NUM_THREADS=1 nice python benchmarks/robustness.py [--methods FedAvg …] [--rules Mean …] [--seconds 600] [--write]
+    OMP_NUM_THREADS=1 nice python benchmarks/robustness.py [--methods FedAvg …] [--rules Mean …] [--seconds 600]
 
 Each run is the quickstart (20 clients, 12 rounds) with one method, one `federation.aggregator` and one
 `federation.attack` of 20 % of the clients, or none; strengths are the defaults. Means are over honest clients; every
-row is compared with the mean's clean run over the same clients; the column `none` shows what a rule costs by itself. Global-T is not
-evaluated (`federation.evaluate.globally: false`), which changes no training. All runs share one process and write
-nothing but a line in `results/robustness.csv` when they end; runs that are there are not run again, so that this can be
-stopped at any time. `--seconds` begins no run after so long; `--write` only writes `results/robustness.md` anew.
+cell is compared with the mean's clean run over the same clients, so that the column `none` shows what a rule itself
+costs. Global-T is not evaluated (`federation.evaluate.globally: false`), which changes no training. All runs share one
+process and write nothing but a line in `results/robustness.csv` when they end; runs that are there are not run again,
+so that this can be stopped at any time. `--seconds` begins no run after so long; `--write` only writes
+`results/robustness.md` anew.
 """
 
 from __future__ import annotations
@@ -150,9 +151,10 @@ def tables(found: dict[Case, dict[str, str]]) -> Iterator[str]:
     strengths = ", ".join(f"{kind} {s:g}" for kind, s in STRENGTHS.items())
     yield "# Hostile clients: robust rules under attack"
     yield ""
-    yield f"Written by `benchmarks/robustness.py`; seed {SEED}, {SHARE:.0%} of {CLIENTS} clients attack. Local-T of the honest"
-    yield 'clients in percent, in brackets the points lost against the mean without an attack over the same clients. "Ended":'
-    yield f"a client's loss or model, or the server's, was no sound number any more. Strengths: {strengths}."
+    yield f"Written by `benchmarks/robustness.py`; seed {SEED}, {SHARE:.0%} of {CLIENTS} clients attack."
+    yield "Local-T of the honest clients in percent, in brackets the points lost against the mean without an attack over the"
+    yield "same clients. Ended: somebody's loss or model, or the server's, was no sound number any more."
+    yield f"Strengths: {strengths}."
     for figure, title in FIGURES.items():
         for method in METHODS:
             yield from ("", f"## {method}, {title}", "", f"| rule | {' | '.join(ATTACKS)} |")
