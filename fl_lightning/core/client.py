@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning as L
@@ -18,6 +19,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.own_data import BoundData
+from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import Term
@@ -77,6 +79,7 @@ class ClientModule(L.LightningModule):
         self.drop_last = drop_last
         self.lr_factor = 1.0
         self.meter = LossMeter()
+        self.private: PrivateFit | None = None
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()
@@ -188,6 +191,7 @@ class ClientModule(L.LightningModule):
         made = [fit.make_optimizer(own, planned.phase) for planned in self._plan for own in planned.parts.values()]
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))
+        made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]
         fit.lr = made[0].param_groups[0]["lr"] if made else 0.0
         return made
 
@@ -201,7 +205,8 @@ class ClientModule(L.LightningModule):
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
         by_part = [{name: next(waiting) for name in planned.parts} for planned in self._plan]
-        self._descents = [Descent(self._machine, own, self.settings) for own in by_part]
+        descent = Descent if self.private is None else partial(PrivateDescent, self.private)
+        self._descents = [descent(self._machine, own, self.settings) for own in by_part]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
         self._weights = self.method.term_weights()
         self._waiting = 0
@@ -225,6 +230,8 @@ class ClientModule(L.LightningModule):
         self._resting = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
         for layer in self._resting:
             layer.eval()
+        if self.private is not None:
+            self.private.enter(method)
         method.fit.epoch = self.current_epoch
         terms = [term for term in method.terms if counts(term, planned.phase, self._weights[term.name])]
         self._bench = Bench(
@@ -237,12 +244,13 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None
         steps, epoch, fit, machine = list(batch.steps()), self.current_epoch, self.method.fit, self._machine
         waiting, begins = self._waiting, self._begins  # a module's attributes are slow to set
+        make, divide = (Step, Part.whole) if self.private is None else (PrivateStep, self.private.part)
+        divide = divide if machine.devices is None else machine.devices.part
         for index, (x, y) in enumerate(steps):
             waiting += 1
             is_last = index == len(steps) - 1 and self.trainer.is_last_batch
             steps_now = is_last or waiting >= self.settings.accumulate
-            part = Part.whole(x, y) if machine.devices is None else machine.devices.part(x, y)
-            Step(self._bench, part, epoch, begins and index == 0, is_last, steps_now).take()
+            make(self._bench, divide(x, y), epoch, begins and index == 0, is_last, steps_now).take()
             fit.num_batches += 1
             if steps_now:
                 waiting = 0
@@ -262,6 +270,8 @@ class ClientModule(L.LightningModule):
             self._machine.devices.agree(self.method, self.method.terms)
         if self._machine.careful is not None:
             self._machine.careful.end_fit(self.method)
+        if self.private is not None:
+            self.private.leave()
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None

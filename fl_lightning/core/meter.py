@@ -58,8 +58,12 @@ class LossMeter:
     def means(self) -> dict[str, float]:
         """Mean over the samples of all steps, by name."""
         if self._means is None:
-            self._means = {name: self._mean(name) for name in self.losses}
+            self._means = {name: self._mean(name) for name in self.losses if self._counts(name)}
         return dict(self._means)
+
+    def _counts(self, name: str) -> bool:
+        """Whether there was any sample; of several devices some may have none, and have to be there for the sum."""
+        return self.devices is not None or any(size for _, size in self.losses[name])
 
     def _mean(self, name: str) -> float:
         values = self._values(name).double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class Term(Wide):
     """Submodules of the term whose weights are exchanged; the others stay with the client."""
     accumulates: ClassVar[tuple[str, ...]] = ()
     """Buffers in which `observe` adds samples up: where several devices share a fit, their sums are added."""
+
+    sees: ClassVar[Literal["batch", "sample", "weights"]] = "batch"
+    """What its value is made of: a mini-batch as a whole; each ``sample`` by itself, of which it is the mean; or the
+    ``weights`` alone. Record-level privacy needs one of the latter."""
 
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
@@ -114,6 +118,8 @@ class Term(Wide):
 
 class CrossEntropy(Term):
     """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays)."""
+
+    sees = "sample"
 
     @override
     def forward(self, host: Host, out: Forward) -> Tensor:

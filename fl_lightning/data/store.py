@@ -109,12 +109,12 @@ class Bundle(NamedTuple):
     Args:
         x: inputs [B1 + B2 + …, ...].
         y: labels [B1 + B2 + …].
-        batch_size: size of each mini-batch; the last one may be smaller.
+        batch_size: size of each mini-batch, of which the last one may be smaller; or all their sizes.
     """
 
     x: Tensor
     y: Tensor
-    batch_size: int
+    batch_size: int | list[int]
 
     def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The mini-batches in order, as views."""
@@ -160,14 +160,54 @@ class Epoch(Sequence[Bundle]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
-        augment = None if self._augment is None else partial(self._augmented, index * self._steps_per_bundle)
-        return Bundle(*self._store.gather(self._chunks[index], augment), self._batch_size)
+        augment = None if self._augment is None else partial(self._augmented, index)
+        return Bundle(*self._store.gather(self._chunks[index], augment), self._sizes(index))
 
-    def _augmented(self, first_step: int, x: Tensor) -> Tensor:
+    def _sizes(self, bundle: int) -> int | list[int]:
+        """Sizes of a bundle's mini-batches."""
+        return self._batch_size
+
+    def _augmented(self, bundle: int, x: Tensor) -> Tensor:
         """Augment mini-batch by mini-batch, so that it does not matter how many are gathered at once."""
         assert self._augment is not None
-        batches = enumerate(x.split(self._batch_size), first_step)
-        return torch.cat([self._augment(batch, derive_seed(self._seed, "augment", step)) for step, batch in batches])
+        batches = enumerate(x.split(self._sizes(bundle)), bundle * self._steps_per_bundle)
+        seeded = [(batch, derive_seed(self._seed, "augment", step)) for step, batch in batches if len(batch)]
+        return torch.cat([self._augment(*own) for own in seeded]) if seeded else x
+
+
+class PoissonEpoch(Epoch):
+    """The bundles of as many mini-batches as a pass has, which take each training sample by a chance of its own.
+
+    A mini-batch may be empty, and a sample may be in several or in none: what record-level privacy accounts for.
+
+    Args:
+        store: the data.
+        train: [n] int64 indices of the training part.
+        batch_size: samples that a mini-batch holds in the mean; all of them, if there are fewer.
+        steps_per_bundle: mini-batches in a bundle.
+        augment: as an `Epoch` has it.
+        seed: of the draws and of the augmentation.
+    """
+
+    def __init__(
+        self,
+        store: TensorStore,
+        train: Tensor,
+        batch_size: int,
+        steps_per_bundle: int,
+        augment: Callable[[Tensor, int], Tensor] | None = None,
+        seed: int = 0,
+    ) -> None:
+        num_steps, rate = -(-len(train) // batch_size), min(1.0, batch_size / len(train))
+        draws = torch.rand(num_steps, len(train), generator=torch.Generator().manual_seed(seed)) < rate
+        drawn = [train[taken].to(store.device) for taken in draws]
+        together = [drawn[start : start + steps_per_bundle] for start in range(0, num_steps, steps_per_bundle)]
+        super().__init__(store, train[:0], batch_size, steps_per_bundle, augment, seed)
+        self._chunks = tuple(torch.cat(own) for own in together)
+        self._batch_sizes = [[len(batch) for batch in own] for own in together]
+
+    def _sizes(self, bundle: int) -> list[int]:
+        return self._batch_sizes[bundle]
 
 
 class ClientData:
@@ -254,6 +294,16 @@ class ClientData:
         taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
         order = self.train[order[: _num_used(taken, batch_size, drop_last, drop_single)]]
         return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle, self.augment, epoch_seed)
+
+    def poisson_bundles(self, epoch_seed: int, batch_size: int, steps_per_bundle: int = 1) -> PoissonEpoch:
+        """As many mini-batches as `bundles` gives, each of samples taken by chance (see `PoissonEpoch`).
+
+        Args:
+            epoch_seed: seed of the draws and of the augmentation.
+            batch_size: samples in a mini-batch in the mean, at least 1.
+            steps_per_bundle: mini-batches gathered at once, at least 1; it changes no mini-batch.
+        """
+        return PoissonEpoch(self.store, self.train, batch_size, steps_per_bundle, self.augment, epoch_seed)
 
     def batches(
         self, split: Literal["train", "validation", "test"], batch_size: int = 512

@@ -59,7 +59,7 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
         return max(0.0, float(analysis.get_privacy_spent(orders=list(ORDERS), rdp=spent, delta=delta)[0]))
 
 
-@lru_cache(64)
+@lru_cache(4096)
 def _moments(noise_multiplier: float, sampling_rate: float) -> list[float]:
     _, analysis = _opacus()
     found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fl_lightning.core.message import NOTHING, Size
 from fl_lightning.federation.privacy import Account
+from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.scores import loss_column, mean_losses
 
@@ -33,6 +34,7 @@ class Ledger:
         num_founders: clients that are there from the start, the first ones.
         has_newcomers: whether others join later.
         account: of what privacy is spent; None where there is none.
+        records: likewise, of single samples.
         skips: whether clients that fall sick are left out of their round; if not there are none to be counted.
         hostile: clients that attack: their losses count in no mean.
     """
@@ -42,11 +44,13 @@ class Ledger:
         num_founders: int,
         has_newcomers: bool,
         account: Account | None = None,
+        records: RecordAccount | None = None,
         skips: bool = False,
         hostile: Collection[int] = (),
     ) -> None:
         self.hostile = hostile
         self.account = account
+        self.records = records
         self.skips = skips
         self.num_founders = num_founders
         self.has_newcomers = has_newcomers
@@ -65,7 +69,7 @@ class Ledger:
         spread = [name + suffix for name in accuracies for suffix in suffixes]
         lost = [*map(loss_column, losses), *(["loss_newcomers"] if self.has_newcomers else ())]
         present = ("participants", "missing", *(["skipped"] if self.skips else ()))
-        spent = () if self.account is None else ("epsilon",)
+        spent = [*(["epsilon"] if self.account else ()), *(["record_epsilon"] if self.records else ())]
         return ["round", *spread, "Server-T", "receive_drop", *spent, *self.traffic, *present, "seconds", *lost]
 
     def write(
@@ -96,6 +100,9 @@ class Ledger:
         later = mean_losses([report.losses for report in honest if report.client >= self.num_founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
         row |= {} if self.account is None else {"epsilon": self.account.epsilon(round)}
+        if self.records is not None:
+            self.records.enter(reports)
+            row["record_epsilon"] = self.records.of(self.records.worst())
         row["seconds"] = time.perf_counter() - start
         self.seconds += row["seconds"]
         for name, value in traffic.items():
@@ -104,11 +111,14 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """What was added up."""
-        return {"traffic": dict(self.traffic), "seconds": self.seconds}
+        spent = {} if self.records is None else {"record_steps": list(self.records.steps)}
+        return {"traffic": dict(self.traffic), "seconds": self.seconds, **spent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.traffic, self.seconds = dict(state["traffic"]), state["seconds"]
+        if self.records is not None:
+            self.records.steps = list(state["record_steps"])
 
 
 def _traffic(reports: Sequence[ClientReport], pulled: Size = NOTHING, heard: Size = NOTHING) -> dict[str, int]:

@@ -25,6 +25,7 @@ from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.privacy import start_account
+from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Job, Runner
 from fl_lightning.federation.scores import ScoreBoard
@@ -101,8 +102,9 @@ class FederatedLoop:
         self.ward = Ward(settings.on_client_error, self.workers, self.exchange, self.wire, settings.max_growth)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
         newcomers, skips = bool(settings.newcomers.clients), settings.on_client_error == "skip"
-        hostile = self.runner.attackers.clients
-        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, skips, hostile)
+        own, hostile = settings.record_privacy, self.runner.attackers.clients
+        self.records = None if own is None else RecordAccount(own, self.num_train, data.batch_size)
+        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, self.records, skips, hostile)
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}

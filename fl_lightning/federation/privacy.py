@@ -45,8 +45,8 @@ class ClipAndNoise(MessageFilter):
     Covered is what crosses the wire as weights and artifacts. Not covered: the run's own files (accuracies, losses,
     who took part, the partition, clients' models), and a client's personal model, which stays with it. Noise is
     drawn from the run's seed, so that a run repeats and resumes: for experiments; a deployment needs a
-    cryptographic source, and noise that floating point does not betray. Single samples of a client are not told apart:
-    there is no DP-SGD here, because most losses, artifacts and receives read a client's samples beside its steps.
+    cryptographic source, and noise that floating point does not betray. A client's single samples
+    are another matter: `federation.record_privacy`.
 
     Args:
         clip: C of the weights' update, > 0.

@@ -151,6 +151,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "parameters": loop.runner.num_parameters(),
             "clients_without_test": without_test,
             **({} if loop.account is None else {"privacy": loop.account.summary(loop.round)}),
+            **({} if loop.records is None else {"record_privacy": loop.records.summary()}),
         }
         self.tables.sync()
         write_json(self.folder / "summary.json", summary, indent=2)

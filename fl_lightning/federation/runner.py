@@ -33,6 +33,7 @@ from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.flags import check_flags
 from fl_lightning.federation.launch import gpu_here, num_devices
+from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
@@ -153,6 +154,8 @@ class Runner:
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
         self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
+        own, size = settings.record_privacy, data.batch_size
+        self.private = None if own is None else PrivateFits(own, self.modules, trainer, data.store, size, seed)
 
     def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         seed_global_streams(self.seed, "init", 0, client)
@@ -297,11 +300,15 @@ class Runner:
             steps_per_bundle=self.steps_per_bundle,
             drop_last=self.data.drop_last,
             drop_single=self._has_batch_norm[self.architecture[data.client]],
+            by_chance=self.private is not None,
         )
+        module.private = None if self.private is None else self.private.of(module, data, round)
         try:
             self.trainer.fit(module, train_dataloaders=bundles)
         except Exception:
             self._thaw(self.architecture[data.client])
+            if module.private is not None:
+                module.private.leave()
             raise
         module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
 
@@ -344,17 +351,25 @@ class EpochBundles:
         steps_per_bundle: int,
         drop_last: bool,
         drop_single: bool,
+        by_chance: bool = False,
     ) -> None:
         self.data = data
+        self.by_chance = by_chance
         self.epoch_seed = epoch_seed
         self.rules = (batch_size, steps_per_bundle, drop_last, drop_single)
 
     def __len__(self) -> int:
         batch_size, steps_per_bundle, drop_last, drop_single = self.rules
+        if self.by_chance:
+            drop_last = drop_single = False
         return -(-self.data.num_steps(batch_size, drop_last, drop_single) // steps_per_bundle)
 
     def __iter__(self) -> Iterator[Bundle]:
-        yield from self.data.bundles(self.epoch_seed(), *self.rules)
+        seed = self.epoch_seed()
+        if self.by_chance:
+            yield from self.data.poisson_bundles(seed, *self.rules[:2])
+        else:
+            yield from self.data.bundles(seed, *self.rules)
 
 
 def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:

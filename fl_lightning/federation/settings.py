@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require, require_choices
 from fl_lightning.federation.attacks import Attack
@@ -81,6 +82,7 @@ class Federation:
         exchange: how messages travel; null takes the method's own way (mostly a star around a server).
         server_optimizer: what the server makes of the mean of the weights; null takes the mean itself.
         wire: filters that messages pass on their way, in this order on the way up and down.
+        record_privacy: record-level differential privacy, DP-SGD in every local fit; null trains as ever.
         newcomers: clients that join later.
         failures: clients that are out for rounds.
         attack: hostile clients, for experiments; null for none.
@@ -118,6 +120,7 @@ class Federation:
     exchange: Exchange | None = None
     server_optimizer: ServerOptimizer | None = None
     wire: list[WireFilter] | None = None
+    record_privacy: RecordPrivacy | None = None
     newcomers: Newcomers = field(default_factory=Newcomers)
     failures: Failures = field(default_factory=Failures)
     attack: Attack | None = None

@@ -82,6 +82,7 @@ class ModelContrast(Term):
     """
 
     paper = "Li et al., CVPR 2021"
+    sees = "sample"
     reaches = ("model.body",)
 
     def __init__(self, weight: float = 1.0, temperature: float = 0.5, previous_models: int = 1) -> None:

@@ -61,6 +61,7 @@ class Proximal(Term):
     """
 
     paper = "Li et al., MLSys 2020"
+    sees = "weights"
 
     @override
     def setup(self, host: Host) -> None:

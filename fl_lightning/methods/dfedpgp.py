@@ -18,6 +18,7 @@ from typing_extensions import override
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.mixing import PUSH_WEIGHT
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
@@ -80,6 +81,7 @@ class DFedPGP(Method):
         for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
             group["lr"] /= float(self.mass) ** (2 if self.chain_rule else 1)
 
+    @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:
         """Take the mixed body z and the own push-sum weight μ."""
         self.mass.copy_(message.artifacts.get(PUSH_WEIGHT, torch.ones(())))  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.proximal import proximal_loss
@@ -66,6 +67,7 @@ class Ditto(Method):
         return {"pull": self.weight}
 
     @override
+    @record_safe("pull")
     def local_step(self, step: Step) -> None:
         out = step.forward()
         values = step.values(out)

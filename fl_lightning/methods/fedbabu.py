@@ -15,6 +15,7 @@ from typing_extensions import override
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.steps import WideCopies
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
@@ -76,6 +77,7 @@ class FedBABU(Method):
         return super().is_kept(name, module) and not name.startswith("model.head.")
 
     @torch.no_grad()
+    @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:
         """Take the body that came in, and h⁰."""
         for index, tensor in enumerate(self.model.head.state_dict().values()):
@@ -88,7 +90,7 @@ class FedBABU(Method):
 
     def predictors(self) -> dict[str, Predictor]:
         """One, which an evaluation fine-tunes; under h⁰ the averaged body is a complete model."""
-        return {"": Predictor(lambda seen: seen.logits(self.model), adapts=True)}
+        return {"": Predictor(lambda seen: seen.logits(self.model), adapts=self.finetune_epochs > 0)}
 
     def adapt(self, data: OwnData) -> None:
         """Fine-tune for F epochs on the cross-entropy; the state that this is done to is thrown away."""

@@ -18,6 +18,7 @@ from fl_lightning.core.aggregation import WeightedMean, accumulation_dtype
 from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.method import Method
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
@@ -81,6 +82,7 @@ class FedNova(Method):
             self._walks[strength] = UnitWalk(self.fit.make_optimizer, strength)
         return self._walks[strength].distance(steps)
 
+    @record_safe()
     def send(self, data: OwnData) -> Message:
         """The model, a_i, and beside it τ_i and η where the server needs them."""
         message, made = super().send(data), self.fit.num_steps

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
 
@@ -32,5 +33,6 @@ class Local(Method):
         super().__init__(model, extra_terms=extra_terms)
 
     @override
+    @record_safe()
     def send(self, data: OwnData) -> Message:
         return Message(num_samples=data.num_train)

@@ -18,6 +18,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.core.precision import widened
+from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
@@ -61,6 +62,7 @@ class SCAFFOLD(Method):
 
     @override
     @torch.no_grad()
+    @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         control = message.artifacts.get("control")
@@ -72,6 +74,7 @@ class SCAFFOLD(Method):
         return {"control": 1.0}
 
     @override
+    @record_safe("control")
     def local_step(self, step: Step) -> None:
         out = step.forward()
         step.descend({**step.values(out), "control": (self.control - self.own_control) @ self._y()})
@@ -79,6 +82,7 @@ class SCAFFOLD(Method):
 
     @override
     @torch.no_grad()
+    @record_safe()
     def send(self, data: OwnData) -> Message:
         message, steps = super().send(data), self.fit.num_steps
         moved = (self.start - self._y()) / (steps * self.fit.lr) if steps and self.fit.lr else self.control
