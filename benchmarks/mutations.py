@@ -42,6 +42,7 @@ RICH = {
         "evaluate": {"trained": True, "batch_size": 64},
         "wire": [{"class_path": "TopK", "init_args": {"share": 0.5}}],
         "server_optimizer": {"class_path": "ServerAdam", "init_args": {"lr": 0.1}},
+        "aggregator": {"class_path": "TrimmedMean", "init_args": {"share": 0.2}},
     },
     "trainer": {
         "gradient_clip_val": 1.0,

@@ -18,6 +18,7 @@ KINDS = {
     "exchanges": ("federation", "fl_lightning.federation.exchange.Exchange"),
     "terms": ("losses", "fl_lightning.core.term.Term"),
     "server_optimizers": ("core", "fl_lightning.core.server_optimizer.ServerOptimizer"),
+    "aggregators": ("core", "fl_lightning.core.aggregator.Aggregator"),
     "filters": ("federation", "fl_lightning.federation.wire.WireFilter"),
 }
 """Kind -> (folder, base class)."""

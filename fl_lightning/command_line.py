@@ -25,6 +25,7 @@ CLASS_KEYS = {
     "data.shift": "shifts",
     "federation.exchange": "exchanges",
     "federation.server_optimizer": "server_optimizers",
+    "federation.aggregator": "aggregators",
     "federation.wire": "filters",
     "extra_terms": "terms",
 }

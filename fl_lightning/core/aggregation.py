@@ -187,6 +187,10 @@ class ArtifactRule(ABC):
     """Whether one value, the mean of all clients', may stand for theirs."""
     takes_noise: ClassVar[bool] = True
     """Whether values that were clipped and blurred one by one still mean what the rule takes them for."""
+    hears_alike: ClassVar[bool] = True
+    """Whether every client's value may be replaced by the same one, which a robust rule makes of them."""
+    adds: ClassVar[bool] = False
+    """Whether values are what is added to the previous one, and not the next one."""
 
     @property
     def remembers(self) -> bool:
@@ -259,6 +263,7 @@ class RunningSum(TensorMean):
     """
 
     hears_mean = False
+    adds = True
 
     def __init__(self, divisor: float) -> None:
         super().__init__(uniform=True)

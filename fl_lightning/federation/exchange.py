@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import override
 
+from fl_lightning.core.aggregator import KEY as AGGREGATOR
+from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
@@ -16,6 +18,7 @@ from fl_lightning.core.private_mean import ANYONE, PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.guarding import Guard
 
 
 class Hop(NamedTuple):
@@ -95,6 +98,20 @@ class Exchange(ABC):
         rule = f"noise at the server needs one, which a federation on a {type(self).__name__} has not: must be client"
         raise ConfigError("federation.wire.where", rule, "server")
 
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
+        """Let a robust rule take the mean's place.
+
+        Args:
+            aggregator: the rule.
+            template: a client.
+            participants: of the smallest round in which nobody fails.
+
+        Raises:
+            ConfigError: if there is no such mean, or the rounds are too small.
+        """
+        rule = f"needs a server, which a federation on a {type(self).__name__} has not: must be null"
+        raise ConfigError(AGGREGATOR, rule, type(aggregator).__name__)
+
     def global_message(self) -> Message | None:
         """The message that all clients will hear, where there is such a one."""
         return None
@@ -164,6 +181,8 @@ class Star(Exchange):
     server: Server
     mean: PrivateMean | None = None
     """What stands between clients and server; None where the server hears every message."""
+    guarded: Guard | None = None
+    """What treats messages before the server averages them; None where it trusts them."""
 
     @override
     def setup(self, template: ClientModule, facts: Facts) -> None:
@@ -187,7 +206,13 @@ class Star(Exchange):
         odd = odd if server.hears_mean else [f"{name}'s server"]
         rule = f"{odd[0] if odd else name} must see every single message and not only their mean: must be client"
         require(not odd, "federation.wire.where", rule, "server")
+        noise = "ClipAndNoise at the server blurs a mean, and a robust rule makes none: one of the two must go"
+        require(self.guarded is None, AGGREGATOR, noise)
         self.mean = mean
+
+    @override
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
+        self.guarded = Guard(aggregator, self.server, template.method, participants)
 
     @override
     def inbox(self, client: int) -> Message:
@@ -199,6 +224,8 @@ class Star(Exchange):
         self.server.open_round()
         if self.mean is not None:
             self.mean.open_round()
+        if self.guarded is not None:
+            self.guarded.open_round()
 
     @override
     def withdraw(self, clients: Sequence[int]) -> None:
@@ -207,15 +234,20 @@ class Star(Exchange):
 
     @override
     def post(self, client: int, message: Message) -> None:
-        if self.mean is None:
-            self.server.collect(client, message)
-        else:
+        if self.mean is not None:
             self.mean.add(message)
+        elif self.guarded is not None:
+            self.guarded.add(client, message)
+        else:
+            self.server.collect(client, message)
 
     @override
     def close(self) -> None:
         if self.mean is not None:
             self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
+        elif self.guarded is not None:
+            for client, message in self.guarded.release(self.server.round, self.server.message):
+                self.server.collect(client, message)
         self.server.close_round()
 
     @override
@@ -234,7 +266,7 @@ class Star(Exchange):
     @property
     @override
     def works_in_parts(self) -> bool:
-        return self.mean is not None or self.server.works_in_parts
+        return self.mean is not None or (self.guarded is None and self.server.works_in_parts)
 
     @override
     def partial(self) -> Any:
@@ -247,10 +279,14 @@ class Star(Exchange):
     @override
     def state_dict(self) -> dict[str, Any]:
         state = self.server.state_dict()
+        if self.guarded is not None:
+            state["aggregator"] = self.guarded.state_dict()
         return state if self.mean is None else {**state, "mean": self.mean.state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.server.load_state_dict(state)
+        if self.guarded is not None:
+            self.guarded.load_state_dict(state["aggregator"])
         if self.mean is not None:
             self.mean.load_state_dict(state["mean"])

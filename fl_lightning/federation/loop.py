@@ -117,6 +117,8 @@ class FederatedLoop:
         exchange.setup(template, facts)
         if settings.server_optimizer is not None:
             exchange.optimize(settings.server_optimizer, template)
+        if settings.aggregator is not None:
+            exchange.guard(settings.aggregator, template, max(1, int(self.calendar.expected(1))))
         self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
         self.workers = Workers.present(spread=self.runner.single_device)
         self.exchange = exchange

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require, require_choices
@@ -81,6 +82,7 @@ class Federation:
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         exchange: how messages travel; null takes the method's own way (mostly a star around a server).
         server_optimizer: what the server makes of the mean of the weights; null takes the mean itself.
+        aggregator: what the server makes of a round's messages where some clients may lie; null takes the mean.
         wire: filters that messages pass on their way, in this order on the way up and down.
         record_privacy: record-level differential privacy, DP-SGD in every local fit; null trains as ever.
         newcomers: clients that join later.
@@ -119,6 +121,7 @@ class Federation:
     evaluate_every: int = 1
     exchange: Exchange | None = None
     server_optimizer: ServerOptimizer | None = None
+    aggregator: Aggregator | None = None
     wire: list[WireFilter] | None = None
     record_privacy: RecordPrivacy | None = None
     newcomers: Newcomers = field(default_factory=Newcomers)

@@ -114,7 +114,7 @@ class LabelSums(ClassMeanRule):
     """
 
     passes_one = False
-    hears_mean = False  # clients take their own out of the sums
+    hears_mean = hears_alike = False  # clients take their own out of the sums
 
     def __init__(self, stale: Stale = "keep", include_self: bool = False) -> None:
         super().__init__("uniform", stale)

@@ -281,7 +281,7 @@ def _dense(value: Artifact) -> Tensor:
 class ActiveMean(ArtifactRule):
     """Σ_j w_j / Σ_j s_j, value by value over those in whose masks it is active; 0 where it is in nobody's."""
 
-    takes_noise = False  # masks travel
+    takes_noise = hears_alike = False  # masks travel
 
     def __init__(self) -> None:
         self._sum = ExactSum()

@@ -32,8 +32,8 @@ NAMED = {
 }
 CLASSES = (
     "method", "model", "optimizer", "data.dataset", "data.partition", "data.augmentation", "federation.exchange",
-    "federation.server_optimizer", "federation.wire", "federation.callbacks", "trainer.callbacks", "trainer.profiler",
-    "trainer.plugins", "trainer.strategy", "trainer.accelerator", "logger",
+    "federation.server_optimizer", "federation.aggregator", "federation.wire", "federation.callbacks",
+    "trainer.callbacks", "trainer.profiler", "trainer.plugins", "trainer.strategy", "trainer.accelerator", "logger",
 )  # fmt: skip
 LISTS = ("data.augmentation", "federation.wire", "federation.callbacks")
 FOREIGN = (

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import fl_lightning.methods
+from fl_lightning.core.coordinate_rules import TrimmedMean
 from fl_lightning.core.method import Method
+from fl_lightning.core.selection_rules import Krum
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
@@ -34,6 +36,10 @@ def find_methods():
 
 
 METHODS = find_methods()
+NOT_AVERAGED = {
+    "DFedPGP", "DRDFL", "DisPFL", "FeSEM", "FedCVAE", "FedDistill", "FedDistillPlus", "FedFed", "FedNova", "Local",
+}  # fmt: skip
+"""Methods without a server, or whose server makes more than means of messages: no robust rule suits them."""
 
 
 @pytest.fixture(scope="module", params=sorted(METHODS))
@@ -337,3 +343,17 @@ def test_weights_that_all_send_back_unchanged_stay_as_they_are(name, mlp, sgd, s
     for client in range(4):
         weights = loop.exchange.inbox(client).weights
         assert_identical({entry: weights[entry] for entry in before}, before)
+
+
+@pytest.mark.parametrize("rule", [lambda: TrimmedMean(0.3), lambda: Krum(0, 2)], ids=["trimmed", "krum"])
+def test_method_runs_under_a_robust_rule_or_says_why_not(method, run_federation, rule):
+    try:
+        loop = run_federation(method, rounds=2, aggregator=rule())
+    except ConfigError as error:
+        assert str(error).startswith("federation.aggregator: ")
+        assert type(method()).__name__ in NOT_AVERAGED
+        assert len(str(error)) <= 300
+    else:
+        assert type(method()).__name__ not in NOT_AVERAGED
+        assert all_finite(loop)
+        assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)

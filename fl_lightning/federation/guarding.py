@@ -1,0 +1,106 @@
+"""A server that does not trust its clients: a round's messages wait until a robust rule has treated them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fl_lightning.core.aggregation import RuleFactory
+from fl_lightning.core.aggregator import KEY, Aggregator
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
+from fl_lightning.core.server import Server
+from fl_lightning.core.vectors import Unsuited
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.terminal import say
+
+
+class Guard:
+    """Stands between clients and a server that averages.
+
+    Args:
+        aggregator: the rule.
+        server: set up.
+        method: a client's.
+        participants: of the smallest round in which nobody fails.
+
+    Raises:
+        ConfigError: if the server makes something else than means of messages, or rounds are too small for the rule.
+    """
+
+    def __init__(self, aggregator: Aggregator, server: Server, method: Method, participants: int) -> None:
+        self.aggregator = aggregator
+        self.rules: Mapping[str, RuleFactory] = server.rules
+        self.name, self.method = type(aggregator).__name__, type(method).__name__
+        averages = (
+            f"needs a server for which one mean can stand for all messages, which {self.method}'s is not: must be null"
+        )
+        require(server.only_averages or server.hears_mean, KEY, averages, self.name)
+        for key, rule in server.rules.items():
+            alike = f"{self.method}'s artifact {key} must be heard from every client as it is: must be null"
+            require(rule().hears_alike, KEY, alike, self.name)
+        silent = f"needs messages, and {self.method} sends none: must be null"
+        require(bool(server.message.weights or method.interface()), KEY, silent, self.name)
+        least = aggregator.least(participants)
+        few = f"needs at least {least} participants a round, and there are {participants}"
+        require(participants >= least, KEY, few, self.name)
+        aggregator.start(name for name, _ in method.named_parameters(remove_duplicate=False))
+        self._told = False
+        self.open_round()
+
+    def open_round(self) -> None:
+        """Forget what came in."""
+        self._messages: dict[int, Message] = {}
+
+    def add(self, client: int, message: Message) -> None:
+        """Hold a client's message until the round closes."""
+        self._messages[client] = message
+
+    def release(self, round: int, previous: Message) -> Iterator[tuple[int, Message]]:
+        """What the server folds in, by client; nothing where too few came for the rule.
+
+        Args:
+            round: 1-based.
+            previous: what the clients had received.
+
+        Raises:
+            ConfigError: for an artifact that the rule cannot treat.
+        """
+        held = dict(sorted(self._messages.items()))
+        self.open_round()
+        least = self.aggregator.least(len(held))
+        if len(held) < least:
+            self._tell(f"round {round}: {self.name} needs {least} participants, and {len(held)} sent something")
+            return iter(())
+        try:
+            treated = self.aggregator.treat(list(held.values()), self._reference(previous))
+        except Unsuited as error:
+            rule = f"cannot take {self.method}'s {error}, which is no floating-point tensor: must be null"
+            raise ConfigError(KEY, rule, self.name) from error
+        except ValueError as error:
+            raise ConfigError(KEY, f"{self.method}: {error}", self.name) from error
+        return iter(zip(held, treated, strict=True))
+
+    def _reference(self, previous: Message) -> Message:
+        """What messages are updates of: of what is added up, nothing."""
+        adds = {name for name, rule in self.rules.items() if rule().adds}
+        zeros = {
+            n: torch.zeros_like(a) for n, a in previous.artifacts.items() if n in adds and isinstance(a, torch.Tensor)
+        }
+        return replace(previous, artifacts={**previous.artifacts, **zeros})
+
+    def _tell(self, text: str) -> None:
+        if not self._told:
+            say(f"fl-lightning: {text}; what is shared stays as it was, in later rounds like it, too")
+        self._told = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rule keeps from round to round."""
+        return self.aggregator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.aggregator.load_state_dict(state)
