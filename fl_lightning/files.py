@@ -21,8 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fl_lightning.errors import ConfigError
 
 FORMAT = 1
@@ -181,6 +179,7 @@ def sync_folder(folder: Path) -> None:
 
 def save_tensors(path: Path, state: Any, sync: bool = True) -> None:
     """Save plain containers of tensors, sealed, atomically."""
+    import torch
 
     def write(file: Any) -> None:
         summed = Summed(file)
@@ -201,6 +200,8 @@ def load_tensors(path: Path, key: str) -> Any:
     Raises:
         ConfigError: with `key`, if the file is missing, damaged, of an older version or something else.
     """
+    import torch  # here: tables of figures are read without it
+
     content = _read(path, key)
     _require_seal(path, key, content[-SEAL.size :], len(content), lambda size: zlib.crc32(memoryview(content)[:size]))
     try:

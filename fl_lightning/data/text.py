@@ -97,8 +97,8 @@ class IMDB(Dataset):
                 if not reviews:
                     raise ConfigError(
                         KEY,
-                        f"IMDB: there are no reviews (*.txt) in {folder / part / label}. Unpack aclImdb_v1.tar.gz from "
-                        f"{self.ADDRESS} so that {root / 'aclImdb'} exists, or set `root` or FL_LIGHTNING_DATA",
+                        f"IMDB: there are no reviews (*.txt) in {folder / part / label}; unpack aclImdb_v1.tar.gz from "
+                        f"{self.ADDRESS} there, or set `root` or FL_LIGHTNING_DATA",
                     )
                 found += [(part, label, path) for path in reviews]
         return found

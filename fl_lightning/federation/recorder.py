@@ -110,10 +110,10 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {
                 "failed": int(client in failed),
-                "skipped": int(client in loop.ward.skipped),
                 "num_train": int(loop.num_train[client]),
                 "num_test": int(loop.num_test[client]),
             }
+            row |= {"skipped": int(client in loop.ward.skipped)} if loop.ledger.skips else {}
             row |= {"attacker": int(client in loop.ledger.hostile)} if loop.ledger.hostile else {}
             row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
             rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})

@@ -114,7 +114,12 @@ def test_options_win_over_files_and_the_last_one_wins(workplace):
     assert config["federation"]["rounds"] == 1
     assert config["model"]["init_args"]["hidden"] == [4]
     assert config["data"]["batch_size"] == 128
-    assert config["data"]["partition"]["init_args"] == {"beta": 0.7, "min_samples": 20, "balance": True}
+    assert config["data"]["partition"]["init_args"] == {
+        "beta": 0.7,
+        "min_samples": 20,
+        "balance": True,
+        "fill_empty": False,
+    }
 
 
 def test_short_names_and_full_paths_are_the_same(workplace, finished):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import signal
 import time
@@ -450,11 +449,9 @@ def test_wandb_can_be_switched_off(place):
     assert not list(place.run.glob("wandb/*run-*"))
 
 
-def test_loss_that_is_no_number_is_logged(place):
+def test_run_that_ends_with_a_sick_client_is_recorded_up_to_its_last_good_round(place):
     place.change(optimizer={"class_path": "SGD", "init_args": {"lr": 1e18}}, federation={"rounds": 2})
-    fit(place)
-    values = [row["loss"] for row in rows_of(place.run / "metrics.csv")]
-    assert any(map(math.isnan, values)) or any(map(math.isinf, values))
-    (logged,) = history(place.run)
-    for value, row in zip(values, logged, strict=True):
-        assert repr(float(row["loss"])) == repr(value)
+    code, _, err = place.call("fit", "--config", "exp.yaml", "--quiet")
+    assert code == 1, err
+    assert "is nan at step" in err or "is inf at step" in err
+    assert not rows_of(place.run / "metrics.csv")  # no loss that is no number reaches a table
