@@ -1,3 +1,3 @@
 """fl_lightning: heterogeneous and personalised federated learning on PyTorch Lightning."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
