@@ -177,7 +177,9 @@ def _check_layers(module: ClientModule) -> None:
         wrong = opacus().ModuleValidator.validate(module.method)
     if wrong:
         said = " ".join(str(wrong[0]).split()).split(". ")[0].split(" because")[0]
-        raise ConfigError(KEY, f"{type(module.method.model).__name__} allows no DP-SGD: {said[:160]}; choose another")
+        raise ConfigError(
+            KEY, f"{type(module.method.model).__name__} allows no DP-SGD: {said[:160]}; choose another model"
+        )
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
