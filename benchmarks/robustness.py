@@ -152,8 +152,8 @@ def tables(found: dict[Case, dict[str, str]]) -> Iterator[str]:
     yield "# Hostile clients: robust rules under attack"
     yield ""
     yield f"Written by `benchmarks/robustness.py`; seed {SEED}, {SHARE:.0%} of {CLIENTS} clients attack."
-    yield "Local-T of the honest clients in percent, in brackets the points lost against the mean without an attack over the"
-    yield "same clients. Ended: somebody's loss or model, or the server's, was no sound number any more."
+    yield "Local-T of the honest clients in percent, in brackets the points lost against the mean without an attack"
+    yield "over the same clients. Ended: somebody's loss or model, or the server's, was no sound number any more."
     yield f"Strengths: {strengths}."
     for figure, title in FIGURES.items():
         for method in METHODS:
