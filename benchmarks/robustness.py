@@ -146,6 +146,18 @@ def cell(line: dict[str, str] | None, clean: dict[str, str] | None, figure: str)
     return f"{own:.1f}" if line is clean or before is None else f"{own:.1f} ({before - own:+.1f})"
 
 
+def in_short(found: dict[Case, dict[str, str]], method: str, attack: str) -> str:
+    """What the mean loses under an attack, and the rule that loses least."""
+    figure = "trained_mean_of_10"
+    clean = value(found.get(Case(method, "Mean", "none")), figure)
+    known = {rule: value(found.get(Case(method, rule, attack)), figure) for rule in RULES}
+    lost = {rule: clean - own for rule, own in known.items() if clean is not None and own is not None}
+    robust = [rule for rule in lost if rule != "Mean"]
+    mean = f"{lost['Mean']:+.1f}" if "Mean" in lost else "–"
+    best = min(robust, key=lambda rule: lost[rule], default=None)
+    return mean if best is None else f"{mean}, {best} {lost[best]:+.1f}"
+
+
 def tables(found: dict[Case, dict[str, str]]) -> Iterator[str]:
     """The page's lines."""
     strengths = ", ".join(f"{kind} {s:g}" for kind, s in STRENGTHS.items())
@@ -155,6 +167,11 @@ def tables(found: dict[Case, dict[str, str]]) -> Iterator[str]:
     yield "Local-T of the honest clients in percent, in brackets the points lost against the mean without an attack"
     yield "over the same clients. Ended: somebody's loss or model, or the server's, was no sound number any more."
     yield f"Strengths: {strengths}."
+    yield from ("", "## Points lost after the fit, mean of the last ten rounds: by the mean, and by the best rule", "")
+    yield f"| method | {' | '.join(ATTACKS[1:])} |"
+    yield f"|---{'|---' * len(ATTACKS[1:])}|"
+    for method in METHODS:
+        yield f"| {method} | {' | '.join(in_short(found, method, attack) for attack in ATTACKS[1:])} |"
     for figure, title in FIGURES.items():
         for method in METHODS:
             yield from ("", f"## {method}, {title}", "", f"| rule | {' | '.join(ATTACKS)} |")

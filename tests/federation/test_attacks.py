@@ -18,6 +18,7 @@ from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.sickness import ClientError
+from fl_lightning.identity import identity
 from fl_lightning.methods.dispfl import DisPFL, MaskedWeights
 from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
@@ -241,6 +242,14 @@ def test_wire_works_on_what_attackers_send(mlp, set_up_federation):
     assert (update != 0).float().mean() < 0.2
 
 
+def test_colluding_attackers_work_behind_a_private_mean(mlp, set_up_federation):
+    """With s = 1 each of two attackers sends minus the mean of two honest, clipped vectors: nothing is left."""
+    attack = Attack(clients=[1, 2], kind="inner_product", strength=1.0)
+    wire = [ClipAndNoise(clip=0.01, noise_multiplier=0.0)]
+    loop = first_round(set_up_federation, lambda: FedAvg(mlp()), attack=attack, wire=wire)
+    assert torch.allclose(loop.exchange.inbox(0).weights[WEIGHT], loop.start[WEIGHT], atol=1e-7)
+
+
 # --- who counts -------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +288,14 @@ def test_attackers_are_drawn_from_the_seed():
     assert drawn[0] == drawn[1] != drawn[2]
     assert {len(own) for own in drawn} == {4}
     assert len(Attack(share=0.01).attackers(20, 0)) == 1
+
+
+def test_attack_is_part_of_what_makes_a_run_this_run():
+    federation = {"attack": {"clients": [1, 2], "share": None, "kind": "scale", "strength": None}}
+    with_it, without = identity({"federation": federation}), identity({"federation": {"attack": None}})
+    assert without == {}
+    assert with_it["federation.attack.kind"] == "scale"
+    assert with_it["federation.attack.clients.1"] == 2
 
 
 def test_boosted_update_beyond_max_growth_is_a_sick_client(mlp, set_up_federation):
