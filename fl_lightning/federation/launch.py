@@ -283,7 +283,10 @@ def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: 
     """What a started process does."""
     use_threads(team)
     with outlived(), speak_for_the_team(fabric.global_rank == 0):
-        return function(*arguments)
+        result = function(*arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads end here; one that lives on while Python ends aborts the process
+    return result
 
 
 @contextmanager
