@@ -275,7 +275,7 @@ def warm_up() -> None:
     import fl_lightning.experiment
     import fl_lightning.report.console
     import fl_lightning.report.wandb  # noqa: F401
-    from fl_lightning.federation.runner import make_trainer
+    from fl_lightning.federation.trainers import make_trainer
     from fl_lightning.parser import resolve
     from fl_lightning.trust import Trust
 

@@ -143,7 +143,7 @@ def _one_step(loop: FederatedLoop, victim: Victim) -> tuple[ClientModule, dict[s
     module = runner.load(client)
     facts = replace(runner.facts, round=FIRST, participants=(client,))
     received = loop.wire.down(loop.exchange.inbox(client))
-    runner._receive(module, received, victim.data, facts)
+    runner.receive(module, received, victim.data, facts)
     believed = copy.deepcopy(module)
     settings = FitSettings(lambda parameters: torch.optim.SGD(parameters, lr=STEP), local_epochs=1)
     module.settings, believed.settings, kept = settings, settings, module.settings

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
@@ -25,18 +18,17 @@ from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
-from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.flags import check_flags
-from fl_lightning.federation.launch import gpu_here, num_devices
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
+from fl_lightning.federation.trainers import make_trainer, start_anew
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
@@ -48,16 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientError", "Job", "Runner", "make_trainer"]
 
-# What the runner itself decides; a value from the configuration would be overwritten or could not work.
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 1,
-    "devices": 1,
-}
 _COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"}
 
 
@@ -210,7 +192,7 @@ class Runner:
             module = self.load(client)
         self._inbound.check(job.message, round, client)
         with at(round, client, "receive"):
-            self._receive(module, job.message, data, job.facts)
+            self.receive(module, job.message, data, job.facts)
         scores: Scores = {}
         with at(round, client, "evaluation after the receive"):
             if job.received:
@@ -257,13 +239,13 @@ class Runner:
     ) -> Scores:
         """What the client's model would score after one more receive; its kept state does not change."""
         module = self.load(client)
-        self._receive(module, message, self.attackers.samples[client], facts)
+        self.receive(module, message, self.attackers.samples[client], facts)
         return self._received_scores(module, client, known)
 
     def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model, which has received nothing before round 1."""
         module = self.load(client)
-        self._receive(module, Message(), self.attackers.samples[client], self.facts)
+        self.receive(module, Message(), self.attackers.samples[client], self.facts)
         return self.evaluator.client(module, client, "trained")
 
     def load_global(self, message: Message) -> ClientModule:
@@ -277,7 +259,8 @@ class Runner:
         """What makes a client's model the global one: the message's weights, and what every receive makes anew."""
         return {**self._initial_anew, **message.weights}
 
-    def _receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
+    def receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
+        """Let a client take a message, under its stream of the round."""
         seed_global_streams(self.seed, "receive", facts.round, data.client)
         module.method.facts = replace(facts, client=data.client)
         with self._autocast():
@@ -291,7 +274,7 @@ class Runner:
         if epochs == 0:  # nothing to train: every phase is off
             module.meter = LossMeter()
             return
-        _reset(self.trainer)
+        start_anew(self.trainer)
         self.trainer.fit_loop.max_epochs = epochs
         bundles = EpochBundles(
             data,
@@ -372,89 +355,6 @@ class EpochBundles:
             yield from self.data.bundles(seed, *self.rules)
 
 
-def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
-    """The one Trainer of a worker.
-
-    Raises:
-        ConfigError: if Lightning refuses a flag, or a GPU is asked for, or float16, where there is none.
-    """
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
-    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
-    if not torch.cuda.is_available():
-        # Lightning lets torch ask the driver's library, which optimizers do at every step: a tenth of a small one.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-    accelerator = flags.get("accelerator", "auto")
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
-    precision = _precision(flags.get("precision"), accelerator)
-    try:
-        trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
-    except Exception as error:  # whatever Lightning refuses: a type, a range, an extra that is not installed
-        named = next((name for name in flags if re.search(rf"\b{name}\b", str(error))), None)
-        raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
-    _leave_files_and_signals_alone(trainer)
-    strategy = trainer.strategy
-    strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
-    if isinstance(strategy, SingleDeviceStrategy):
-        # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
-        strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
-    return trainer
-
-
-def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
-    """Take Lightning's own answers to signals away, and what it would load by itself when a fit starts.
-
-    Under SLURM it would save one client's fit (``hpc_ckpt_1.ckpt``), requeue the job, and load that file into every
-    later fit; SIGTERM would end a fit in its middle. A run is saved and stopped as a whole (`federation/signals.py`).
-    """
-    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
-    trainer._checkpoint_connector._select_ckpt_path = _nothing  # type: ignore[method-assign]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
-def _precision(precision: Any, accelerator: Any) -> Any:
-    """The full name of a precision; float16 without a GPU is refused, where Lightning would take bfloat16 instead."""
-    named = SHORT_PRECISIONS.get(str(precision), precision)
-    known = precision is None or named in PRECISIONS
-    require(known, "trainer.precision", f"must be one of {', '.join(PRECISIONS)}", precision)
-    gpu = accelerator != "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available())
-    narrow = str(named).replace("16", "bf16", 1)
-    rule = f"float16 needs a GPU, and this run has none; use {narrow}"
-    require(gpu or not str(named).startswith("16"), "trainer.precision", rule, precision)
-    return named
-
-
-def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of a Trainer in one of several processes: its own device, or all of them for one fit.
-
-    Raises:
-        ConfigError: for a strategy that cannot share a fit.
-    """
-    if num_devices(flags) > 1:
-        allowed = flags.get("strategy", "auto") in ("auto", "ddp")
-        require(allowed, "trainer.strategy", "must be ddp where trainer.devices is above 1", flags.get("strategy"))
-        return {"strategy": UnwrappedDDP()}
-    plugins = flags.get("plugins") or []
-    plugins = plugins if isinstance(plugins, list) else [plugins]
-    if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
-        plugins = [*plugins, LightningEnvironment()]  # not torchrun's or SLURM's
-    together = dist.is_available() and dist.is_initialized()
-    on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return {"plugins": plugins, **({"devices": [gpu_here()]} if together and on_gpu else {})}
-
-
-class UnwrappedDDP(DDPStrategy):
-    """Lightning's DDP without the wrapper around the module: clients average their gradients (`core/devices.py`)."""
-
-    def configure_ddp(self) -> None:
-        """Leave the module as it is."""
-
-
 def full_state(module: ClientModule) -> dict[str, Tensor]:
     """The state dict and the non-persistent buffers: all that predictions depend on."""
     buffers = dict(module.method.named_buffers())
@@ -500,14 +400,3 @@ def _check_optimizer(module: ClientModule) -> None:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError("optimizer", str(error)) from error
-
-
-def _reset(trainer: L.Trainer) -> None:
-    """Let a Trainer that has fitted fit again, from epoch 0 and step 0."""
-    loop = trainer.fit_loop
-    loop.epoch_progress.reset()
-    loop.epoch_loop.batch_progress.reset()
-    loop.epoch_loop._batches_that_stepped = 0
-    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
-    loop.epoch_loop.automatic_optimization.optim_progress.reset()
-    trainer.should_stop = False

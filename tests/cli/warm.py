@@ -9,7 +9,7 @@ import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.wandb  # noqa: F401
 from fl_lightning.explained import help_parser
-from fl_lightning.federation.runner import make_trainer
+from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.parser import resolve
 from fl_lightning.trust import Trust
 

@@ -14,7 +14,7 @@ from fl_lightning.core.precision import widened
 from fl_lightning.core.steps import HalfLayers, MixedSteps, careful, keeps_float32
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.runner import make_trainer
+from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.seeding import derive_seed
 
 

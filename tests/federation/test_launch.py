@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
 from fl_lightning.federation.launch import Team, is_main, launch, num_cores, num_devices, plan, started_outside
-from fl_lightning.federation.runner import _place_among_workers
+from fl_lightning.federation.trainers import _place_among_workers
 
 SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
 SLURM |= {"SLURM_NTASKS_PER_NODE": "4"}

@@ -7,9 +7,9 @@ import torch
 
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation import runner as runner_module
-from fl_lightning.federation.runner import make_trainer
+from fl_lightning.federation import trainers as trainers_module
 from fl_lightning.federation.settings import EvaluationPolicy
+from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
@@ -27,7 +27,7 @@ def test_one_trainer_serves_all_fits(mlp, run_federation, monkeypatch):
         made.append(flags)
         return original(*arguments, **flags)
 
-    monkeypatch.setattr(runner_module.L, "Trainer", counted)
+    monkeypatch.setattr(trainers_module.L, "Trainer", counted)
     loop = run_federation(lambda: FedRep(mlp()), rounds=3)
     assert len(made) == 1
     assert len(loop.diary.sent) == 3 * 4

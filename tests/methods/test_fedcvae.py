@@ -182,7 +182,7 @@ def moved_by_phase(loop, client=0, round=1):
 def heard(loop, client=0, round=1):
     """The loop's module after a client's receive, and the client's data."""
     module, data = loop.runner.modules[0], loop.data.clients[client]
-    loop.runner._receive(module, loop.exchange.inbox(client), data, replace(loop.runner.facts, round=round))
+    loop.runner.receive(module, loop.exchange.inbox(client), data, replace(loop.runner.facts, round=round))
     return module, data
 
 

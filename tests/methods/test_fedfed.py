@@ -33,7 +33,7 @@ def heard(loop, client, round):
     """The loop's module after a client's receive, and the client's data."""
     module, data = loop.runner.modules[0], loop.data.clients[client]
     facts = replace(loop.runner.facts, round=round, client=client)
-    loop.runner._receive(module, loop.exchange.inbox(client), data, facts)
+    loop.runner.receive(module, loop.exchange.inbox(client), data, facts)
     return module, data
 
 

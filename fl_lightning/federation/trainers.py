@@ -1,0 +1,125 @@
+"""The one Trainer of a process: its flags, its precision, its place among other processes, and its use again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.launch import gpu_here, num_devices
+
+# What the runner itself decides; a value from the configuration would be overwritten or could not work.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+    "devices": 1,
+}
+
+
+def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
+    """The one Trainer of a worker.
+
+    Raises:
+        ConfigError: if Lightning refuses a flag, or a GPU is asked for, or float16, where there is none.
+    """
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
+    if not torch.cuda.is_available():
+        # Lightning lets torch ask the driver's library, which optimizers do at every step: a tenth of a small one.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+    accelerator = flags.get("accelerator", "auto")
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
+    precision = _precision(flags.get("precision"), accelerator)
+    try:
+        trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
+    except Exception as error:  # whatever Lightning refuses: a type, a range, an extra that is not installed
+        named = next((name for name in flags if re.search(rf"\b{name}\b", str(error))), None)
+        raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
+    _leave_files_and_signals_alone(trainer)
+    strategy = trainer.strategy
+    strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
+    if isinstance(strategy, SingleDeviceStrategy):
+        # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
+        strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
+    return trainer
+
+
+def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
+    """Take Lightning's own answers to signals away, and what it would load by itself when a fit starts.
+
+    Under SLURM it would save one client's fit (``hpc_ckpt_1.ckpt``), requeue the job, and load that file into every
+    later fit; SIGTERM would end a fit in its middle. A run is saved and stopped as a whole (`federation/signals.py`).
+    """
+    trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+    trainer._checkpoint_connector._select_ckpt_path = _nothing  # type: ignore[method-assign]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+def _precision(precision: Any, accelerator: Any) -> Any:
+    """The full name of a precision; float16 without a GPU is refused, where Lightning would take bfloat16 instead."""
+    named = SHORT_PRECISIONS.get(str(precision), precision)
+    known = precision is None or named in PRECISIONS
+    require(known, "trainer.precision", f"must be one of {', '.join(PRECISIONS)}", precision)
+    gpu = accelerator != "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available())
+    narrow = str(named).replace("16", "bf16", 1)
+    rule = f"float16 needs a GPU, and this run has none; use {narrow}"
+    require(gpu or not str(named).startswith("16"), "trainer.precision", rule, precision)
+    return named
+
+
+def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of a Trainer in one of several processes: its own device, or all of them for one fit.
+
+    Raises:
+        ConfigError: for a strategy that cannot share a fit.
+    """
+    if num_devices(flags) > 1:
+        allowed = flags.get("strategy", "auto") in ("auto", "ddp")
+        require(allowed, "trainer.strategy", "must be ddp where trainer.devices is above 1", flags.get("strategy"))
+        return {"strategy": UnwrappedDDP()}
+    plugins = flags.get("plugins") or []
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        plugins = [*plugins, LightningEnvironment()]  # not torchrun's or SLURM's
+    together = dist.is_available() and dist.is_initialized()
+    on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return {"plugins": plugins, **({"devices": [gpu_here()]} if together and on_gpu else {})}
+
+
+class UnwrappedDDP(DDPStrategy):
+    """Lightning's DDP without the wrapper around the module: clients average their gradients (`core/devices.py`)."""
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is."""
+
+
+def start_anew(trainer: L.Trainer) -> None:
+    """Let a Trainer that has fitted fit again, from epoch 0 and step 0."""
+    loop = trainer.fit_loop
+    loop.epoch_progress.reset()
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop._batches_that_stepped = 0
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    trainer.should_stop = False
