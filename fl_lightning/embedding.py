@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fl_lightning.configuration import read_config
 from fl_lightning.core.message import ClassMeans
-from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.runner import load_full_state
-from fl_lightning.files import load_tensors
-from fl_lightning.parser import resolve
+from fl_lightning.errors import require
+from fl_lightning.rebuilding import rebuilt, trained
 from fl_lightning.report.page.classifier import Heads, heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
@@ -30,6 +26,7 @@ if TYPE_CHECKING:
     from fl_lightning.report.series import Series
     from fl_lightning.trust import Trust
 
+OPTION = "--embed"
 MOST_SAMPLES = 600
 """Test samples of a run, the same number of every client."""
 KINDS = ("test sample", "prototype")
@@ -140,23 +137,10 @@ def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
     Raises:
         ConfigError: if the run cannot be built again, or keeps no models.
     """
-    from fl_lightning.experiment import Experiment
-
-    require((folder / "config.yaml").is_file(), "--embed", "needs the run's config.yaml", str(folder))
-    rule = "needs the clients' models, which this run does not keep (federation.checkpoint.models)"
-    require((folder / "models").is_dir(), "--embed", rule, str(folder))
-    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
-    experiment.folder = folder
-    experiment.setup()
-    loop = experiment.loop
-    checkpoints = Checkpoints(folder / "checkpoints")
-    path = checkpoints.find("auto")
-    if path is None:
-        raise ConfigError("--embed", "there is no checkpoint in that folder", str(folder))
-    loop.load_state_dict(checkpoints.load(path))
+    loop = rebuilt(folder, trust, OPTION)
     sums = np.zeros((len(loop.data.arrays.classes),) * 2)
-    parts = [*_samples(loop, folder / "models", sums)]
-    require(bool(parts), "--embed", "no client has both a model and test samples", str(folder))
+    parts = [*_samples(loop, folder, sums)]
+    require(bool(parts), OPTION, "no client has both a model and test samples", str(folder))
     parts += _prototypes(loop, parts[0][0].shape[1])
     z, label, client = (np.concatenate(each) for each in zip(*parts, strict=True))
     soft_labels = sums / np.maximum(sums.sum(1, keepdims=True), 1e-12)
@@ -168,19 +152,14 @@ Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @torch.no_grad()
-def _samples(loop: FederatedLoop, models: Path, sums: np.ndarray) -> Iterator[Part]:
+def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Part]:
     """Each client's test samples; their predictions for training samples are added to `sums` [C, C], class by class."""
     each = max(1, MOST_SAMPLES // loop.num_clients)
-    for client in range(loop.num_clients):
-        file, own = models / f"{client:05d}.pt", loop.data.clients[client].test[:each]
-        if not file.is_file() or not len(own):
-            continue
-        module = loop.runner.load(client)
-        load_full_state(module, load_tensors(file, "--embed"))
-        model: Any = getattr(module.method, "model", None)
-        name = type(module.method).__name__
-        require(hasattr(model, "embed"), "--embed", "the method has no model with one embedding", name)
-        module.eval()
+    for client, method in trained(loop, folder, OPTION):
+        model: Any = getattr(method, "model", None)
+        name = type(method).__name__
+        require(hasattr(model, "embed"), OPTION, "the method has no model with one embedding", name)
+        own = loop.data.clients[client].test[:each]
         x, y = loop.data.store.gather(torch.as_tensor(own))
         held, of = loop.data.store.gather(torch.as_tensor(loop.data.clients[client].train[:MOST_SAMPLES]))
         said = model(held).softmax(1).double().cpu().numpy()

@@ -18,10 +18,10 @@ from fl_lightning.trust import Trust
 
 DESCRIPTION = (
     "Show runs on one HTML page that needs no network: runs' folders, a folder of them, a table's definition or the "
-    "folder of its results. Nothing that a run's folder names is imported, but with --embed."
+    "folder of its results. Nothing that a run's folder names is imported, but with --embed and --attention."
 )
 PAGE = "report.html"
-TRUST = "a package of your own that --embed may import for a run; may be given several times"
+TRUST = "a package of your own that --embed and --attention may import for a run; may be given several times"
 
 
 class _Found(NamedTuple):
@@ -59,19 +59,27 @@ def report(argv: Sequence[str]) -> int:
     pictures = Path(options.figures) if options.figures else None
     notes = [note for each in found for note in each.notes]
     trust = Trust(tuple(options.trust))
-    require(options.embed or not options.trust, "--trust", "is for --embed; nothing else is imported", options.trust)
-    written = write_page(members, path, title, table, notes, partial(_embeddings, options.embed, trust), pictures)
+    builds = options.embed or options.attention is not None
+    rule = "is for --embed and --attention; nothing else is imported"
+    require(builds or not options.trust, "--trust", rule, options.trust)
+    more = partial(_from_models, options.embed, options.attention, trust)
+    written = write_page(members, path, title, table, notes, more, pictures)
     print(f"written to {path} ({path.stat().st_size / 2**20:.1f} MiB), {len(members)} runs")
     if pictures is not None:
         print(f"{len(written) - 1} pictures in {pictures}")
     return 0
 
 
-def _embeddings(wanted: bool, trust: Trust, lines: Sequence[Series]) -> Iterator[Figure]:
-    if wanted:
+def _from_models(embed: bool, attention: str | None, trust: Trust, lines: Sequence[Series]) -> Iterator[Figure]:
+    """The figures for which runs are built again."""
+    if embed:
         from fl_lightning.embedding import embeddings
 
         yield from embeddings(lines, trust)
+    if attention is not None:
+        from fl_lightning.attention import attentions
+
+        yield from attentions(lines, attention, trust)
 
 
 def _find(path: Path, runs: Path) -> _Found:
@@ -131,6 +139,8 @@ def _parser() -> Any:
         "draw test samples' embeddings, too (t-SNE); builds each line's first run again and needs its models and data"
     )
     parser.add_argument("--embed", action="store_true", help=embed)
+    attention = "draw where the clients' networks look at test images of this class (Grad-CAM); builds runs again, too"
+    parser.add_argument("--attention", metavar="CLASS", help=attention)
     parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
     parser.add_argument("--runs", type=str, default="runs", help="where the cells of a table's file are looked for")
     return parser

@@ -76,3 +76,19 @@ def test_code_that_a_run_names_is_not_imported(finished, workplace):
     assert code == 2
     assert "--trust harm" in err
     assert not (workplace.path / "harmed").exists()
+
+
+def test_attention_of_a_real_run(workplace):
+    pytest.importorskip("captum")
+    adam = {"class_path": "Adam", "init_args": {"lr": 0.001}}
+    workplace.change(method="DRDFL", optimizer=adam, federation={"rounds": 1}, data={"num_clients": 3})
+    workplace.fit()
+    page, pictures = workplace.path / "page.html", workplace.path / "pictures"
+    code, _, err = workplace.call("report", workplace.run, "--attention", "3", "--output", page, "--figures", pictures)
+    assert (code, err) == (0, "")
+    assert "learngene: agreement" in page.read_text(encoding="utf-8")
+    assert "data:image/png;base64," in (pictures / "attention.svg").read_text()
+    code, _, err = workplace.call("report", workplace.run, "--attention", "bird", "--output", workplace.path / "b.html")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--attention" in err
+    assert "bird" in err

@@ -1,0 +1,63 @@
+"""A finished run built again, with its clients' trained models: for what its files alone do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fl_lightning.configuration import read_config
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.runner import load_full_state
+from fl_lightning.files import load_tensors
+from fl_lightning.parser import resolve
+
+if TYPE_CHECKING:
+    from fl_lightning.core.method import Method
+    from fl_lightning.federation.loop import FederatedLoop
+    from fl_lightning.trust import Trust
+
+
+def rebuilt(folder: Path, trust: Trust, option: str) -> FederatedLoop:
+    """A run's loop as its newest checkpoint left it, data and all; nothing is written.
+
+    Args:
+        folder: the run's.
+        trust: what its configuration may import.
+        option: of the command line, for messages.
+
+    Raises:
+        ConfigError: if the run cannot be built again, or keeps no models or checkpoint.
+    """
+    from fl_lightning.experiment import Experiment
+
+    require((folder / "config.yaml").is_file(), option, "needs the run's config.yaml", str(folder))
+    rule = "needs the clients' models, which this run does not keep (federation.checkpoint.models)"
+    require((folder / "models").is_dir(), option, rule, str(folder))
+    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment.folder = folder
+    experiment.setup()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    path = checkpoints.find("auto")
+    if path is None:
+        raise ConfigError(option, "there is no checkpoint in that folder", str(folder))
+    experiment.loop.load_state_dict(checkpoints.load(path))
+    return experiment.loop
+
+
+def trained(loop: FederatedLoop, folder: Path, option: str) -> Iterator[tuple[int, Method]]:
+    """Each client that has test samples, with the method as it was after its last local fit, ready to predict.
+
+    One method serves all clients: it is another client's as soon as the next is taken.
+
+    Raises:
+        ConfigError: if a file is damaged.
+    """
+    for client in range(loop.num_clients):
+        file = folder / "models" / f"{client:05d}.pt"
+        if file.is_file() and len(loop.data.clients[client].test):
+            module = loop.runner.load(client)
+            load_full_state(module, load_tensors(file, option))
+            module.eval()
+            yield client, module.method

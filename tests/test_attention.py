@@ -1,0 +1,50 @@
+"""Grad-CAM by hand-computed numbers, and which networks of a method are asked."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("captum")
+
+from fl_lightning.attention import _agreement, gradcam, views
+from fl_lightning.methods.drdfl import DRDFL
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.models.cnn import CNN
+from fl_lightning.models.mlp import MLP
+
+
+def test_map_is_what_the_definition_gives():
+    """A_1 = x, A_2 = -2x; the score Σ(3 A_1 + A_2) has a_1 = 3, a_2 = 1 at every place: relu(3x − 2x) = relu(x)."""
+    layer = nn.Conv2d(1, 2, 1, bias=False)
+    layer.weight.data = torch.tensor([1.0, -2.0]).view(2, 1, 1, 1)
+    x = torch.tensor([[[[0.0, 1.0], [-1.0, 4.0]]], [[[-1.0, -2.0], [-3.0, -4.0]]]])
+    found = gradcam(lambda x: (layer(x) * torch.tensor([3.0, 1.0]).view(1, 2, 1, 1)).sum((1, 2, 3)), layer, x)
+    torch.testing.assert_close(found, torch.tensor([[[0.0, 0.25], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]))
+
+
+def test_every_network_over_images_is_asked_for_what_it_says():
+    x = torch.randn(2, 1, 16, 16)
+    method = DRDFL(CNN((1, 16, 16), 10)).eval()
+    found = {name: (score, layer) for name, score, layer in views(method, x, 7)}
+    assert set(found) == {"model", "personanet", "learngene"}
+    with torch.no_grad():
+        torch.testing.assert_close(found["model"][0](x), method.model(x)[:, 7])
+        torch.testing.assert_close(found["personanet"][0](x), method.personanet(x).square().sum(1) / 2)
+        torch.testing.assert_close(found["learngene"][0](x), method.learngene(x)[0].square().sum(1) / 2)
+    # 16x16 images are halved to 8, 4 and 2: the last map that still says where has 4x4 places
+    assert found["personanet"][1] is method.personanet.layers[3]
+    for score, layer in found.values():
+        assert gradcam(score, layer, x).shape == (2, 16, 16)
+        assert all(p.grad is None for p in method.parameters())
+
+
+def test_a_network_without_convolutions_is_not_asked():
+    assert not list(views(FedAvg(MLP((1, 8, 8), 10, (16,))).eval(), torch.randn(2, 1, 8, 8), 0))
+
+
+def test_agreement_is_one_for_equal_maps_and_left_out_without_heat():
+    one = np.random.default_rng(0).random((1, 3, 4, 4))
+    assert _agreement(np.concatenate([one, one])) == "agreement 1.00"
+    assert _agreement(np.concatenate([one, 1 - one])) == "agreement -1.00"
+    assert _agreement(np.zeros((2, 2, 4, 4))) == "no two maps to compare"
