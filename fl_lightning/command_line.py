@@ -88,7 +88,7 @@ class CommandLine:
     something else by it. So does a list of models, and a model named after it.
 
     Args:
-        argv: the command line after the subcommand.
+        argv: the command line after the subcommand; from Python, what a file would hold may stand among its words.
         environment: what variables' names begin with that say what nothing else says; empty for none.
 
     Raises:
@@ -103,7 +103,7 @@ class CommandLine:
     words: list[str]
     """What belongs to no section: the command's own options."""
 
-    def __init__(self, argv: Sequence[str], environment: str = "") -> None:
+    def __init__(self, argv: Sequence[str | Mapping[str, Any]], environment: str = "") -> None:
         self.words = []
         self.tree = {"optimizer": OPTIMIZER}
         self._parts: list[Part] = []
@@ -115,15 +115,20 @@ class CommandLine:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
 
-    def _read(self, argv: Sequence[str]) -> Iterator[Part]:
+    def _read(self, argv: Sequence[str | Mapping[str, Any]]) -> Iterator[Part]:
         waiting = list(argv)
         while waiting:
             option = waiting.pop(0)
+            if not isinstance(option, str):
+                yield from _sections(option)
+                continue
             key, equals, value = option[2:].partition("=")
             words = [option]
-            if option.startswith("--") and not equals and waiting and not waiting[0].startswith("--"):
-                value = waiting.pop(0)
-                words.append(value)
+            following = waiting[0] if waiting else None
+            if option.startswith("--") and not equals and isinstance(following, str) and following[:2] != "--":
+                value = following
+                words.append(following)
+                del waiting[0]
             section = key.rstrip("+").partition(".")[0]
             if option.startswith("--") and key == "config":
                 yield from _sections(_content(Path(value)))

@@ -65,6 +65,10 @@ class Experiment:
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         self.identity = identity(config)
         self.architecture = architectures(config["model"], self.data.num_clients)
+        self.signals = (signal.SIGINT,) if is_tethered() else STOP_SIGNALS
+        """What asks the run to stop."""
+        self.stopped_by = 0
+        """The signal that stopped it; 0 for none."""
 
     def setup(self, in_memory: bool = False) -> None:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder.
@@ -192,14 +196,15 @@ class Experiment:
             self._follow()
             return None
         self.loop.callbacks += callbacks() if callbacks is not None else ()
-        with self.recorder, stop_on_signals(self.loop):
+        with self.recorder, stop_on_signals(self.loop, self.signals) as stopping:
             if self.loop.run() is None:
                 self.recorder.stop(self.loop)
+                self.stopped_by = stopping.first
         return read_json(self.folder / "summary.json", "output")
 
     def _follow(self) -> None:
         """What a worker does that is not the main one; signals reach it only where torchrun or SLURM send them."""
-        with stop_on_signals(self.loop) if started_outside() != (1, 1) else nullcontext():
+        with stop_on_signals(self.loop, self.signals) if started_outside() != (1, 1) else nullcontext():
             self.loop.run()
 
     def _loggers(self, resume: str | None) -> list[Logger]:
@@ -261,7 +266,7 @@ def git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def stop_on_signals(loop: FederatedLoop) -> StopSignals:
+def stop_on_signals(loop: FederatedLoop, numbers: tuple[int, ...]) -> StopSignals:
     """The first signal ends the run after the present round is saved; the second ends it at once."""
 
     def ask(number: int) -> None:
@@ -269,4 +274,4 @@ def stop_on_signals(loop: FederatedLoop) -> StopSignals:
         done = "saved" if loop.checkpoints is not None else "done"
         say(f"stopping once round {loop.round + 1} is {done}; again to stop at once")
 
-    return StopSignals(ask, stop_at_once, (signal.SIGINT,) if is_tethered() else STOP_SIGNALS)
+    return StopSignals(ask, stop_at_once, numbers)

@@ -20,6 +20,7 @@ from fl_lightning.errors import ConfigError, is_first_process
 OURS = catalog.ROOT.name
 KNOWN = (OURS, "lightning", "torch", "torchvision", "torchmetrics")
 """Packages whose modules may always be imported; what they offer is checked before it is called."""
+_ANNOUNCED: set[str] = set()
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -30,12 +31,12 @@ class Trust:
     Args:
         packages: beside `KNOWN`, packages or modules that may be imported.
         own: whether any of the user's own modules may be imported, after a line on stderr that names it.
-        announced: modules that have been named there.
+        announced: modules that have been named there; by default once in a process.
     """
 
     packages: Sequence[str] = ()
     own: bool = False
-    announced: set[str] = field(default_factory=set)
+    announced: set[str] = field(default_factory=lambda: _ANNOUNCED)
 
     def load(self, class_path: str, key: str, bases: Sequence[type]) -> type:
         """Import a class that must derive from one of `bases`; nothing of it is called.

@@ -284,3 +284,19 @@ def train_by_hand():
                     stepper.step()
 
     return train
+
+
+@pytest.fixture(scope="session")
+def trial(tmp_path_factory):
+    """Small experiments on Digits, from Python: `trial(name="a", federation__rounds=1)`, in one folder of runs."""
+    from fl_lightning import Experiment
+
+    small = {
+        "output": tmp_path_factory.mktemp("trials"),
+        "method": "FedRep",
+        "model": {"class_path": "MLP", "init_args": {"hidden": [16, 8]}},
+        "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.2}},
+        "data": {"dataset": "Digits", "partition": "IID", "num_clients": 4, "batch_size": 64},
+        "trainer": {"accelerator": "cpu"},
+    }
+    return lambda **overrides: Experiment(small, **overrides)

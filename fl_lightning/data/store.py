@@ -48,6 +48,15 @@ class TensorStore:
         std = 1 / (255 * self._scale)
         return -self._shift * std, std
 
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """What normalises a batch of images as they are stored, ``x * scale + shift``: [1, C, 1, 1] each.
+
+        Inputs that come as floats or tokens are not normalised here: 1 and 0.
+        """
+        if self._scale is None or self._shift is None:
+            return torch.ones(1), torch.zeros(1)
+        return self._scale, self._shift
+
     @property
     def device(self) -> torch.device:
         """Where the data are."""

@@ -47,15 +47,21 @@ def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -
     Returns:
         `path`.
     """
-    from matplotlib.figure import Figure
+    return save(draw_learning_curves(rows, title), path)
+
+
+def draw_learning_curves(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """What `learning_curves` writes, as a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(12, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+    from fl_lightning.report.picture import Picture
+
+    figure = Picture(figsize=(12, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
     figure.suptitle(title, fontsize=13, color=INK, parse_math=False)
     left, right = figure.subplots(1, 2)
     _draw_accuracies(left, rows)
     _draw_losses(right, rows)
-    return save(figure, path)
+    return figure
 
 
 def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

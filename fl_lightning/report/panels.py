@@ -14,6 +14,7 @@ from fl_lightning.report.series import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 12.8, 2.35  # inches, of the picture and of a row of panels
 COLUMN_STYLES = ("-", "--", ":", "-.")
@@ -37,16 +38,22 @@ def panel_grid(
     Returns:
         `path`.
     """
-    from matplotlib.figure import Figure
+    return save(draw_panel_grid(panels, runs, title), path)
+
+
+def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Sequence[Series], title: str) -> Figure:
+    """What `panel_grid` writes, as a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
+
+    from fl_lightning.report.picture import Picture
 
     rows = -(-len(panels) // 4)
     labels = [_label(line) for line in runs]
     columns = max(1, min(len(runs), int(WIDTH / (0.7 + LEGEND_LETTER * max(map(len, labels))))))
     legend = 0.25 + 0.2 * -(-len(runs) // columns)
     size = (WIDTH, 0.4 + HEIGHT * rows + legend)
-    figure = Figure(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     seeds = any(len(line.runs) > 1 for line in runs)
     said = f"{title}: mean and ± std over seeds" if seeds else title
     figure.suptitle(said, x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
@@ -63,7 +70,7 @@ def panel_grid(
     key = figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
     for text in key.get_texts():
         text.set_parse_math(False)
-    return save(figure, path)
+    return figure
 
 
 def _label(line: Series) -> str:

@@ -1,0 +1,185 @@
+"""An experiment from Python: what ``fl-lightning fit`` does, in this process, without its exit codes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from typing_extensions import Self
+
+from fl_lightning.configuration import Config
+from fl_lightning.data.module import FederatedData
+from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import Experiment as BuiltExperiment
+from fl_lightning.federation import launch
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.sickness import RoundError
+from fl_lightning.federation.signals import StoppedAtOnce, exit_code
+from fl_lightning.files import WriteError
+from fl_lightning.overrides import Source, said
+from fl_lightning.parser import resolve
+from fl_lightning.report.console import RoundProgress
+from fl_lightning.run import Run
+from fl_lightning.terminal import say
+from fl_lightning.trust import Trust
+from fl_lightning.undisturbed import undisturbed
+
+
+class Experiment:
+    """A configuration that can be run, again and again, many in one process.
+
+    It is checked at once, as the command line does it, and holds nothing heavy: data, clients and Trainer are made for
+    a fit and are gone after it.
+
+    ```python
+    Experiment("quickstart", method="FedProx", method__mu=0.1, federation__rounds=3)
+    Experiment({"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}})
+    ```
+
+    Args:
+        sources: YAML files, names of ours (``quickstart``), or mappings that hold what such a file would: sections, or
+            dotted keys. Later ones win. Short names and short forms are those of the command line; a class may stand
+            for its path.
+        overrides: keys of the configuration by keyword, two underscores for a dot: ``federation__rounds=3`` is
+            ``--federation.rounds 3``. They win over all sources, in any order.
+
+    Raises:
+        ConfigError: for what is wrong with it, in the command line's one line.
+    """
+
+    def __init__(self, *sources: Source, **overrides: Any) -> None:
+        self._given = said(sources, overrides)
+        self._trust = Trust(own=True)
+        with self._given.speaking():
+            self.config: Config = resolve(self._given.tree, self._trust)
+            """The resolved configuration, in plain containers."""
+            built = BuiltExperiment(self.config)
+        self.name, self.folder, self.seed = built.name, built.folder, built.seed
+
+    @classmethod
+    def from_yaml(cls, *sources: Source, **overrides: Any) -> Self:
+        """An experiment from files, or the names of ours, and overrides; what `Experiment` itself takes."""
+        return cls(*sources, **overrides)
+
+    def __repr__(self) -> str:
+        return f"Experiment({self.name!r}, folder={str(self.folder)!r})"
+
+    def data(self) -> FederatedData:
+        """The data, loaded and shared out: who holds what before anything is trained."""
+        with undisturbed(), self._given.speaking():
+            data = BuiltExperiment(self.config).data
+            data.setup(self.seed)
+            return data
+
+    def fit(
+        self,
+        resume: str | Path | None = None,
+        overwrite: bool = False,
+        verbose: bool = False,
+        callbacks: Sequence[FederationCallback] = (),
+    ) -> Run:
+        """Run the federation, in `folder`; signals, random streams, threads and warnings are as before afterwards.
+
+        Ctrl-C (a notebook's interrupt) stops the run once the present round is saved, a second one at once.
+
+        Args:
+            resume: ``auto`` goes on with the run that the folder holds, or a checkpoint of it; None starts anew.
+            overwrite: replace the run that the folder holds.
+            verbose: show rounds as they are done.
+            callbacks: told of every round, beside those of the configuration.
+
+        Raises:
+            ConfigError: for anything that would stop the run, before it starts.
+            KeyboardInterrupt: after Ctrl-C; the folder holds the rounds that were done, for ``resume="auto"``.
+            RoundError: if a client or the server fell sick (`federation.on_client_error`).
+            WriteError: if the folder cannot be written any more.
+            RuntimeError: if one of several processes was lost; its error is on stderr.
+        """
+        again = None if resume is None else str(resume)
+        with undisturbed(), self._given.speaking():
+            built = BuiltExperiment(self.config)
+            team = built.team()
+            if team.size == 1 or team.outside:
+                self._fit_here(built, team, again, overwrite, verbose, callbacks)
+            else:
+                self._fit_in(team, built, again, overwrite, verbose, callbacks)
+        return Run(self.folder, self._trust)
+
+    def _fit_here(
+        self,
+        built: BuiltExperiment,
+        team: launch.Team,
+        resume: str | None,
+        overwrite: bool,
+        verbose: bool,
+        callbacks: Sequence[FederationCallback],
+    ) -> None:
+        """The fit in this process, which torchrun or SLURM may have started beside others."""
+        if team.outside:
+            launch.join(team)
+        launch.use_threads(team)
+        built.signals = (signal.SIGINT,)
+        try:
+            with _showing(verbose, callbacks) as shown:
+                built.fit(resume, overwrite, callbacks=lambda: shown)
+        except StoppedAtOnce as stopped:
+            raise KeyboardInterrupt(f"stopped at once; {built.advice}") from stopped
+        if built.stopped_by:
+            raise KeyboardInterrupt(f"stopped after round {built.loop.round}; {built.advice}")
+
+    def _fit_in(
+        self,
+        team: launch.Team,
+        built: BuiltExperiment,
+        resume: str | None,
+        overwrite: bool,
+        verbose: bool,
+        callbacks: Sequence[FederationCallback],
+    ) -> None:
+        """The fit in several processes that are started here."""
+        built.check(resume, overwrite)  # here, so that a mistake is answered by this process
+        torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
+        arguments = self.config, resume, overwrite, verbose, tuple(callbacks)
+        code = launch.launch(_work, team, *arguments, advice=built.advice)
+        if code == exit_code(signal.SIGINT):
+            raise KeyboardInterrupt(f"stopped; {built.advice}")
+        if code == 2:
+            raise ConfigError("federation.workers", "a worker met bad input; it has said on stderr which")
+        if code:
+            raise RuntimeError(f"the run ended with exit code {code}; {built.advice}")
+
+
+@contextmanager
+def _showing(verbose: bool, callbacks: Sequence[FederationCallback]) -> Iterator[list[Any]]:
+    """The callbacks of a fit, a display among them if so asked."""
+    if not verbose:
+        yield list(callbacks)
+        return
+    with RoundProgress(Console()) as display:
+        yield [display, *callbacks]
+
+
+def _work(
+    config: Config, resume: str | None, overwrite: bool, verbose: bool, callbacks: Sequence[FederationCallback]
+) -> int:
+    """The fit in one of several processes; returns an exit code."""
+    built = BuiltExperiment(config)
+    try:
+        with _showing(verbose and launch.is_main(), callbacks) as shown:
+            built.fit(resume, overwrite, callbacks=lambda: shown)
+    except StoppedAtOnce as stopped:
+        return exit_code(stopped.number)
+    except RoundError as error:  # every process knows it
+        if built.loop.workers.is_main:
+            say(f"fl-lightning: error: {error}; {built.last_good}")
+        return 1
+    except WriteError as error:
+        say(f"fl-lightning: error: {error}; {' '.join(built.advice.split())}")
+        return launch.end_all()
+    loop = built.loop
+    return exit_code(loop.agreement.asked_by) if built.stopped_by else 0

@@ -1,0 +1,180 @@
+"""A run's model on its own: a network from inputs to class scores, as the run's evaluation predicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.configuration import read_config
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.facts import Fit
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Seen, headline
+from fl_lightning.data.arrays import DataSpec
+from fl_lightning.data.store import TensorStore
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.experiment import Experiment
+from fl_lightning.federation.checkpoint import Checkpoints
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.runner import load_full_state
+from fl_lightning.files import load_tensors
+from fl_lightning.parser import resolve
+from fl_lightning.seeding import isolated_streams
+from fl_lightning.trust import Trust
+from fl_lightning.undisturbed import undisturbed
+
+
+class Classifier(nn.Module):
+    """A client's model, or the global one, as it predicts when the run is evaluated.
+
+    It takes inputs as local fits see them: images as floats, normalised by `normalise`; tokens int64 [N, L]; features
+    as the data set scales them. It is in evaluation mode and on the CPU; parameters take gradients.
+
+    Args:
+        method: what was trained, in its last state.
+        predictor: the name of the way to predict.
+        store: how inputs are normalised, of which type they are and how they lie in memory.
+        spec: of the data.
+        classes: [C] names.
+        context: the precision of a pass.
+        client: whose model it is; None for the global one.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        method: Any,
+        predictor: str,
+        store: TensorStore,
+        spec: DataSpec,
+        classes: Sequence[str],
+        context: Callable[[], AbstractContextManager[None]],
+        client: int | None,
+    ) -> None:
+        super().__init__()
+        self.method = method
+        self.predictor = predictor
+        self.client = client
+        self.classes = tuple(map(str, classes))
+        self.input_shape = spec.input_shape
+        self.num_classes = spec.num_classes
+        self.vocabulary_size = spec.vocabulary_size
+        self._dtype, self._channels_last = store.dtype, store.channels_last
+        self._context = context
+        for name, values in zip(("scale", "shift"), store.scale_and_shift(), strict=True):
+            self.register_buffer(name, values.cpu(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores [N, C], the largest of which is the prediction: logits, or what the method predicts by.
+
+        Args:
+            x: [N, …] normalised inputs.
+        """
+        if x.is_floating_point():
+            x = x.to(self._dtype)
+        if self._channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with self._context():
+            return self.method.predictors()[self.predictor].scores(Seen(x))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images uint8 [N, C, H, W] as `forward` takes them, normalised as in training; other inputs as they are."""
+        if images.dtype != torch.uint8:
+            return images
+        rule = f"must be uint8 images [N, {', '.join(map(str, self.input_shape))}]"
+        require(images.shape[1:] == self.input_shape, "images", rule, tuple(images.shape))
+        return images.float().mul_(self.scale).add_(self.shift)
+
+
+def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | Sequence[str] = ()) -> Classifier:
+    """A run's model as a module of its own: normalised inputs [N, …] to class scores [N, C].
+
+    The method and the model are built again from the run's configuration, so its data set must be there. Files are
+    verified and read as plain tensors; classes come from fl_lightning, Lightning, torch, torchvision and torchmetrics,
+    and from nowhere else unless `trust` names the package.
+
+    Args:
+        run: a `Run`, or a run's folder.
+        client: 0-based, for its own model after its last fit (personalised on its training part where the method
+            predicts so); None for the global model.
+        trust: packages of your own that the configuration may import.
+
+    Raises:
+        ConfigError: if there is no such run, client or model, a file is damaged, or a package is not trusted.
+    """
+    folder = Path(run)
+    require((folder / "config.yaml").is_file(), "run", "there is no run in that folder", str(folder))
+    trusted = trust or getattr(run, "trust", ())
+    with undisturbed():
+        loop = rebuilt(folder, trusted if isinstance(trusted, Trust) else Trust(tuple(trusted)))
+        found = classifier_of(loop, folder, client)
+    found.method.fit = Fit()  # the configuration's optimizer stays behind
+    return found
+
+
+def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
+    """A run's loop, built again and in the state of its newest checkpoint, where there is one."""
+    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment.folder = folder
+    experiment.setup()
+    loop = experiment.loop
+    checkpoints = Checkpoints(folder / "checkpoints")
+    path = checkpoints.find("auto")
+    if path is not None:
+        loop.load_state_dict(checkpoints.load(path))
+    return loop
+
+
+def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Classifier:
+    """A client's model, or the global one, which takes the resident module of its architecture with it.
+
+    Args:
+        loop: a run's, as `rebuilt` gives it; of use for one model an architecture.
+        folder: the run's.
+        client: 0-based; None for the global model.
+    """
+    module, figure = (_global(loop), "Server-T") if client is None else (_own(loop, folder, client), "Local-T")
+    way = headline(module.predictors, figure)  # type: ignore[arg-type]
+    require(way is not None, "client", f"{type(module.method).__name__} predicts nothing that counts for {figure}")
+    module.cpu()
+    context = loop.runner.trainer.precision_plugin.forward_context
+    data = loop.data
+    return Classifier(module.method, str(way), data.store, data.spec, data.arrays.classes, context, client).eval()
+
+
+def _global(loop: FederatedLoop) -> ClientModule:
+    message = loop.exchange.global_message()
+    none = "this run has no global model; name a client" if loop.round else "this run has no checkpoint; name a client"
+    if not loop.examiner.has_global_model or message is None or not loop.round:
+        raise ConfigError("client", none)
+    return loop.runner.load_global(message)
+
+
+def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
+    known = type(client) is int and 0 <= client < loop.num_clients
+    require(known, "client", f"must be from 0 to {loop.num_clients - 1}", client)
+    file = folder / "models" / f"{client:05d}.pt"
+    module = loop.runner.load(client)
+    if file.is_file():
+        try:
+            load_full_state(module, load_tensors(file, "client"))
+        except (KeyError, RuntimeError, AttributeError) as error:
+            raise ConfigError("client", f"{file} does not fit the model of the run's configuration") from error
+    else:
+        kept = "this run keeps no models (federation.checkpoint.models), or is not finished"
+        took_part = loop.round == 0 or bool(loop.board.took_part[client])
+        require(not took_part, "client", f"there is no file {file}: {kept}")
+        loop.runner.receive(module, Message(), loop.data.clients[client], loop.runner.facts)
+    way = headline(module.predictors, "Local-T")
+    if way is not None and module.predictors[way].adapts:
+        with isolated_streams(loop.seed, "adapt/trained", client=client), loop.runner.evaluator.context():
+            module.adapt(loop.data.clients[client])
+    return module

@@ -1,0 +1,85 @@
+"""What is said in Python, in the words of a command line: files, mappings, and overrides by keyword."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.command_line import SECTIONS, CommandLine
+from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.precheck import check_names
+
+Source = str | Path | Mapping[str, Any]
+"""A YAML file, the name of one of ours (``quickstart``), or what such a file would hold."""
+
+
+def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine:
+    """Read what sources and overrides say, later ones over earlier ones.
+
+    Args:
+        sources: files, their names, or mappings: of sections (``{"federation": {"rounds": 3}}``), of dotted keys
+            (``{"federation.rounds": 3}``) or of both.
+        overrides: by keyword, two underscores for a dot (``federation__rounds=3``).
+
+    Raises:
+        ConfigError: if a file is no configuration, there is no such key, or a value is nothing that YAML can say.
+    """
+    words: list[str | Mapping[str, Any]] = []
+    for source in sources:
+        if isinstance(source, Mapping):
+            keys = {str(name): value for name, value in source.items()}
+            words.append({name: plain(value, name) for name, value in keys.items() if "." not in name})
+            words += _options({name: value for name, value in keys.items() if "." in name})
+        else:
+            words.append(f"--config={os.fspath(source)}")
+    words += _options({name.replace("__", "."): value for name, value in overrides.items()})
+    given = CommandLine(words)
+    for word in given.words:
+        key = word.partition("=")[0].removeprefix("--")
+        section = key.partition(".")[0]
+        raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
+    check_names(given)
+    return given
+
+
+def _options(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Options of a command line; a class comes before its arguments, whatever the order of keywords."""
+    for key in sorted(settings, key=lambda key: key.count(".")):
+        yield f"--{key}={_text(plain(settings[key], key))}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: Any, key: str) -> Any:
+    """A value in YAML's types: a class becomes its path, a path a text, an array's number a number.
+
+    Raises:
+        ConfigError: for an object of another kind.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain(each, f"{key}.{name}") for name, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset, range)):
+        return [plain(each, f"{key}.{index}") for index, each in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, type):
+        here = value.__module__ == "__main__" or "<locals>" in value.__qualname__
+        rule = "must be a class of a module, so that the run's folder can name it; write it into a file of its own"
+        if here:
+            raise ConfigError(key, rule, value.__qualname__)
+        return f"{value.__module__}.{value.__qualname__}"
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of NumPy or torch
+        return value.item()
+    raise ConfigError(key, "must be plain data, or a class with its arguments ({class_path, init_args})", value)

@@ -1,0 +1,54 @@
+"""A run inside somebody's Python process leaves the process as it found it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fl_lightning.seeding import isolated_streams
+
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK")
+_LOGS = [
+    f"lightning.{package}.utilities.{part}"
+    for package in ("pytorch", "fabric")
+    for part in ("rank_zero", "distributed")
+]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run a block, and put back what runs change for a whole process.
+
+    That is: random streams, torch's threads, deterministic algorithms and default type, filters of warnings, levels of
+    Lightning's logs, and variables of the environment. Signals are put back by who takes them.
+    """
+    levels = {name: logging.getLogger(name).level for name in _LOGS}
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    try:
+        with warnings.catch_warnings(), isolated_streams(0, "undisturbed"):
+            warnings.filterwarnings(
+                "ignore", message=r".*isinstance\(treespec, LeafSpec\)"
+            )  # lightning 2.6, torch 2.15
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # which imports for seconds
+            torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,245 @@
+"""Experiments from Python: configuration, fit, what a run gives, and the process that is left as it was."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fl_lightning
+from fl_lightning import ConfigError, Experiment, Run
+from fl_lightning.command_line import CommandLine
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.parser import resolve
+from fl_lightning.trust import Trust
+
+
+def resolved(*argv):
+    return resolve(CommandLine(argv).tree, Trust())
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import fl_lightning, sys; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert {"Experiment", "Run", "load", "ConfigError"} <= set(dir(fl_lightning))
+
+
+def test_a_name_that_the_package_lacks_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Experimnet'"):
+        _ = fl_lightning.Experimnet
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+PROX = ("--config=quickstart", "--method=FedProx", "--method.mu=0.1", "--federation.rounds=3")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda: Experiment("quickstart", method="FedProx", method__mu=0.1, federation__rounds=3),
+        lambda: Experiment("quickstart", federation__rounds=3, method__mu=0.1, method="FedProx"),
+        lambda: Experiment.from_yaml("quickstart", {"method": "FedProx", "method.mu": 0.1, "federation.rounds": 3}),
+        lambda: Experiment("quickstart", method=FedProx, method__init_args__mu=0.1, federation={"rounds": 3}),
+        lambda: Experiment(
+            "quickstart",
+            {"method": {"class_path": "FedProx", "init_args": {"mu": 0.1}}},
+            {"federation": {"rounds": np.int64(3)}},
+        ),
+        lambda: Experiment(
+            Path("experiments/quickstart.yaml"), {"federation.rounds": "3"}, method__mu="0.1", method="FedProx"
+        ),
+    ],
+    ids=["keywords", "in any order", "dotted keys", "a class", "sections", "a path and texts"],
+)
+def test_python_says_what_the_command_line_says(said):
+    assert said().config == resolved(*PROX)
+
+
+def test_short_forms_and_lists_are_those_of_the_command_line():
+    made = Experiment("quickstart", federation__failures={3: (0, 4)}, federation__wire=["TopK"], logger=None, name="1")
+    options = ("--federation.failures={3: [0, 4]}", "--federation.wire=[TopK]", "--logger=null", "--name=1")
+    assert made.config == resolved("--config=quickstart", *options)
+
+
+def test_what_is_resolved_is_taken_as_it_is():
+    config = resolved(*PROX)
+    assert Experiment(config).config == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"federation__round": 3}, r"federation\.round: there is no such key; did you mean rounds\?"),
+        ({"federatoin__rounds": 3}, r"federatoin\.rounds: there is no such section; did you mean federation\?"),
+        ({"method": "FedRepp"}, r"method: there is no method of that name; did you mean FedRep\?"),
+        ({"federation__rounds": "three"}, r"federation\.rounds: must be int, got 'three'"),
+        ({"optimizer__lr": float("nan")}, r"optimizer\.lr.*: must be a finite number, got nan"),
+        ({"method": object()}, r"method: must be plain data, or a class with its arguments"),
+        ({"data__partition__beta": -1}, r"data\.partition\.beta: must be .*, got -1"),
+        ({"method": type("Local", (), {"__module__": "__main__"})}, "method: must be a class of a module"),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exception(overrides, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        Experiment("quickstart", **overrides)
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_an_exception():
+    with pytest.raises(ConfigError, match="--config: there is no such file, got 'nowhere'"):
+        Experiment("nowhere")
+
+
+# --- fit and run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(trial):
+    return trial(name="run", federation__rounds=2).fit()
+
+
+def test_run_gives_numbers_as_tables(run):
+    assert run.finished
+    metrics, clients = run.metrics, run.clients
+    assert list(metrics["round"]) == [1, 2]
+    assert metrics["Local-T"].iloc[-1] == run.summary["last"]["Local-T"] == run.rounds[-1]["Local-T"]
+    assert metrics["receive_drop"].dtype == float
+    assert np.isnan(metrics["receive_drop"].iloc[0])
+    assert len(clients) == 2 * 4
+    assert clients[clients["round"] == 2]["Local-T"].mean() == pytest.approx(metrics["Local-T"].iloc[-1])
+
+
+def test_run_computes_its_accuracies_again_to_the_last_bit(run):
+    again = run.evaluate()
+    last = run.metrics.iloc[-1]
+    assert {name: last[name] for name in again if "received" not in name} == {
+        name: value for name, value in again.items() if "received" not in name
+    }
+    assert again["Local-T_received"] == run.summary["final_received"]["Local-T_received"]
+
+
+def test_run_is_read_back_from_its_folder(run):
+    again = Run.load(str(run.folder))
+    assert again.summary == run.summary
+    assert again.config == run.config
+    with pytest.raises(ConfigError, match="there is no run in that folder"):
+        Run.load(run.folder / "models")
+
+
+def test_without_pandas_a_table_names_the_extra(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"run\.metrics: needs pandas: pip install 'fl-lightning\[pandas\]'"):
+        _ = run.metrics
+    assert len(run.rounds) == 2
+
+
+def test_pictures_and_page(run, trial):
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")
+    other = trial(name="other", method="FedAvg", federation__rounds=1).fit()
+    both = run.plot(other, columns=("Local-T", "loss"))
+    assert [axes.get_title(loc="left") for axes in both.axes[:2]] == ["Local-T, %", "loss"]
+    page = run.report(other)
+    assert page == run.folder / "report.html"
+    assert "FedAvg" in page.read_text()
+
+
+def test_fit_answers_a_folder_that_holds_a_run(run, trial):
+    with pytest.raises(ConfigError, match="holds a run"):
+        trial(name="run", federation__rounds=2).fit()
+    longer = trial(name="run", federation__rounds=3)
+    assert [row["round"] for row in longer.fit(resume="auto").rounds] == [1, 2, 3]
+
+
+class Process:
+    """What a run must leave as it was."""
+
+    def __init__(self):
+        self.torch = torch.get_rng_state()
+        self.others = str(np.random.get_state()[1].tolist()), random.getstate()
+        self.threads = torch.get_num_threads(), threading.active_count()
+        self.signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.warnings = list(warnings.filters)
+        self.files = len(os.listdir("/dev/fd"))
+        self.flags = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+        self.environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+
+    def assert_same(self):
+        now = Process()
+        assert torch.equal(now.torch, self.torch)
+        assert {**vars(now), "torch": 0} == {**vars(self), "torch": 0}
+
+
+def test_fit_leaves_the_process_as_it_was_and_nothing_behind(trial):
+    loops = []
+
+    class Watch(FederationCallback):
+        def on_run_end(self, loop, summary):
+            loops.append(weakref.ref(loop))
+
+    options = {"federation__rounds": 1, "federation__threads": 2}
+    trial(name="left-0", **options).fit()  # what is loaded once in a process
+    before = Process()
+    for index in range(1, 3):
+        trial(name=f"left-{index}", **options).fit(callbacks=[Watch()])
+    before.assert_same()
+    gc.collect()
+    assert [loop() for loop in loops] == [None, None]
+
+
+class Interrupt(FederationCallback):
+    """Ctrl-C in a round, so many times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def on_client_fit_end(self, loop, report):
+        if loop.round == 1 and report.client == 0:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("times", "rounds"), [(1, 2), (2, 1)], ids=["once", "twice"])
+def test_interrupt_leaves_a_folder_to_go_on_with(times, rounds, trial, capfd):
+    options = {"name": f"interrupted-{times}", "federation__rounds": 3}
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        trial(**options).fit(callbacks=[Interrupt(times)])
+    assert signal.getsignal(signal.SIGINT) is handler
+    experiment = trial(**options)
+    assert len(Run(experiment.folder).rounds) == rounds
+    whole = trial(name=f"whole-{times}", federation__rounds=3).fit()
+    again = experiment.fit(resume="auto")
+    assert again.finished
+    columns = ["Local-T", "Global-T", "loss"]
+    assert again.metrics[columns].equals(whole.metrics[columns])
+
+
+def test_several_workers_give_the_same_numbers(run, trial):
+    shared = trial(name="shared", federation__rounds=2, federation__workers=2).fit()
+    assert shared.metrics["Local-T"].tolist() == run.metrics["Local-T"].tolist()[:2]
+
+
+def test_fit_shows_rounds_only_if_asked(trial, capsys):
+    trial(name="quiet", federation__rounds=1).fit()
+    assert capsys.readouterr().out == ""
+    trial(name="loud", federation__rounds=1).fit(verbose=True)
+    assert "Local-T" in capsys.readouterr().out
+
+
+def test_data_can_be_looked_at_before_a_fit(trial):
+    counts = trial(name="unseen").data().class_counts()
+    assert counts.shape == (4, 10)
+    assert not trial(name="unseen").folder.exists()

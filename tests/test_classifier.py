@@ -1,0 +1,115 @@
+"""A run's models on their own: `fl_lightning.load` and what it gives."""
+
+import importlib
+import inspect
+import io
+import pkgutil
+
+import pytest
+import torch
+
+import fl_lightning
+import fl_lightning.methods
+from fl_lightning.classifier import classifier_of
+from fl_lightning.core.method import Method
+from fl_lightning.errors import ConfigError
+
+
+def find_methods():
+    modules = [importlib.import_module(f"fl_lightning.methods.{info.name}") for info in METHOD_FILES]
+    found = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
+    return {kind.__name__: kind for kind in found if issubclass(kind, Method) and kind is not Method}
+
+
+METHOD_FILES = list(pkgutil.iter_modules(fl_lightning.methods.__path__))
+METHODS = find_methods()
+
+
+def accuracy(model, data, indices):
+    x, y = data.store.gather(torch.as_tensor(indices))
+    with torch.no_grad():
+        return float((model(x).argmax(1) == y).double().mean())
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_classifier_predicts_as_the_evaluation_does(name, set_up_federation, conv_net, tmp_path):
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731 - small steps for every method
+    loop = set_up_federation(lambda: METHODS[name](conv_net()), rounds=1, folder=tmp_path, optimizer=adam)
+    loop.run()
+    expected = loop.scores["Local-T"]
+    server = loop.diary.rows[-1]["Server-T"]
+    for client in range(loop.num_clients):
+        model = classifier_of(loop, tmp_path, client)
+        assert accuracy(model, loop.data, loop.data.clients[client].test) == expected[client]
+        assert not model.training
+    if server is None:
+        with pytest.raises(ConfigError, match="no global model"):
+            classifier_of(loop, tmp_path, None)
+    else:
+        assert accuracy(classifier_of(loop, tmp_path, None), loop.data, loop.data.server_test) == server
+
+
+@pytest.fixture(scope="module")
+def run(trial):
+    return trial(name="loaded", method="FedRep", federation__rounds=2).fit()
+
+
+def test_load_gives_a_module_that_needs_nothing_of_the_run(run, trial):
+    data = trial(name="loaded").data()
+    model = fl_lightning.load(run.folder, client=3)
+    assert model.input_shape == (1, 8, 8)
+    assert model.classes == tuple("0123456789")
+    raw = data.arrays.x[data.clients[3].test]
+    x, y = data.store.gather(data.clients[3].test)
+    assert torch.equal(model.normalise(raw), x)
+    own = run.clients.query("client == 3")["Local-T"]
+    assert float((model(x).argmax(1) == y).double().mean()) == own.iloc[-1]
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    assert model(x).requires_grad  # it can be trained on
+
+
+def test_load_gives_every_client_its_own(run):
+    x = torch.randn(5, 1, 8, 8)
+    assert not torch.equal(run.model(client=0)(x), run.model(client=1)(x))
+
+
+@pytest.mark.parametrize(
+    ("client", "said"),
+    [(99, "client: must be from 0 to 3, got 99"), (-1, "client: must be from 0 to 3, got -1"), ("3", "must be from 0")],
+)
+def test_load_refuses_a_client_that_is_not_there(run, client, said):
+    with pytest.raises(ConfigError, match=said):
+        fl_lightning.load(run.folder, client=client)
+
+
+def test_load_refuses_a_global_model_where_there_is_none(run):
+    with pytest.raises(ConfigError, match="client: this run has no global model; name a client"):
+        fl_lightning.load(run.folder)
+
+
+def test_load_refuses_what_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="run: there is no run in that folder"):
+        fl_lightning.load(tmp_path, client=0)
+
+
+def test_load_imports_nothing_that_is_not_trusted(run, tmp_path, monkeypatch):
+    folder = tmp_path / "crafted"
+    folder.mkdir()
+    text = (run.folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("fl_lightning.models.mlp.MLP", "stranger.Net"))
+    (tmp_path / "stranger.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"model: nothing is imported for a run that is read.*--trust stranger"):
+        fl_lightning.load(folder, client=0)
+
+
+def test_load_refuses_a_damaged_model(run, tmp_path):
+    file = run.folder / "models" / "00002.pt"
+    whole = file.read_bytes()
+    try:
+        file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+        with pytest.raises(ConfigError, match=r"client: .* is damaged"):
+            run.model(client=2)
+    finally:
+        file.write_bytes(whole)
