@@ -35,6 +35,7 @@ COMMANDS = {
     "tune": "search hyperparameters on validation parts: fl-lightning tune FILE --jobs 2",
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
+    "predict": "classes of new samples by a run's models: fl-lightning predict runs/a --client 3 DATA",
     "audit": "what runs give away: fl-lightning audit runs/a runs/b --output FOLDER [--canaries 1000]",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
 }
@@ -75,7 +76,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
     run |= {"table": _table, "report": _report, "tune": _tune, "compare": _compare, "dashboard": _dashboard}
-    run |= {"audit": _audit, "list": _list}
+    run |= {"predict": _predict, "audit": _audit, "list": _list}
     return run[command](rest)
 
 
@@ -279,6 +280,12 @@ def _dashboard(argv: list[str]) -> int:
     if options.project:
         print(f"saved as {dashboard.publish(options.project, options.entity)}")
     return 0
+
+
+def _predict(argv: list[str]) -> int:
+    from fl_lightning.predicting import predict
+
+    return predict(argv)
 
 
 def _audit(argv: list[str]) -> int:

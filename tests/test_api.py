@@ -189,7 +189,8 @@ def test_fit_leaves_the_process_as_it_was_and_nothing_behind(trial):
         def on_run_end(self, loop, summary):
             loops.append(weakref.ref(loop))
 
-    options = {"federation__rounds": 1, "federation__threads": 2}
+    options = {"federation__rounds": 1, "federation__threads": 1}
+    torch.set_num_threads(2)
     trial(name="left-0", **options).fit()  # what is loaded once in a process
     before = Process()
     for index in range(1, 3):

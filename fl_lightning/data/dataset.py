@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.errors import ConfigError
 
 
 class Dataset(ABC):
@@ -30,6 +35,24 @@ class Dataset(ABC):
     def sources(self) -> list[Path]:
         """The files that `arrays` reads; their names, sizes and times of change are part of the cache's key."""
         return []
+
+    @property
+    def text_column(self) -> str:
+        """The column that texts stand in, where the samples are texts."""
+        return "text"
+
+    def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
+        """New samples, as columns of a table and without labels, in the numbers that `arrays` has before it scales.
+
+        Args:
+            columns: by name.
+
+        Raises:
+            ConfigError: if the data set is none of tables or texts, or lacks a column.
+        """
+        raise ConfigError(
+            "DATA", f"{type(self).__name__} is no data set of tables or texts; give an array as .npz or .pt"
+        )
 
 
 def default_data_dir() -> Path:

@@ -71,7 +71,7 @@ class ImageFolder(Dataset):
                     "only one of them has " + ", ".join(sorted(names[0] ^ names[1])),
                 )
         number = {label: i for i, label in enumerate(classes)}
-        x = self._decode([path for _, _, path in files])
+        x = self.decode([path for _, _, path in files])
         y = torch.tensor([number[label] for _, label, _ in files])
         num_train = sum(part == "train" for part, _, _ in files)
         mean, std = half(x.shape[1]) if self.normalize == "half" else mean_and_std(x[:num_train])
@@ -104,7 +104,12 @@ class ImageFolder(Dataset):
                 )
         return found
 
-    def _decode(self, paths: list[Path]) -> Tensor:
+    def decode(self, paths: list[Path]) -> Tensor:
+        """Image files as uint8 [N, C, H, W].
+
+        Raises:
+            ConfigError: for the first that is broken, or of another size where none is given.
+        """
         from PIL import Image
 
         mode = "L" if self.grayscale else "RGB"

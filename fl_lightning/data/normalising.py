@@ -99,8 +99,12 @@ def arrays_of(
         known = {"half": half(x.shape[1]), "none": ((), ())}
         mean, std = known[normalize] if normalize in known else mean_and_std(x[:num_train])
         return Arrays(x, y, num_train, tuple(classes), mean, std, groups=groups)
-    if normalize != "none":
-        mean_, deviation = x[:num_train].double().mean(0), x[:num_train].double().std(0, correction=0)
-        deviation = torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation))
-        x = ((x.double() - mean_) / deviation).float()
+    x = x if normalize == "none" else scaled(x, x[:num_train])
     return Arrays(x, y, num_train, tuple(classes), groups=groups)
+
+
+def scaled(x: Tensor, training: Tensor) -> Tensor:
+    """Features [N, …] scaled to mean 0 and std 1 of the training part, in float64 on the way; a constant one to 0."""
+    mean, deviation = training.double().mean(0), training.double().std(0, correction=0)
+    deviation = torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation))
+    return ((x.double() - mean) / deviation).float()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
@@ -69,20 +70,26 @@ class ArrayFile(Dataset):
         return np.concatenate(parts) if parts else None
 
     def _read(self) -> dict[str, Any]:
-        path = Path(self.path).expanduser()
-        require(path.is_file(), f"{KEY}.path", "there is no such file", self.path)
-        try:
-            if path.suffix == ".npz":
-                with np.load(path, allow_pickle=False) as file:
-                    return {name: file[name] for name in file.files}
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # numpy and torch raise a dozen types for damaged files
-            said = " ".join(str(error).split())[:120]
-            raise ConfigError(f"{KEY}.path", f"{self.path} cannot be read ({said})") from error
-        require(
-            isinstance(found, dict), f"{KEY}.path", f"{self.path} must hold a dict of tensors", type(found).__name__
-        )
-        return dict(found)
+        return read_arrays(Path(self.path).expanduser(), f"{KEY}.path")
+
+
+def read_arrays(path: Path, key: str) -> dict[str, Any]:
+    """The arrays of an `.npz` or `.pt` file by name; nothing in it is run.
+
+    Raises:
+        ConfigError: about `key`, if the file is missing, damaged, or holds something else.
+    """
+    require(path.is_file(), key, "there is no such file", str(path))
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # numpy and torch raise a dozen types for damaged files
+        said = " ".join(str(error).split())[:120]
+        raise ConfigError(key, f"{path} cannot be read ({said})") from error
+    require(isinstance(found, dict), key, f"{path} must hold a dict of tensors", type(found).__name__)
+    return dict(found)
 
 
 class CSVTable(Dataset):
@@ -127,32 +134,66 @@ class CSVTable(Dataset):
         Raises:
             ConfigError: if a file or a column is missing, or a cell is empty; it says which.
         """
-        train = read_columns(Path(self.path).expanduser(), "path")
-        num_train = len(train[self.label]) if self.label in train else 0
-        columns = train
-        if self.test_path is not None:
-            test = read_columns(Path(self.test_path).expanduser(), "test_path")
-            same = list(test) == list(train)
-            require(same, f"{KEY}.test_path", f"must have the columns of {self.path}", self.test_path)
-            columns = {name: [*train[name], *test[name]] for name in train}
+        columns, num_train = self._columns()
         for key, name in (("label", self.label), ("group", self.group)):
             require(name is None or name in columns, f"{KEY}.{key}", f"must be one of {', '.join(columns)}", name)
-        features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
-        require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
-        x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)
+        x = np.concatenate([self._feature(name, columns[name]) for name in self._features(columns)], axis=1)
         labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
         groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
+
+    def _columns(self) -> tuple[dict[str, list[str]], int]:
+        """The columns of both files, and how many lines are the training part's."""
+        train = read_columns(Path(self.path).expanduser(), f"{KEY}.path")
+        num_train = len(next(iter(train.values())))
+        if self.test_path is None:
+            return train, num_train
+        test = read_columns(Path(self.test_path).expanduser(), f"{KEY}.test_path")
+        same = list(test) == list(train)
+        require(same, f"{KEY}.test_path", f"must have the columns of {self.path}", self.test_path)
+        return {name: [*train[name], *test[name]] for name in train}, num_train
+
+    def _features(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
+        features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
+        require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
+        return features
+
+    def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
+        """New lines of the table, as numbers; a name that the table does not have is refused.
+
+        Raises:
+            ConfigError: if a column is missing, a cell is empty, or a value is new.
+        """
+        known = self._columns()[0]
+        parts = []
+        for name in self._features(known):
+            require(name in columns, "DATA", f"must have the column {name!r}, as {self.path} has")
+            parts.append(self._as(name, known[name], [str(cell) for cell in columns[name]]))
+        return torch.from_numpy(np.concatenate(parts, axis=1))
+
+    def _as(self, name: str, known: Sequence[str], cells: Sequence[str]) -> np.ndarray:
+        """New cells of a column as `_feature` gives the known ones."""
+        numbers, values = _are_numbers(known), set(known)
+        line = next((n for n, c in enumerate(cells, 2) if not (_are_numbers([c]) if numbers else c in values)), None)
+        what = "a number" if numbers else f"one of the names that {self.path} has there"
+        require(line is None, "DATA", f"{name!r} of line {line} must be {what}", cells[(line or 2) - 2])
+        return self._feature(name, cells) if numbers else self._feature(name, [*sorted(values), *cells])[len(values) :]
 
     def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
         empty = next((row for row, cell in enumerate(cells) if not cell.strip()), None)
         rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or leave the column out"
         require(empty is None, KEY, rule)
-        try:
+        if _are_numbers(cells):
             return np.array([float(cell) for cell in cells], dtype=np.float32)[:, None]
-        except ValueError:
-            values, numbers = np.unique(np.array(cells), return_inverse=True)
-            return np.eye(len(values), dtype=np.float32)[numbers]
+        values, numbers = np.unique(np.array(cells), return_inverse=True)
+        return np.eye(len(values), dtype=np.float32)[numbers]
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    try:
+        return all(float(cell) is not None for cell in cells)
+    except ValueError:
+        return False
 
 
 def _labels(cells: Sequence[str]) -> np.ndarray:
@@ -163,24 +204,28 @@ def _labels(cells: Sequence[str]) -> np.ndarray:
         return np.array(cells)
 
 
-def read_columns(path: Path, option: str) -> dict[str, list[str]]:
+def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     """The columns of a CSV file with a head, as text.
+
+    Args:
+        path: the file.
+        key: who asks for it, for errors.
 
     Raises:
         ConfigError: if the file is missing, is no text, or a line has another number of cells.
     """
-    require(path.is_file(), f"{KEY}.{option}", "there is no such file", str(path))
+    require(path.is_file(), key, "there is no such file", str(path))
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{KEY}.{option}", f"{path} is no CSV file ({error})") from error
+        raise ConfigError(key, f"{path} is no CSV file ({error})") from error
     lines = [line for line in lines if line]
-    require(len(lines) > 1, f"{KEY}.{option}", f"{path} must have a line of names and samples below it")
+    require(len(lines) > 1, key, f"{path} must have a line of names and samples below it")
     head = lines[0]
     for number, line in enumerate(lines[1:], start=2):
         rule = f"{path}: line {number} has {len(line)} cells, and there are {len(head)} columns"
-        require(len(line) == len(head), f"{KEY}.{option}", rule)
+        require(len(line) == len(head), key, rule)
     return {name: [line[place] for line in lines[1:]] for place, name in enumerate(head)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,19 @@ class HuggingFace(Dataset):
         stacked = np.stack(pixels)
         stacked = stacked if stacked.dtype == np.uint8 else stacked.astype(np.float32)
         return arrays_of(as_inputs(stacked, "HuggingFace"), labels, size, classes, self.normalize, grouped)
+
+    @property
+    def text_column(self) -> str:
+        """The column of inputs."""
+        return self.input
+
+    def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
+        """New texts in the numbers of the training split's words."""
+        require(self.input in columns, "DATA", f"must have the column {self.input!r} of texts")
+        training = list(self._parts()[0][self.input])
+        texts = bool(training) and isinstance(training[0], str)
+        require(texts, "DATA", "this data set holds no texts; give an array as .npz or .pt, or a folder of images")
+        return self._words.encode([str(text) for text in columns[self.input]], training)
 
     def _parts(self) -> list[Any]:
         try:

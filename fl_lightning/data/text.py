@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset, data_root
@@ -85,6 +88,21 @@ class IMDB(Dataset):
             classes=("neg", "pos"),
             vocabulary_size=self.vocabulary,
         )
+
+    def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
+        """New reviews in the numbers of the training part's words."""
+        require("text" in columns, "DATA", "must have the column 'text' of reviews")
+        frequency: Counter[str] = Counter()
+        for part, _, path in self._files():
+            if part == "train":
+                frequency.update(tokenise(path.read_text(encoding="utf-8")))
+        kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
+        token_of = {word: token for token, word in enumerate(kept, start=2)}
+        x = torch.full((len(columns["text"]), self.length), PAD, dtype=torch.int64)
+        for row, text in zip(x, columns["text"], strict=True):
+            tokens = [token_of.get(word, UNKNOWN) for word in tokenise(str(text))[: self.length]] or [UNKNOWN]
+            row[: len(tokens)] = torch.tensor(tokens)
+        return x
 
     def _files(self) -> list[tuple[str, str, Path]]:
         """(part, label, file) of all reviews: training part first, then negative before positive, then by name."""

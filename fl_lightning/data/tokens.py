@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,14 @@ class Words:
 
     def tokens(self, texts: Sequence[str], num_train: int) -> Tensor:
         """[N, length] int64; texts are cut and padded at the end, one without a word is a single unknown word."""
-        split = [tokenise(text) for text in texts]
-        frequency = Counter(word for words in split[:num_train] for word in words)
+        return self.encode(texts, texts[:num_train])
+
+    def encode(self, texts: Sequence[str], training: Sequence[str]) -> Tensor:
+        """The same of texts that need not be among those whose words are numbered."""
+        frequency = Counter(word for text in training for word in tokenise(str(text)))
         kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
         number = {word: token for token, word in enumerate(kept, start=2)}
-        return padded([[number.get(word, UNKNOWN) for word in words] for words in split], self.length)
+        return padded([[number.get(word, UNKNOWN) for word in tokenise(text)] for text in texts], self.length)
 
 
 def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -114,6 +117,19 @@ class TextFile(Dataset):
         x, size = self._tokens(texts, num_train)
         return arrays_of(x, labels, num_train, classes, groups=groups, vocabulary_size=size)
 
+    @property
+    def text_column(self) -> str:
+        """The column of texts."""
+        return self.text
+
+    def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
+        """New texts in the numbers of the training part's words, or of the tokenizer."""
+        require(self.text in columns, "DATA", f"must have the column {self.text!r} of texts")
+        texts = [str(text) for text in columns[self.text]]
+        if self.tokenizer != "words":
+            return self._tokens(texts, 0)[0]
+        return self._words.encode(texts, _read(Path(self.path).expanduser(), "path")[self.text])
+
     def _tokens(self, texts: Sequence[str], num_train: int) -> tuple[Tensor, int]:
         if self.tokenizer == "words":
             return self._words.tokens(texts, num_train), self.vocabulary
@@ -134,18 +150,27 @@ class TextFile(Dataset):
 
 
 def _read(path: Path, option: str) -> dict[str, list[Any]]:
+    return read_table(path, f"{KEY}.{option}")
+
+
+def read_table(path: Path, key: str) -> dict[str, list[Any]]:
+    """The columns of a CSV, TSV or JSON-lines file.
+
+    Raises:
+        ConfigError: about `key`, if the file is missing or of another kind; it says which line.
+    """
     if path.suffix not in (".jsonl", ".ndjson"):
-        return dict(read_columns(path, option))
-    require(path.is_file(), f"{KEY}.{option}", "there is no such file", str(path))
+        return dict(read_columns(path, key))
+    require(path.is_file(), key, "there is no such file", str(path))
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{KEY}.{option}", f"{path}: line {number} is no JSON ({error})") from error
+                raise ConfigError(key, f"{path}: line {number} is no JSON ({error})") from error
             same = isinstance(row, dict) and (not rows or row.keys() == rows[0].keys())
-            require(same, f"{KEY}.{option}", f"{path}: line {number} must be an object with the keys of the first line")
+            require(same, key, f"{path}: line {number} must be an object with the keys of the first line")
             rows.append(row)
-    require(bool(rows), f"{KEY}.{option}", f"{path} holds no text")
+    require(bool(rows), key, f"{path} holds no text")
     return {name: [row[name] for row in rows] for name in rows[0]}

@@ -1,0 +1,112 @@
+"""New samples without labels, read as a run's data set reads its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.cache import load
+from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.image_folder import ImageFolder
+from fl_lightning.data.normalising import as_inputs, scaled
+from fl_lightning.data.own_files import read_arrays
+from fl_lightning.data.tokens import read_table
+from fl_lightning.errors import ConfigError, require
+
+KEY = "DATA"
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+
+
+class Unlabelled(NamedTuple):
+    """New samples.
+
+    Args:
+        x: [N, …] as `Arrays` holds them: images uint8, tokens int64, features as they are scaled.
+        names: [N] each sample's file, or its place.
+    """
+
+    x: Tensor
+    names: list[str]
+
+
+def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
+    """Read samples: a folder of images or an image, arrays (`.npz`, `.pt`), a table (`.csv`, `.tsv`, `.jsonl`), texts.
+
+    Args:
+        path: the folder or file; of a `.txt` file every line is a text.
+        dataset: the run's.
+        arrays: what it decodes to.
+
+    Raises:
+        ConfigError: about ``DATA``, if there is nothing to read or it does not fit the data set.
+    """
+    require(path.exists(), KEY, "there is no such file or folder", str(path))
+    if path.is_dir() or path.suffix.lower() in ImageFolder.SUFFIXES:
+        return _images(path, arrays)
+    if path.suffix in (".npz", ".pt"):
+        x = _array(path)
+        x = scaled_as(dataset, x) if x.is_floating_point() else x
+    elif path.suffix in _TABLES:
+        x = _scaled_table(dataset, read_table(path, KEY))
+    elif path.suffix == ".txt":
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        x = _scaled_table(dataset, {dataset.text_column: lines})
+    else:
+        kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"
+        raise ConfigError(KEY, f"must be {kinds}", str(path))
+    _require_fit(x, arrays)
+    return Unlabelled(x, [str(index) for index in range(len(x))])
+
+
+def _images(path: Path, arrays: Arrays) -> Unlabelled:
+    fits = arrays.x.dtype == torch.uint8 and arrays.x.shape[1] in (1, 3)
+    require(fits, KEY, "the run's data set holds no images of bytes; give an array as .npz or .pt", str(path))
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ImageFolder.SUFFIXES)
+    require(bool(files), KEY, "there is no image in that folder", str(path))
+    channels, height, width = arrays.x.shape[1:]
+    x = ImageFolder(str(path), [height, width], grayscale=channels == 1, normalize="half").decode(files)
+    return Unlabelled(x, [str(file.relative_to(path)) if path.is_dir() else file.name for file in files])
+
+
+def _array(path: Path) -> Tensor:
+    found = read_arrays(path, KEY)
+    name = "x" if "x" in found else next(iter(found), "") if len(found) == 1 else "x_test"
+    require(name in found, KEY, f"{path} must hold x, or one array", ", ".join(found) or "nothing")
+    return as_inputs(found[name], str(path))
+
+
+def _scaled_table(dataset: Dataset, columns: Any) -> Tensor:
+    x = dataset.encode(columns)
+    return scaled_as(dataset, x) if x.is_floating_point() else x
+
+
+def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
+    """Features as a data set scales its own: by its training part, where it says ``normalize: standard``."""
+    if getattr(dataset, "normalize", "none") == "none":
+        return x
+    plain = copy.copy(dataset)
+    plain.normalize = "none"  # type: ignore[attr-defined]
+    raw = load(plain)
+    if not raw.x.is_floating_point() or raw.x.shape[1:] != x.shape[1:]:
+        return x
+    return scaled(x, raw.x[: raw.num_train])
+
+
+def _require_fit(x: Tensor, arrays: Arrays) -> None:
+    kinds = {torch.uint8: "bytes (uint8), which are normalised as in training", torch.int64: "whole numbers (tokens)"}
+    kind = kinds.get(arrays.x.dtype, "numbers with a point (float32)")
+    shape = list(arrays.x.shape[1:])
+    got = f"{x.dtype} {list(x.shape)}".removeprefix("torch.")
+    require(x.dtype == arrays.x.dtype and list(x.shape[1:]) == shape, KEY, f"must be {kind}, [N, *{shape}]", got)
+    if x.dtype == torch.int64 and x.numel():
+        inside = int(x.min()) >= 0 and int(x.max()) < arrays.vocabulary_size
+        require(inside, KEY, f"tokens must be from 0 to {arrays.vocabulary_size - 1}", int(x.max()))
+    if x.is_floating_point():
+        require(bool(x.isfinite().all()), KEY, "numbers must be finite")

@@ -1,0 +1,82 @@
+"""``fl-lightning predict``: classes of new samples by a run's models."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.predicting import predict
+
+
+@pytest.fixture(scope="module")
+def run(trial):
+    return trial(name="predicts", method="FedAvg", federation__rounds=2).fit()
+
+
+@pytest.fixture(scope="module")
+def data(trial):
+    return trial(name="predicts").data()
+
+
+@pytest.fixture
+def own(data, tmp_path):
+    """Client 3's test images, as bytes."""
+    path = tmp_path / "own.npz"
+    np.savez(path, x=data.arrays.x[data.clients[3].test].numpy())
+    return str(path)
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def accuracy(rows, data):
+    classes = [data.arrays.classes[label] for label in data.arrays.y[data.clients[3].test].tolist()]
+    return np.mean([row["class"] == label for row, label in zip(rows, classes, strict=True)])
+
+
+def test_a_clients_model_predicts_as_it_was_evaluated(run, data, own, tmp_path, capsys):
+    output = tmp_path / "out.csv"
+    assert predict([str(run.folder), own, "--client", "3", "--output", str(output), "--batch-size", "7"]) == 0
+    rows = rows_of(output)
+    assert accuracy(rows, data) == run.clients.query("client == 3")["Local-T"].iloc[-1]
+    assert [row["sample"] for row in rows] == [str(index) for index in range(len(rows))]
+    shares = [[float(row[f"p({name})"]) for name in "0123456789"] for row in rows]
+    assert np.allclose(np.sum(shares, axis=1), 1, atol=1e-4)
+    assert [int(row["class"]) for row in rows] == np.argmax(shares, axis=1).tolist()
+    assert capsys.readouterr().out == f"{len(rows)} samples, {len(rows)} predictions in {output}\n"
+
+
+def test_all_clients_and_the_global_model(run, data, own, tmp_path):
+    assert predict([str(run.folder), own, "--client", "all", "--output", str(tmp_path / "all.csv")]) == 0
+    rows = rows_of(tmp_path / "all.csv")
+    assert [row["client"] for row in rows] == [c for c in "0123" for _ in range(len(rows) // 4)]
+    by_client = run.clients.query("client == 3")["Local-T"].iloc[-1]
+    assert accuracy([row for row in rows if row["client"] == "3"], data) == by_client
+    assert predict([str(run.folder), own, "--output", str(tmp_path / "global.csv")]) == 0
+    assert "client" not in rows_of(tmp_path / "global.csv")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere", "x.npz"], "predict: there is no run in that folder, got 'nowhere'"),
+        (["RUN", "nowhere.npz"], "DATA: there is no such file or folder"),
+        (["RUN", "x.npz", "--client", "some"], "--client: must be a client's number, all or global, got 'some'"),
+        (["RUN", "OWN", "--client", "9"], "client: must be from 0 to 3, got 9"),
+        (["RUN", "x.npz", "--batch-size", "0"], "--batch-size: must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(run, own, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        predict([{"RUN": str(run.folder), "OWN": own}.get(word, word) for word in words])
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+def test_command_line_says_it_in_one_line(workplace):
+    code, out, err = workplace.call("predict", "nowhere", "x.npz")
+    assert (code, out) == (2, "")
+    assert err == "fl-lightning: error: predict: there is no run in that folder, got 'nowhere'\n"

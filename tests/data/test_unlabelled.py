@@ -1,0 +1,144 @@
+"""New samples are read as the run's data set reads its own: the same file gives the same numbers."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fl_lightning.data.image_folder import ImageFolder
+from fl_lightning.data.own_files import ArrayFile, CSVTable
+from fl_lightning.data.text import IMDB
+from fl_lightning.data.tokens import TextFile
+from fl_lightning.data.unlabelled import read_unlabelled
+from fl_lightning.errors import ConfigError
+
+TEXTS = ["a good film", "bad, bad acting", "good", "nothing but noise"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "images" / part / label
+            folder.mkdir(parents=True)
+            for number in range(3):
+                Image.fromarray(rng.integers(0, 255, (6, 5, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return ImageFolder(str(tmp_path / "images"))
+
+
+@pytest.fixture
+def table(tmp_path):
+    rows = [["age", "city", "label"], ["30", "Oslo", "no"], ["50", "Rome", "yes"], ["70", "Oslo", "yes"]]
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return CSVTable(str(tmp_path / "table.csv"), "label")
+
+
+def test_images_in_folders(images, tmp_path):
+    arrays = images.arrays()
+    found = read_unlabelled(tmp_path / "images" / "test", images, arrays)
+    assert torch.equal(found.x, arrays.x[arrays.num_train :])
+    assert found.names[0] == "cat/0.png"
+    one = read_unlabelled(tmp_path / "images" / "test" / "dog" / "2.png", images, arrays)
+    assert torch.equal(one.x, arrays.x[-1:])
+    assert one.names == ["2.png"]
+
+
+def test_images_of_another_size_are_scaled_to_the_runs(images, tmp_path):
+    Image.fromarray(np.zeros((40, 30), dtype=np.uint8)).save(tmp_path / "large.jpg")
+    assert read_unlabelled(tmp_path / "large.jpg", images, images.arrays()).x.shape == (1, 3, 6, 5)
+
+
+@pytest.mark.parametrize("ending", [".npz", ".pt"])
+def test_features_in_arrays_are_scaled_as_in_training(ending, tmp_path):
+    x = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x_train=x[:6], y_train=np.arange(6) % 2, x_test=x[6:], y_test=np.arange(4) % 2)
+    dataset = ArrayFile(str(tmp_path / "own.npz"))
+    new = tmp_path / f"new{ending}"
+    if ending == ".npz":
+        np.savez(new, x=x[6:])
+    else:
+        torch.save({"x": torch.from_numpy(x[6:])}, new)
+    arrays = dataset.arrays()
+    assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[6:])
+
+
+def test_a_table_is_encoded_as_in_training(table, tmp_path):
+    (tmp_path / "new.csv").write_text("city,age\nRome,50\nOslo,70\n")  # columns in any order, without labels
+    assert torch.equal(read_unlabelled(tmp_path / "new.csv", table, table.arrays()).x, table.arrays().x[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("age\n50\n", "DATA: must have the column 'city'"),
+        ("age,city\n50,Paris\n", r"DATA: 'city' of line 2 must be one of the names that .* has there, got 'Paris'"),
+        ("age,city\nold,Oslo\n", "DATA: 'age' of line 2 must be a number, got 'old'"),
+    ],
+)
+def test_a_table_that_does_not_fit(table, tmp_path, text, said):
+    (tmp_path / "new.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_unlabelled(tmp_path / "new.csv", table, table.arrays())
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".txt"])
+def test_texts_have_the_numbers_of_the_training_parts_words(ending, tmp_path):
+    lines = "".join(json.dumps({"text": text, "label": n % 2}) + "\n" for n, text in enumerate(TEXTS))
+    (tmp_path / "own.jsonl").write_text(lines)
+    dataset = TextFile(str(tmp_path / "own.jsonl"), length=3)
+    new = tmp_path / f"new{ending}"
+    if ending == ".csv":
+        new.write_text("text\n" + "".join(f'"{text}"\n' for text in TEXTS[:2]))
+    elif ending == ".jsonl":
+        new.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:2]))
+    else:
+        new.write_text("".join(f"{text}\n" for text in TEXTS[:2]))
+    arrays = dataset.arrays()
+    assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[:2])
+
+
+def test_reviews_have_imdbs_numbers(tmp_path):
+    for number, text in enumerate(TEXTS):
+        for part in ("train", "test"):
+            folder = tmp_path / "aclImdb" / part / ("pos" if number % 2 else "neg")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number}.txt").write_text(text)
+    dataset = IMDB(str(tmp_path), vocabulary=6, length=4)
+    (tmp_path / "new.txt").write_text(TEXTS[0] + "\n" + TEXTS[2] + "\n")
+    arrays = dataset.arrays()
+    assert torch.equal(read_unlabelled(tmp_path / "new.txt", dataset, arrays).x, arrays.x[arrays.num_train :][:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("new.npz", {"x": np.zeros((2, 6, 5, 3), np.float32)}, r"DATA: must be bytes \(uint8\)"),
+        ("new.npz", {"x": np.zeros((2, 9, 5, 3), np.uint8)}, r"DATA: must be bytes .* \[N, \*\[3, 6, 5\]\]"),
+        ("new.npz", {"a": np.zeros(2), "b": np.zeros(2)}, "DATA: .* must hold x, or one array, got 'a, b'"),
+        ("new.csv", "text\nhello\n", "DATA: ImageFolder is no data set of tables or texts"),
+        ("new.xls", "", "DATA: must be a folder of images"),
+        ("new.png", "no image", "broken or not an image"),
+        ("", None, "DATA: there is no such file or folder"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(images, tmp_path, name, content, said):
+    path = tmp_path / (name or "nowhere")
+    if isinstance(content, dict):
+        np.savez(path, **content)
+    elif content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_unlabelled(path, images, images.arrays())
+    assert len(str(caught.value)) < 300
+
+
+def test_nothing_in_an_array_file_is_run(images, tmp_path):
+    np.save(tmp_path / "x.npy", np.array([print], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "new.npz", x=np.array([print], dtype=object))
+    with pytest.raises(ConfigError, match=r"DATA: .* cannot be read"):
+        read_unlabelled(tmp_path / "new.npz", images, images.arrays())
