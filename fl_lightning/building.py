@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.schema import dataclass_of, parameters
-from fl_lightning.trust import import_name
+from fl_lightning.trust import Load, import_name
+
+
+class Maker(NamedTuple):
+    """How classes are found and called.
+
+    Args:
+        load: from the path of a class and its key to the class.
+        make: from a class and its arguments to an object.
+    """
+
+    load: Load
+    make: Callable[[Callable[..., Any], Mapping[str, Any]], Any]
+
+
+REAL = Maker(import_name, lambda cls, arguments: cls(**arguments))
+"""They are imported and called."""
 
 
 def build(node: Any, key: str, /, **given: Any) -> Any:
@@ -22,16 +39,7 @@ def build(node: Any, key: str, /, **given: Any) -> Any:
     Raises:
         ConfigError: for what a constructor refuses.
     """
-    if isinstance(node, list):
-        return [build(item, f"{key}.{index}") for index, item in enumerate(node)]
-    if not isinstance(node, Mapping):
-        return node
-    if "class_path" not in node:
-        return {name: build(value, f"{key}.{name}") for name, value in node.items()}
-    cls = import_name(node["class_path"], key)
-    require(isinstance(cls, type), key, "must be a class", node["class_path"])  # checked before; nothing else is called
-    given |= node.get("dict_kwargs") or {}
-    return _construct(cls, node.get("init_args") or {}, key, f"{key}.init_args", given)
+    return build_with(REAL, node, key, given)
 
 
 def build_as(cls: Callable[..., Any], node: Mapping[str, Any], key: str, /, **given: Any) -> Any:
@@ -45,25 +53,49 @@ def build_as(cls: Callable[..., Any], node: Mapping[str, Any], key: str, /, **gi
         key: its dotted key, for errors.
         given: constructor arguments that do not come from the configuration.
     """
-    return _construct(cls, node, key, key, given)
+    return construct(REAL, cls, node, (key, key), given)
 
 
-def _construct(
-    cls: Callable[..., Any], node: Mapping[str, Any], key: str, inside: str, given: Mapping[str, Any]
+def build_with(maker: Maker, node: Any, key: str, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """As `build`, by a maker."""
+    if isinstance(node, list):
+        return [build_with(maker, item, f"{key}.{index}") for index, item in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    if "class_path" not in node:
+        return {name: build_with(maker, value, f"{key}.{name}") for name, value in node.items()}
+    cls = maker.load(node["class_path"], key)
+    require(isinstance(cls, type), key, "must be a class", node["class_path"])  # checked before; nothing else is called
+    given = {**given, **(node.get("dict_kwargs") or {})}
+    return construct(maker, cls, node.get("init_args") or {}, (key, f"{key}.init_args"), given)
+
+
+def construct(
+    maker: Maker, cls: Callable[..., Any], node: Mapping[str, Any], keys: tuple[str, str], given: Mapping[str, Any]
 ) -> Any:
-    """Call a constructor; what it refuses becomes one line about one of its arguments, or about `key`."""
-    known = parameters(cls)
+    """Call a constructor; what it refuses becomes one line about one of its arguments, or about its key.
+
+    Args:
+        maker: what gives the classes inside, and calls them.
+        cls: the constructor.
+        node: arguments, as a configuration says them.
+        keys: the class's own, and that of its arguments.
+        given: arguments that do not come from the configuration.
+    """
+    key, inside = keys
     arguments = {}
     for name, value in node.items():
-        section = dataclass_of(known[name].hint) if name in known else None
-        if section is not None and isinstance(value, Mapping) and "class_path" not in value:
-            arguments[name] = build_as(section, value, f"{inside}.{name}")
+        section = None
+        if isinstance(value, Mapping) and "class_path" not in value and name in parameters(cls):
+            section = dataclass_of(parameters(cls)[name].hint)
+        if section is not None:
+            arguments[name] = construct(maker, section, value, (f"{inside}.{name}",) * 2, {})
         else:
-            arguments[name] = build(value, f"{inside}.{name}")
+            arguments[name] = build_with(maker, value, f"{inside}.{name}")
     try:
-        return cls(**{**arguments, **given})
+        return maker.make(cls, {**arguments, **given})
     except ConfigError as error:
-        raise error.at(_whole(error.key, key, inside, {*known} - {*given})) from error
+        raise error.at(_whole(error.key, key, inside, {*parameters(cls)} - {*given})) from error
     except Exception as error:  # whatever a constructor raises: an extra that is not installed, a path that is none
         own = isinstance(error, (ValueError, TypeError, ImportError))
         said = f"{error}" if own else f"{type(error).__name__}: {error}"

@@ -7,19 +7,23 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
-from fl_lightning import catalog
+from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.precheck import METHOD_SKIPS, MODEL_SKIPS, check_names, trainer_skips
-from fl_lightning.trust import Trust, import_name
+from fl_lightning.rehearsal import rehearse
+from fl_lightning.report.wandb_name import CLASS_PATH, takes_place_of
+from fl_lightning.schema import Checker
+from fl_lightning.source import UnreadableError
+from fl_lightning.trust import Load, Trust, import_name
 
 if TYPE_CHECKING:
     from fl_lightning.configuration import Config
-    from fl_lightning.schema import Checker
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -68,6 +72,8 @@ def configured(
     options = parser.parse_args(given.words, argparse.Namespace(given=given))
     with given.speaking():
         config = resolve(given.tree, Trust(tuple(getattr(options, "trust", ())), own=imports_own))
+        if not options.print_config and "torch" not in sys.modules:
+            rehearse(config)
     if options.print_config:
         print(yaml.safe_dump(config, sort_keys=False), end="")
         sys.exit(0)
@@ -104,14 +110,19 @@ def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
             f"must be named, e.g. --{name} NAME; `fl-lightning list {name}s` says which",
         )
 
-    from fl_lightning.schema import Checker
+    if "torch" not in sys.modules:  # answered without importing it, wherever sources tell all
+        with suppress(UnreadableError):
+            return _resolved(tree, trust, static.load)
+    return _resolved(tree, trust, None)
 
-    checker = Checker(trust)
+
+def _resolved(tree: Mapping[str, Any], trust: Trust, load: Load | None) -> Config:
+    checker = Checker(trust, load)
     return {
         "seed": checker.value(int, tree.get("seed", 0), "seed"),
         "name": checker.value(str | None, tree.get("name"), "name"),
         "output": _folder(checker.value(str, tree.get("output", "runs"), "output")),
-        "method": checker.node([_base("methods")], tree["method"], "method", METHOD_SKIPS),
+        "method": checker.node([_base(checker, "methods")], tree["method"], "method", METHOD_SKIPS),
         "model": _models(checker, tree["model"]),
         "optimizer": _optimizer(checker, tree.get("optimizer")),
         "data": _data(checker, tree.get("data")),
@@ -128,8 +139,12 @@ def _folder(path: str) -> str:
     return path
 
 
-def _base(kind: str) -> type:
-    return import_name(catalog.KINDS[kind][1])
+def _class(checker: Checker, path: str) -> Any:
+    return (checker.load or import_name)(path, "class_path")
+
+
+def _base(checker: Checker, kind: str) -> type:
+    return _class(checker, catalog.KINDS[kind][1])
 
 
 def _section(name: str, given: Any) -> Mapping[str, Any]:
@@ -139,12 +154,12 @@ def _section(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _group(checker: Checker, name: str, given: Any) -> dict[str, Any]:
-    return checker.arguments(import_name(catalog.GROUPS[name]), _section(name, given), name)
+    return checker.arguments(_class(checker, catalog.GROUPS[name]), _section(name, given), name)
 
 
 def _models(checker: Checker, given: Any) -> Any:
     """One model, or a list of them; an entry's `clients` stays as it is."""
-    base = [_base("models")]
+    base = [_base(checker, "models")]
     if not isinstance(given, list):
         return checker.node(base, given, "model", MODEL_SKIPS)
     found = []
@@ -156,9 +171,8 @@ def _models(checker: Checker, given: Any) -> Any:
 
 
 def _optimizer(checker: Checker, given: Any) -> dict[str, Any]:
-    from torch.optim import Optimizer
-
-    return checker.node([Optimizer], OPTIMIZER if given is None else given, "optimizer", {"params"})
+    base = _class(checker, "torch.optim.Optimizer")
+    return checker.node([base], OPTIMIZER if given is None else given, "optimizer", {"params"})
 
 
 def _data(checker: Checker, given: Any) -> dict[str, Any]:
@@ -166,6 +180,8 @@ def _data(checker: Checker, given: Any) -> dict[str, Any]:
     augmentation = section.pop("augmentation", None)
     found = _group(checker, "data", section)
     if augmentation is not None:
+        if checker.load is not None:
+            raise UnreadableError("data.augmentation")
         from fl_lightning.data.augmentation import described
 
         found["augmentation"] = described(augmentation, checker.trust)
@@ -173,18 +189,15 @@ def _data(checker: Checker, given: Any) -> dict[str, Any]:
 
 
 def _trainer(checker: Checker, given: Any) -> dict[str, Any]:
-    import lightning as L
-
     # Lightning's "auto" would give one client all devices.
-    return checker.arguments(L.Trainer, {"devices": 1, **_section("trainer", given)}, "trainer", trainer_skips())
+    return checker.arguments(
+        _class(checker, "lightning.Trainer"), {"devices": 1, **_section("trainer", given)}, "trainer", trainer_skips()
+    )
 
 
 def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:
     """Loggers, of one or of a list; the `save_dir` of each may be left out."""
-    from lightning.pytorch.loggers import Logger
-
-    from fl_lightning.report.wandb import CLASS_PATH, takes_place_of
-
+    base = _class(checker, "lightning.pytorch.loggers.Logger")
     given = given.parsed if isinstance(given, Text) else given
     found = []
     for index, node in enumerate(given if isinstance(given, list) else [] if given is None else [given]):
@@ -193,5 +206,5 @@ def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:
         fits = isinstance(node, Mapping) and isinstance(node.get("class_path"), str)
         require(fits, key, "must be a logger's name, or hold one under class_path", node)
         name = CLASS_PATH if takes_place_of(node["class_path"]) else node["class_path"]
-        found.append(checker.node([Logger], {**node, "class_path": name}, key, free={"save_dir"}))
+        found.append(checker.node([base], {**node, "class_path": name}, key, free={"save_dir"}))
     return found

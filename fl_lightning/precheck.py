@@ -153,7 +153,7 @@ def _class_path(kind: str, key: str, name: str) -> str:
 
 def trainer_skips() -> set[str]:
     """Flags of Lightning's Trainer that no configuration has."""
-    from fl_lightning.federation.trainers import TRAINER_DEFAULTS
+    from fl_lightning.federation.flags import TRAINER_DEFAULTS
 
     return {*TRAINER_DEFAULTS, "logger", "min_epochs", "default_root_dir", "barebones"} - {
         "num_sanity_val_steps",

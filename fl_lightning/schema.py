@@ -5,10 +5,11 @@ Nothing is called. A class is looked up where a signature has one, and nowhere e
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -17,12 +18,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from fl_lightning import catalog
+from fl_lightning import catalog, static
 from fl_lightning.command_line import Renamed, Text
 from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.precheck import check_argument
 from fl_lightning.reading import finite, plain, refuse_class, text, whole
-from fl_lightning.trust import KNOWN, Trust
+from fl_lightning.static import StaticClass
+from fl_lightning.trust import Load, Trust
 
 NODE = ("class_path", "init_args", "dict_kwargs")
 _LISTS = (list, tuple, set, frozenset)
@@ -49,7 +51,13 @@ class MismatchError(ConfigError):
 
 @cache
 def parameters(cls: Callable[..., Any]) -> Mapping[str, Parameter]:
-    """A constructor's parameters by name; those that it hands on behind ``**kwargs``, too, where that can be read."""
+    """A constructor's parameters by name; those that it hands on behind ``**kwargs``, too, where that can be read.
+
+    Raises:
+        UnreadableError: for a class that was not imported, if its source does not tell.
+    """
+    if isinstance(cls, StaticClass):
+        return {name: Parameter(*each) for name, each in static.parameters(cls).items()}
     from jsonargparse._parameter_resolvers import get_signature_parameters
 
     try:
@@ -65,6 +73,8 @@ def parameters(cls: Callable[..., Any]) -> Mapping[str, Parameter]:
 
 def is_open(cls: Callable[..., Any]) -> bool:
     """Whether a constructor may take arguments that cannot be read off it."""
+    if isinstance(cls, StaticClass):
+        return False  # else its parameters could not be told
     try:
         kinds = [parameter.kind for parameter in inspect.signature(cls).parameters.values()]
     except (ValueError, TypeError):
@@ -90,6 +100,15 @@ def _members(hint: Any) -> list[Any]:
     return [NoneType if hint is None else hint]
 
 
+def classes_of(hint: Any) -> list[type]:
+    """The classes that an annotation allows, alone, beside others or in a list."""
+    found: list[type] = []
+    for member in _members(hint):
+        inside = get_args(member) if get_origin(member) is not Literal else ()
+        found += [member] if _is_class(member) else [each for inner in inside for each in classes_of(inner)]
+    return list(dict.fromkeys(found))
+
+
 def _is_class(hint: Any) -> bool:
     simple = (bool, int, float, complex, str, bytes, dict, NoneType, object, type, Any, _EMPTY, *_LISTS)
     if not isinstance(hint, type) or hint in simple or get_origin(hint) is not None or is_dataclass(hint):
@@ -107,10 +126,12 @@ class Checker:
 
     Args:
         trust: what classes may come from.
+        load: what gives a library's class by its path, instead of an import.
     """
 
-    def __init__(self, trust: Trust) -> None:
+    def __init__(self, trust: Trust, load: Load | None = None) -> None:
         self.trust = trust
+        self.load = load
 
     def value(self, hint: Any, given: Any, key: str, doc: str = "") -> Any:
         """A value of a type.
@@ -131,8 +152,10 @@ class Checker:
         deep: ConfigError | None = None
         for member in members:
             if member in classes:
-                if member is not classes[0] or (by_name and not _short_names(classes).get(given)):
+                if member is not classes[0] or (by_name and not short_names(classes).get(given)):
                     continue
+                if isinstance(given, str) and "." not in given and not short_names(classes) and members[1:]:
+                    continue  # no class goes by its name alone, so another type is meant
                 member = tuple(classes)
             try:
                 return self._one(member, given, key, doc)
@@ -214,7 +237,7 @@ class Checker:
         for member in value:
             if member not in NODE:
                 raise ConfigError(f"{key}.{member}", f"there is no such key; {suggest(str(member), NODE[:2])}")
-        cls, path = self._find(bases, name, key)
+        cls, path = find_class(bases, name, key, self.trust, self.load)
         node: dict[str, Any] = {"class_path": path}
         arguments, others = (_by_name(value.get(part), f"{key}.{part}") for part in NODE[1:])
         fitting = self._fitting(cls, value.before) if isinstance(value, Renamed) else {}
@@ -265,27 +288,12 @@ class Checker:
         try:
             if is_dataclass(default) and not isinstance(default, type):
                 known = parameters(type(default))
-                default = {each.name: getattr(default, each.name) for each in fields(default) if each.name in known}
+                default = {each: getattr(default, each) for each in known}
                 inner = [self._default(each, known[each].hint, value) for each, value in default.items()]
                 return {name: {each: value for one in inner for each, value in one.items()}}
             return {name: self.value(hint, default, name, "inf")}
         except ConfigError:
             return {}
-
-    def _find(self, bases: Sequence[type], name: str, key: str) -> tuple[type, str]:
-        if "." not in name:
-            known = _short_names(tuple(bases))
-            if name not in known:
-                kinds = [kind for kind in map(_kind, bases) if kind]
-                word = kinds[0][:-1] if kinds else "class"
-                raise ConfigError(key, f"there is no {word} of that name; {suggest(name, known)}", name)
-            name = known[name]
-        cls = self.trust.load(name, key, bases)
-        if inspect.isabstract(cls):
-            raise ConfigError(
-                key, f"{cls.__name__} is only a base of others; {suggest('', _short_names(tuple(bases)))}"
-            )
-        return cls, public_path(cls)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -369,28 +377,80 @@ def _kind(base: type) -> str:
     return next((kind for kind, (_, own) in catalog.KINDS.items() if own == path), "")
 
 
-def _short_names(bases: Sequence[type]) -> dict[str, str]:
-    """Name -> path of the classes that may go by their name alone: ours, or those that the libraries have loaded."""
+_FABRIC = "lightning.fabric.plugins"
+_PACKAGES = {
+    "torch.optim.optimizer.Optimizer": "torch.optim",
+    "torch.optim.lr_scheduler.LRScheduler": "torch.optim.lr_scheduler",
+    "lightning.pytorch.callbacks.callback.Callback": "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers.logger.Logger": "lightning.pytorch.loggers",
+    "lightning.pytorch.profilers.profiler.Profiler": "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies.strategy.Strategy": "lightning.pytorch.strategies",
+    "lightning.pytorch.accelerators.accelerator.Accelerator": "lightning.pytorch.accelerators",
+    "lightning.pytorch.plugins.precision.precision.Precision": "lightning.pytorch.plugins",
+    f"{_FABRIC}.environments.cluster_environment.ClusterEnvironment": "lightning.pytorch.plugins.environments",
+    f"{_FABRIC}.io.checkpoint_io.CheckpointIO": "lightning.pytorch.plugins",
+    "lightning.pytorch.plugins.layer_sync.LayerSync": "lightning.pytorch.plugins",
+}
+"""Base class -> the package whose classes go by their name alone."""
+
+
+def short_names(bases: Sequence[type]) -> dict[str, str]:
+    """Name -> path of the classes that may go by their name alone: ours, or those that a library offers in public."""
     known: dict[str, str] = {}
     for base in bases:
+        package = _PACKAGES.get(f"{base.__module__}.{base.__name__}")
         if kind := _kind(base):
             known |= {entry.name: entry.class_path for entry in catalog.entries(kind)}
-        else:
-            known |= {cls.__name__: public_path(cls) for cls in subclasses(base) if not cls.__name__.startswith("_")}
+        elif package is not None:
+            known |= {name: public_path(cls) for name, cls in _offered(package, base).items()}
     return known
 
 
-def subclasses(base: type) -> Iterator[type]:
-    """The classes of ours and of the known libraries that derive from a class and can be built."""
-    cls: type
-    for cls in base.__subclasses__():
-        if cls.__module__.partition(".")[0] in KNOWN and not inspect.isabstract(cls):
-            yield cls
-        yield from subclasses(cls)
+def find_class(bases: Sequence[type], name: str, key: str, trust: Trust, load: Load | None) -> tuple[type, str]:
+    """The class that is meant by a name, and the path under which it is found.
+
+    Args:
+        bases: it must derive from one of them.
+        name: its path, or its short name.
+        key: where it was given.
+        trust: what it may come from.
+        load: what gives a library's class by its path, instead of an import.
+
+    Raises:
+        ConfigError: if there is none, or it is only a base of others.
+        UnreadableError: if `load` cannot tell without an import.
+    """
+    if "." not in name:
+        known = short_names(tuple(bases))
+        if not known:
+            raise ConfigError(key, "must be the full path of a class (package.module.Class)", name)
+        if name not in known:
+            kinds = [kind for kind in map(_kind, bases) if kind]
+            word = kinds[0][:-1].replace("_", " ") if kinds else "class"
+            raise ConfigError(key, f"there is no {word} of that name; {suggest(name, known)}", name)
+        name = known[name]
+    cls = trust.load(name, key, bases, load)
+    if inspect.isabstract(cls):
+        raise ConfigError(key, f"{cls.__name__} is only a base of others; {suggest('', short_names(tuple(bases)))}")
+    return cls, public_path(cls)
+
+
+def _offered(package: str, base: type) -> dict[str, type]:
+    """The classes of a package that derive from a class and can be built."""
+    if isinstance(base, StaticClass):
+        return static.offered(package, base)
+    return {
+        name: each
+        for name, each in vars(importlib.import_module(package)).items()
+        if isinstance(each, type) and issubclass(each, base) and each is not base and not inspect.isabstract(each)
+        if not name.startswith("_")
+    }
 
 
 def public_path(cls: type) -> str:
     """The shortest path under which a class is found: ``torch.optim.SGD``, not ``torch.optim.sgd.SGD``."""
+    if isinstance(cls, StaticClass):
+        return static.public_path(cls)
     parts = cls.__module__.split(".")
     for length in range(1, len(parts) + 1):
         module = ".".join(parts[:length])

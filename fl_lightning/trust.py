@@ -10,17 +10,20 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning import catalog
 from fl_lightning.errors import ConfigError, is_first_process
+from fl_lightning.source import UnreadableError
 
 OURS = catalog.ROOT.name
 KNOWN = (OURS, "lightning", "torch", "torchvision", "torchmetrics")
 """Packages whose modules may always be imported; what they offer is checked before it is called."""
 _ANNOUNCED: set[str] = set()
+Load = Callable[[str, str], type]
+"""From the path of a class and the key that it was given for to the class."""
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
@@ -38,22 +41,31 @@ class Trust:
     own: bool = False
     announced: set[str] = field(default_factory=lambda: _ANNOUNCED)
 
-    def load(self, class_path: str, key: str, bases: Sequence[type]) -> type:
+    def load(self, class_path: str, key: str, bases: Sequence[type], load: Load | None = None) -> type:
         """Import a class that must derive from one of `bases`; nothing of it is called.
 
         Where the class is ours, it is found in the sources before it is imported; Python's own library is refused by
         its name.
 
+        Args:
+            class_path: its full path.
+            key: where it was given.
+            bases: it must derive from one of them.
+            load: what gives the class instead of an import, for packages in `KNOWN`.
+
         Raises:
             ConfigError: if there is no such class, it is of another kind, or its module is not trusted.
+            UnreadableError: if `load` cannot tell without an import.
         """
         module, _, name = class_path.rpartition(".")
         if len(class_path) > 200 or not _PATH.fullmatch(class_path) or "__main__" in class_path:
             raise ConfigError(key, "is not the full path of a class (package.module.Class)", class_path)
         if class_path.partition(".")[0] == OURS and catalog.find(module, name) is None:
             raise ConfigError(key, f"{OURS} has no such class", class_path)
+        if load is not None and not is_known(module):
+            raise UnreadableError(module)
         self._allow(module, key)
-        found = import_name(class_path, key)
+        found = (load or import_name)(class_path, key)
         if not isinstance(found, type) or not issubclass(found, tuple(bases)):
             kind = " or ".join(base.__name__ for base in bases)
             raise ConfigError(key, f"must be a subclass of {kind}", class_path)

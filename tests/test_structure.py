@@ -17,7 +17,19 @@ PACKAGE = "fl_lightning"
 FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
 # What a floor may import at run time, beside itself and the modules at the root that stand below everything.
-BELOW = ("errors", "files", "resuming", "identity", "seeding", "shapes", "terminal", "catalog", "reading", "trust")
+BELOW = (
+    "errors",
+    "files",
+    "resuming",
+    "identity",
+    "seeding",
+    "shapes",
+    "terminal",
+    "catalog",
+    "reading",
+    "source",
+    "trust",
+)
 ALLOWED = {
     "models": set(),
     "data": set(),

@@ -6,8 +6,9 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple
 
+from fl_lightning.explained import kind_of
 from fl_lightning.precheck import FILLED_IN
 from fl_lightning.schema import Parameter, dataclass_of, parameters
 
@@ -47,7 +48,7 @@ def _fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterator[Optio
 
 def _option(name: str, parameter: Parameter, inside: type | None) -> Option:
     default = "" if inside is not None else _default(parameter.default)
-    return Option(name, kind_of(parameter.hint), default, _meaning(parameter.doc))
+    return Option(name, kind_of(parameter.hint, "`"), default, _meaning(parameter.doc))
 
 
 def _default(value: Any) -> str:
@@ -64,26 +65,6 @@ def _default(value: Any) -> str:
 def _meaning(doc: str) -> str:
     text = " ".join(doc.split()).replace("``", "`")
     return re.sub(r"(?<!\\)\|", r"\\|", text)
-
-
-def kind_of(hint: Any) -> str:
-    """A type as people write it."""
-    if hint in (_EMPTY, Any, None, type(None)):
-        return "null" if hint in (None, type(None)) else "anything"
-    if isinstance(hint, str):
-        return hint
-    origin, inside = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in inside)
-    if origin is Union or type(hint).__name__ == "UnionType":
-        return " or ".join(kind_of(member) for member in inside)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "mapping"
-    if origin in (list, tuple, set) or getattr(origin, "__module__", "") == "collections.abc":
-        return f"list of {kind_of(inside[0])}" if inside else "list"
-    if isinstance(hint, type) and is_dataclass(hint):
-        return "section"
-    return getattr(hint, "__name__", str(hint))
 
 
 def table(rows: Iterator[Option]) -> str:

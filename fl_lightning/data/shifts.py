@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional
 
 from fl_lightning.errors import ConfigError, require
 
@@ -95,6 +94,8 @@ class RotationSkew(Shift):
         angle = self.angles[client % len(self.angles)]
         if angle % 90 == 0 and x.shape[-1] == x.shape[-2]:
             return torch.rot90(x, int(angle // 90) % 4, dims=(-2, -1)).contiguous(), y
+        from torchvision.transforms.v2 import functional  # late, because it takes seconds
+
         return functional.rotate(x, angle, functional.InterpolationMode.BILINEAR), y
 
 

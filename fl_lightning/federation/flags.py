@@ -9,6 +9,16 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError, require
 
+# What the runner itself decides; a value from the configuration would be overwritten or could not work.
+TRAINER_DEFAULTS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+    "devices": 1,
+}
 MOST_DEVICES = 256
 _AT_LEAST = {
     "accumulate_grad_batches": 1, "num_nodes": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,

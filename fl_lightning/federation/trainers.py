@@ -17,18 +17,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.federation.launch import gpu_here, num_devices
-
-# What the runner itself decides; a value from the configuration would be overwritten or could not work.
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 1,
-    "devices": 1,
-}
 
 
 def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:

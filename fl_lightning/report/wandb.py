@@ -22,7 +22,6 @@ from fl_lightning.report.record import summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
-CLASS_PATH = "fl_lightning.report.wandb.WandbLogger"
 STATE_FILE = "wandb.json"
 """In the run's folder: W&B's id of the run, so that a resumed run goes on under it."""
 BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
@@ -338,13 +337,6 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 better |= {f"best/{name}": value, f"best_round/{name}": round}
         if better:
             self._experiment.summary.update(better)
-
-
-def takes_place_of(name: str) -> bool:
-    """Whether `WandbLogger` is meant by a name: it stands in for Lightning's own, too."""
-    package, _, last = name.rpartition(".")
-    lightning = package.startswith(("lightning.pytorch.loggers", "pytorch_lightning.loggers"))
-    return name == "wandb" or (last == "WandbLogger" and (not package or lightning))
 
 
 def _say(text: str) -> None:

@@ -8,12 +8,10 @@ import fl_lightning.experiment
 import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.wandb  # noqa: F401
-from fl_lightning.explained import help_parser
 from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.parser import resolve
 from fl_lightning.trust import Trust
 
-help_parser("fit", "")
 named = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
 resolve(named, Trust())
 make_trainer({"accelerator": "cpu"})

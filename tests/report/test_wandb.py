@@ -11,8 +11,9 @@ pytest.importorskip("wandb")
 
 from fl_lightning.report import figures, wandb_access, wandb_media
 from fl_lightning.report.run_logger import RoundRecord, RunStart
-from fl_lightning.report.wandb import WandbLogger, takes_place_of
+from fl_lightning.report.wandb import WandbLogger
 from fl_lightning.report.wandb_file import BLOCK, HEADER, is_unsent, raw_records, run_files
+from fl_lightning.report.wandb_name import takes_place_of
 
 
 def log_file(records):
