@@ -30,7 +30,7 @@ HELP = {
     "logger": "one of Lightning's loggers, or a list of them (class_path and init_args); they receive the values of "
     "metrics.csv, and write into the run's folder unless they are given a save_dir",
 }
-ENDING = "--KEY.help NAME explains a class, for example --data.partition.help IID. An environment variable sets what no "
+ENDING = "--KEY.help NAME explains a class, as --data.partition.help IID. An environment variable sets what no "
 _EMPTY = inspect.Parameter.empty
 _ROOTS = {
     "method": (catalog.KINDS["methods"][1], METHOD_SKIPS),
