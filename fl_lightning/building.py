@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.schema import dataclass_of, parameters
+from fl_lightning.schema import parameters, section_of
 from fl_lightning.trust import Load, import_name
 
 
@@ -86,8 +86,8 @@ def construct(
     arguments = {}
     for name, value in node.items():
         section = None
-        if isinstance(value, Mapping) and "class_path" not in value and name in parameters(cls):
-            section = dataclass_of(parameters(cls)[name].hint)
+        if isinstance(value, Mapping) and "class_path" not in value:
+            section = section_of(cls, name)
         if section is not None:
             arguments[name] = construct(maker, section, value, (f"{inside}.{name}",) * 2, {})
         else:

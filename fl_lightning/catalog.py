@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from fl_lightning.source import body
 
 ROOT = Path(__file__).parent
 KINDS = {
@@ -52,6 +55,24 @@ def entries(kind: str) -> tuple[Entry, ...]:
         names |= more
     public = [name for name in sorted(names - {base}) if name in found and not name.startswith("_")]
     return tuple(_entry(name, found) for name in public if "ABC" not in _bases(found[name][1]))
+
+
+@lru_cache
+def path_of(kind: str, name: str) -> str | None:
+    """The path of the class of a kind that goes by a name; reads the file that defines it, and no other."""
+    folder, base = KINDS[kind][0], KINDS[kind][1].rpartition(".")[2]
+    wanted = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
+    for path in sorted((ROOT / folder).glob("*.py")):
+        module = f"{ROOT.name}.{folder}.{path.stem}"
+        if wanted.search(path.read_text(encoding="utf-8")) and (found := find(module, name)) is not None:
+            concrete = not name.startswith("_") and "ABC" not in _bases(found[1])
+            return f"{module}.{name}" if concrete and _derives(module, found[1], base) else None
+    return None
+
+
+def _derives(module: str, node: ast.ClassDef, base: str) -> bool:
+    known = [(name, find(module, name)) for name in _bases(node)]
+    return any(name == base or (found is not None and _derives(*found, base)) for name, found in known)
 
 
 def _entry(name: str, found: Mapping[str, tuple[str, ast.ClassDef]]) -> Entry:
@@ -122,12 +143,8 @@ def find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
     return None
 
 
-@lru_cache
-def _body(module: str) -> list[ast.stmt]:
-    package, *parts = module.split(".")
-    path = ROOT.joinpath(*parts)
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text()).body if package == ROOT.name and file.is_file() else []
+def _body(module: str) -> Sequence[ast.stmt]:
+    return body(module) if module.partition(".")[0] == ROOT.name else ()
 
 
 def _own_parameters(node: ast.ClassDef) -> list[tuple[str, ast.expr | None]] | None:

@@ -141,9 +141,9 @@ def check_argument(
 
 def _class_path(kind: str, key: str, name: str) -> str:
     """The full path of one of the package's classes; empty for a class of the user's own, which is imported later."""
+    if ours := catalog.path_of(kind, name):
+        return ours
     known = {entry.name: entry.class_path for entry in catalog.entries(kind)}
-    if name in known:
-        return known[name]
     if name in known.values():
         return name
     if "." in name:

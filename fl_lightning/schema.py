@@ -16,11 +16,11 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fl_lightning import catalog, static
 from fl_lightning.command_line import Renamed, Text
-from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.precheck import check_argument
 from fl_lightning.reading import finite, plain, refuse_class, text, whole
 from fl_lightning.static import StaticClass
@@ -85,6 +85,16 @@ def is_open(cls: Callable[..., Any]) -> bool:
 def options(cls: Callable[..., Any]) -> dict[str, Any]:
     """A constructor's parameters, each with the dataclass that its annotation is, alone or beside None; else None."""
     return {name: dataclass_of(parameter.hint) for name, parameter in parameters(cls).items()}
+
+
+def section_of(cls: Callable[..., Any], name: str) -> Any:
+    """The dataclass that an argument's annotation is, alone or beside None; else None."""
+    if not isinstance(cls, StaticClass):
+        with suppress(NameError, TypeError):
+            hints = get_type_hints(cls if is_dataclass(cls) else getattr(cls, "__init__", cls))
+            return dataclass_of(hints.get(name))
+    known = parameters(cls)
+    return dataclass_of(known[name].hint) if name in known else None
 
 
 def dataclass_of(hint: Any) -> Any:
@@ -152,9 +162,9 @@ class Checker:
         deep: ConfigError | None = None
         for member in members:
             if member in classes:
-                if member is not classes[0] or (by_name and not short_names(classes).get(given)):
+                if member is not classes[0] or (by_name and not _path_of(given, classes)):
                     continue
-                if isinstance(given, str) and "." not in given and not short_names(classes) and members[1:]:
+                if isinstance(given, str) and "." not in given and members[1:] and not short_names(classes):
                     continue  # no class goes by its name alone, so another type is meant
                 member = tuple(classes)
             try:
@@ -421,24 +431,35 @@ def find_class(bases: Sequence[type], name: str, key: str, trust: Trust, load: L
         UnreadableError: if `load` cannot tell without an import.
     """
     if "." not in name:
-        known = short_names(tuple(bases))
-        if not known:
-            raise ConfigError(key, "must be the full path of a class (package.module.Class)", name)
-        if name not in known:
+        path = _path_of(name, bases)
+        if path is None:
+            known = short_names(tuple(bases))
+            require(bool(known), key, "must be the full path of a class (package.module.Class)", name)
             kinds = [kind for kind in map(_kind, bases) if kind]
             word = kinds[0][:-1].replace("_", " ") if kinds else "class"
             raise ConfigError(key, f"there is no {word} of that name; {suggest(name, known)}", name)
-        name = known[name]
+        name = path
     cls = trust.load(name, key, bases, load)
     if inspect.isabstract(cls):
         raise ConfigError(key, f"{cls.__name__} is only a base of others; {suggest('', short_names(tuple(bases)))}")
     return cls, public_path(cls)
 
 
-def _offered(package: str, base: type) -> dict[str, type]:
-    """The classes of a package that derive from a class and can be built."""
+def _path_of(name: str, bases: Sequence[type]) -> str | None:
+    """The path of the class that goes by a name."""
+    for base in bases:
+        package = _PACKAGES.get(f"{base.__module__}.{base.__name__}")
+        if (kind := _kind(base)) and (path := catalog.path_of(kind, name)):
+            return path
+        if package is not None and not kind and (cls := _offered(package, base, name).get(name)) is not None:
+            return public_path(cls)
+    return None
+
+
+def _offered(package: str, base: type, name: str = "") -> dict[str, type]:
+    """The classes of a package that derive from a class and can be built; only the one of that name if it is given."""
     if isinstance(base, StaticClass):
-        return static.offered(package, base)
+        return static.offered(package, base, name)
     return {
         name: each
         for name, each in vars(importlib.import_module(package)).items()

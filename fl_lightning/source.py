@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -47,13 +47,19 @@ def file_of(module: str) -> Path | None:
 
 
 @lru_cache
+def body(module: str) -> tuple[ast.stmt, ...]:
+    """A module's statements; none if there is no file to be read."""
+    file = file_of(module)
+    return tuple(ast.parse(file.read_text(encoding="utf-8")).body) if file else ()
+
+
+@lru_cache
 def statements(module: str) -> tuple[ast.stmt, ...]:
     """A module's statements, those under a condition among them; none if there is no file to be read."""
-    file = file_of(module)
-    return tuple(_flat(ast.parse(file.read_text(encoding="utf-8")).body)) if file else ()
+    return tuple(_flat(body(module)))
 
 
-def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         if isinstance(statement, ast.If):
             yield from _flat(statement.body)

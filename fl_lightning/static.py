@@ -349,10 +349,16 @@ def _documented(cls: type, constructor: ast.FunctionDef | None) -> dict[str, str
 # --- what checkers ask ------------------------------------------------------------------------------------------------
 
 
-def offered(package: str, base: type) -> dict[str, type]:
-    """The classes of a package that derive from a class, by the names under which it offers them."""
+def offered(package: str, base: type, wanted: str = "") -> dict[str, type]:
+    """The classes of a package that derive from a class, by the names under which it offers them.
+
+    Args:
+        package: e.g. ``torch.optim``.
+        base: the class.
+        wanted: a name; others are not looked at.
+    """
     found = {}
-    for name in exports(package):
+    for name in (each for each in exports(package) if wanted in ("", each)):
         named = lookup(package, name)
         if named is not None and isinstance(named.node, ast.ClassDef):
             cls = class_of(named)

@@ -112,3 +112,12 @@ def test_short_names_are_the_same(package, base):
 def test_class_that_hands_arguments_on_is_not_read():
     with pytest.raises(UnreadableError):
         static.parameters(static.load("lightning.pytorch.loggers.TensorBoardLogger"))
+
+
+@pytest.mark.parametrize("kind", catalog.KINDS)
+def test_one_class_is_found_as_all_are(kind):
+    entries = {entry.name: entry.class_path for entry in catalog.entries(kind)}
+    base = catalog.KINDS[kind][1].rpartition(".")[2]
+    assert {name: catalog.path_of(kind, name) for name in [*entries, base, "Arrays", "nothing"]} == {
+        **entries, base: None, "Arrays": None, "nothing": None,
+    }  # fmt: skip
