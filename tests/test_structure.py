@@ -18,18 +18,8 @@ FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
 # What a floor may import at run time, beside itself and the modules at the root that stand below everything.
 BELOW = (
-    "errors",
-    "files",
-    "resuming",
-    "identity",
-    "seeding",
-    "shapes",
-    "terminal",
-    "catalog",
-    "reading",
-    "source",
-    "trust",
-)
+    "errors", "files", "resuming", "identity", "seeding", "shapes", "terminal", "source", "catalog", "reading", "trust"
+)  # fmt: skip
 ALLOWED = {
     "models": set(),
     "data": set(),
