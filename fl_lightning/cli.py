@@ -204,17 +204,17 @@ def _evaluate(argv: list[str]) -> int:
 
 def _partition(argv: list[str]) -> int:
     figure = {"type": str, "default": "partition.png", "help": "where the picture is written"}
-    options, config = configured("partition", "Show who holds what.", argv, figure=figure)
+    options, config = configured("partition", "Show who holds what.", argv, runs=False, figure=figure)
 
     from fl_lightning.report.figures import check_ending, partition_bubbles, partition_table
 
     check_ending(Path(options.figure), "--figure")
 
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import build_data
     from fl_lightning.report.console import print_table
 
     with options.given.speaking():
-        data = Experiment(config).data
+        data = build_data(config["data"])
         data.setup(config["seed"])
     counts = data.class_counts()
     title = data.title(config["seed"])

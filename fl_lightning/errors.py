@@ -60,17 +60,22 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} that is too long to show"
 
 
-def suggest(name: str, choices: Iterable[str]) -> str:
+def suggest(name: str, choices: Iterable[str], command: str = "") -> str:
     """Say which of `choices` is nearest to `name`, and list them: ``did you mean FedRep? (choose from …)``.
 
     Where they are too many for one line, the nearest are listed.
+
+    Args:
+        name: what was given.
+        choices: what there is.
+        command: what lists them all.
     """
     choices = sorted(map(str, choices))
     if not choices:
         return "there is none to choose from"
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(name.lower()[:100], by_lower, n=len(choices), cutoff=0.0)
-    close = near[:1] if difflib.get_close_matches(name.lower()[:100], near[:1], cutoff=0.5) else []
+    close = near[:1] if is_near(name.lower()[:100], near[0]) else []
     hint = f"did you mean {by_lower[close[0]]}? " if close else ""
     if sum(len(choice) + 2 for choice in choices) <= 150:
         return f"{hint}(choose from {', '.join(choices)})"
@@ -79,7 +84,23 @@ def suggest(name: str, choices: Iterable[str]) -> str:
         if sum(len(each) + 2 for each in listed) + len(choice) > 110:
             break
         listed.append(by_lower[choice])
-    return f"{hint}(choose from {', '.join(listed)}, …; {len(choices)} in all)"
+    return f"{hint}(choose from {', '.join(listed)}, …; {len(choices)} in all{f': {command}' if command else ''})"
+
+
+def is_near(name: str, other: str) -> bool:
+    """Whether a name may be meant for another: one is a part of the other, or at most a third of it is mistyped."""
+    if len(name) >= 3 and (name in other or other in name):
+        return True
+    rows = [list(range(len(other) + 1))]  # edit distance with neighbours swapped
+    for i, letter in enumerate(name, 1):
+        row = [i]
+        for j, wanted in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and name[i - 2] == wanted:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1] <= max(1, len(name) // 3)
 
 
 def require(condition: bool, key: str, allowed: str, value: object = ...) -> None:

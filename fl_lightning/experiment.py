@@ -7,7 +7,7 @@ import inspect
 import platform
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,7 @@ class Experiment:
         )
         check_name(self.name)
         self.folder = Path(config["output"]) / self.name
-        data = dict(config["data"])
-        described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
-        self.data: FederatedData = build_as(FederatedData, data, "data", **described)
+        self.data = build_data(config["data"])
         self.loop = FederatedLoop(build_as(Federation, config["federation"], "federation"))
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
@@ -251,6 +249,14 @@ class Experiment:
         """
         self.setup()
         return reexamine(self.loop, self.folder, checkpoint)
+
+
+def build_data(section: Mapping[str, Any]) -> FederatedData:
+    """The data of a federation, as a configuration's section `data` says; not loaded yet."""
+    data = dict(section)
+    described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
+    built: FederatedData = build_as(FederatedData, data, "data", **described)
+    return built
 
 
 def git_commit() -> str | None:

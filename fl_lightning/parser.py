@@ -43,7 +43,12 @@ def one_line_parser(command: str = "", **options: Any) -> OneLineParser:
 
 
 def configured(
-    command: str, description: str, argv: Sequence[str], imports_own: bool = True, **own: Mapping[str, Any]
+    command: str,
+    description: str,
+    argv: Sequence[str],
+    imports_own: bool = True,
+    runs: bool = True,
+    **own: Mapping[str, Any],
 ) -> tuple[Any, Config]:
     """Read, check and resolve a command line that holds a configuration.
 
@@ -52,6 +57,7 @@ def configured(
         description: what it does.
         argv: the command line after it.
         imports_own: whether it may name classes of any of the user's modules, not only of those in the option `trust`.
+        runs: whether the command runs it, so that it must name a method and a model.
         own: the command's own options, as `add_argument` takes them.
 
     Returns:
@@ -71,7 +77,7 @@ def configured(
     check_names(given)
     options = parser.parse_args(given.words, argparse.Namespace(given=given))
     with given.speaking():
-        config = resolve(given.tree, Trust(tuple(getattr(options, "trust", ())), own=imports_own))
+        config = resolve(given.tree, Trust(tuple(getattr(options, "trust", ())), own=imports_own), runs)
         if not options.print_config and "torch" not in sys.modules:
             rehearse(config)
     if options.print_config:
@@ -89,7 +95,7 @@ def check_options(words: Sequence[str], known: Sequence[str]) -> None:
             raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
 
 
-def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
+def resolve(tree: Mapping[str, Any], trust: Trust, runs: bool = True) -> Config:
     """Check a configuration against the constructors that it is for, and fill in what it leaves out.
 
     What comes out is resolved as it is. Nothing is built.
@@ -97,6 +103,7 @@ def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
     Args:
         tree: section -> its part, as files and options say it.
         trust: what its classes may come from.
+        runs: whether it must name a method and a model.
 
     Raises:
         ConfigError: for what is wrong with it.
@@ -105,7 +112,7 @@ def resolve(tree: Mapping[str, Any], trust: Trust) -> Config:
         require(name in SECTIONS, str(name), f"there is no such section; {suggest(str(name), SECTIONS)}")
     for name in ("method", "model"):
         require(
-            tree.get(name) is not None,
+            tree.get(name) is not None or not runs,
             name,
             f"must be named, e.g. --{name} NAME; `fl-lightning list {name}s` says which",
         )
@@ -122,8 +129,8 @@ def _resolved(tree: Mapping[str, Any], trust: Trust, load: Load | None) -> Confi
         "seed": checker.value(int, tree.get("seed", 0), "seed"),
         "name": checker.value(str | None, tree.get("name"), "name"),
         "output": _folder(checker.value(str, tree.get("output", "runs"), "output")),
-        "method": checker.node([_base(checker, "methods")], tree["method"], "method", METHOD_SKIPS),
-        "model": _models(checker, tree["model"]),
+        "method": _method(checker, tree.get("method")),
+        "model": _models(checker, tree.get("model")),
         "optimizer": _optimizer(checker, tree.get("optimizer")),
         "data": _data(checker, tree.get("data")),
         "federation": _group(checker, "federation", tree.get("federation")),
@@ -157,8 +164,14 @@ def _group(checker: Checker, name: str, given: Any) -> dict[str, Any]:
     return checker.arguments(_class(checker, catalog.GROUPS[name]), _section(name, given), name)
 
 
+def _method(checker: Checker, given: Any) -> Any:
+    return None if given is None else checker.node([_base(checker, "methods")], given, "method", METHOD_SKIPS)
+
+
 def _models(checker: Checker, given: Any) -> Any:
     """One model, or a list of them; an entry's `clients` stays as it is."""
+    if given is None:
+        return None
     base = [_base(checker, "models")]
     if not isinstance(given, list):
         return checker.node(base, given, "model", MODEL_SKIPS)

@@ -148,7 +148,9 @@ def _class_path(kind: str, key: str, name: str) -> str:
         return name
     if "." in name:
         return ""
-    raise ConfigError(key, f"there is no {kind[:-1]} of that name; {suggest(name, known)}", name)
+    raise ConfigError(
+        key, f"there is no {kind[:-1]} of that name; {suggest(name, known, f'fl-lightning list {kind}')}", name
+    )
 
 
 def trainer_skips() -> set[str]:

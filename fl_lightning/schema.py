@@ -288,7 +288,9 @@ class Checker:
             if name in given:
                 found[name] = self.value(hint, given[name], f"{key}.{name}", doc)
             elif default is _EMPTY and name not in free:
-                raise ConfigError(f"{key}.{name}", f"must be given; {cls.__name__} has no default for it")
+                option = f"{key.removesuffix('.init_args')}.{name}"
+                said = f"must be given; {cls.__name__} has no default for it. On a command line: --{option} VALUE"
+                raise ConfigError(f"{key}.{name}", said)
             elif name not in free:
                 found |= self._default(name, hint, default)
         return found
@@ -437,7 +439,8 @@ def find_class(bases: Sequence[type], name: str, key: str, trust: Trust, load: L
             require(bool(known), key, "must be the full path of a class (package.module.Class)", name)
             kinds = [kind for kind in map(_kind, bases) if kind]
             word = kinds[0][:-1].replace("_", " ") if kinds else "class"
-            raise ConfigError(key, f"there is no {word} of that name; {suggest(name, known)}", name)
+            command = f"fl-lightning list {kinds[0]}" if kinds else ""
+            raise ConfigError(key, f"there is no {word} of that name; {suggest(name, known, command)}", name)
         name = path
     cls = trust.load(name, key, bases, load)
     if inspect.isabstract(cls):

@@ -68,7 +68,8 @@ class Trust:
         found = (load or import_name)(class_path, key)
         if not isinstance(found, type) or not issubclass(found, tuple(bases)):
             kind = " or ".join(base.__name__ for base in bases)
-            raise ConfigError(key, f"must be a subclass of {kind}", class_path)
+            otherwise = [base.otherwise for base in bases if hasattr(base, "otherwise")]
+            raise ConfigError(key, "; ".join([f"must be a subclass of {kind}", *otherwise]), class_path)
         return found
 
     def _allow(self, module: str, key: str) -> None:

@@ -31,7 +31,8 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
 
     The cache's key is made of the class, its attributes, the sources' names, sizes and times of change and, for a class
     of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no key
-    can be made (a class typed into a console, an attribute that is no plain value) the data set is decoded every time.
+    can be made (a class typed into a console, an attribute that is no plain value, `sources` that are unknown) the data
+    set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -56,6 +57,8 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
 
 def _identity(dataset: Dataset) -> str | None:
     """Class and constructor arguments as text, taken before decoding; None if they cannot be told for sure."""
+    if dataset.sources() is None:
+        return None
     kind = type(dataset)
     attributes = vars(dataset)
     code = ""
@@ -82,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
-    for source in sorted(map(str, dataset.sources())):
+    for source in sorted(map(str, dataset.sources() or ())):
         try:
             status = os.stat(source)
             stamp = f"{status.st_size}/{status.st_mtime_ns}"

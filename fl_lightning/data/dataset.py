@@ -32,9 +32,13 @@ class Dataset(ABC):
             ConfigError: if files are missing, cut short or of another kind; it says which, and how to get them.
         """
 
-    def sources(self) -> list[Path]:
-        """The files that `arrays` reads; their names, sizes and times of change are part of the cache's key."""
-        return []
+    def sources(self) -> list[Path] | None:
+        """The files that `arrays` reads: their names, sizes and times of change are part of the decoded cache's key.
+
+        By default None, they are unknown: then the data set is decoded for every run. An empty list says that it reads
+        none.
+        """
+        return None
 
     @property
     def text_column(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -20,6 +22,10 @@ class Digits(Dataset):
 
     MEAN = (0.3052,)
     STD = (0.3760,)
+
+    def sources(self) -> list[Path]:
+        """None: it comes with scikit-learn."""
+        return []
 
     def arrays(self) -> Arrays:
         """Decode from scikit-learn."""

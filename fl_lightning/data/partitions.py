@@ -138,6 +138,10 @@ class Dirichlet(Partition):
                 client.
         """
         _require_enough_samples(labels, num_clients, at_least=int(self.fill_empty))
+        if self.min_samples > 0:
+            most = len(labels) // self.min_samples
+            some = f"must be at most {most} with min_samples {self.min_samples}: there are {len(labels)} samples"
+            require(num_clients <= len(labels), "data.num_clients", some, num_clients)
         require(
             num_clients * self.min_samples <= len(labels),
             f"{KEY}.min_samples",

@@ -31,6 +31,7 @@ from fl_lightning.federation.runner import Job, Runner
 from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ServerError, Ward, at, heard
+from fl_lightning.federation.trainers import report_profile
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import watched
 from fl_lightning.federation.wire import Wire
@@ -163,6 +164,7 @@ class FederatedLoop:
             self.agreement.settle(self.workers)
             while not self.done:
                 self.advance()
+            report_profile(self.runner.trainer)
             if self.round < self.settings.rounds:
                 return None
             final = self.receive_once_more()

@@ -28,7 +28,7 @@ from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
-from fl_lightning.federation.trainers import make_trainer, start_anew
+from fl_lightning.federation.trainers import check_callbacks, make_trainer, start_anew
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
@@ -119,6 +119,8 @@ class Runner:
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
         self.modules = [self._new_module(a, fit_settings) for a in range(max(self.architecture) + 1)]
         _check_interfaces(self.modules, self.architecture)
+        total, *parts = self.modules[0].loss_names
+        check_callbacks(self.trainer, (total, *(f"{total}/{part}" for part in parts)))
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)

@@ -6,13 +6,14 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
@@ -44,6 +45,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         named = next((name for name in flags if re.search(rf"\b{name}\b", str(error))), None)
         raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
     _leave_files_and_signals_alone(trainer)
+    _report_once(trainer)
     strategy = trainer.strategy
     strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
     if isinstance(strategy, SingleDeviceStrategy):
@@ -60,6 +62,39 @@ def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
     """
     trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
     trainer._checkpoint_connector._select_ckpt_path = _nothing  # type: ignore[method-assign]
+
+
+def _report_once(trainer: L.Trainer) -> None:
+    """Keep the profiler's report, which Lightning prints after every fit, for `report_profile`."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    profiler.describe_run, profiler.describe = profiler.describe, _nothing
+
+
+def report_profile(trainer: L.Trainer) -> None:
+    """Print the profiler's report, of all fits of this process together."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    profiler.describe_run()
+
+
+def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
+    """Refuse callbacks that would fail in every client's fit.
+
+    Args:
+        trainer: of the fits.
+        logged: names of the values that a fit logs.
+
+    Raises:
+        ConfigError: for one that needs the Trainer's own logger, or watches a value that no fit has.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    own = any(not type(each).__module__.startswith("lightning.") for each in callbacks)  # it may log what it likes
+    for each in callbacks:
+        name, watched = type(each).__name__, getattr(each, "monitor", None)
+        needs_none = not isinstance(each, LearningRateMonitor)
+        rule = f"{name} needs a logger inside the fit, which clients have not; federation.lr_decay says the rate"
+        require(needs_none, "trainer.callbacks", rule, name)
+        known = own or watched is None or watched in logged or not getattr(each, "strict", True)
+        require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

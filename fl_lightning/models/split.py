@@ -58,6 +58,8 @@ class SplitModel(nn.Module):
     """
 
     paper: ClassVar[str] = ""
+    otherwise: ClassVar[str] = "wrap any other network: model WrappedModel, with `module` and the name of its `head`"
+    """What to do with a class that is none."""
     body: Body
     head: nn.Module
 

@@ -139,10 +139,18 @@ def _forecast(console: Console, cells: Sequence[Cell], jobs: int) -> None:
         left = 0.0 if cell.finished or seconds is None else seconds * (cell.rounds - done)
         unknown += not cell.finished and seconds is None
         total += left
-        rest = "" if cell.finished else f", {duration(None if seconds is None else left)} left"
+        rest = "" if cell.finished or seconds is None else f", {duration(left)} left"
         console.print(f"{cell.title}: {state}{rest}", markup=False, highlight=False, soft_wrap=True)
-    least = f" without {unknown} runs of which nothing is known" if unknown else ""
-    console.print(f"{len(cells)} runs, {duration(total / jobs)} left with {jobs} at once{least}", highlight=False)
+    begun, todo = len(cells) - unknown, [cell for cell in cells if not cell.finished]
+    at_once = f" with {jobs} at once" if jobs > 1 else ""
+    if not todo:
+        said = "all are finished"
+    elif not total:
+        said = f"{len(todo)} to do; how long is known once one of them has done a round"
+    else:
+        more = f" for {begun} of them; of the other {unknown} no round is known yet" if unknown else ""
+        said = f"{len(todo)} to do, {duration(total / jobs)} left{at_once}{more}"
+    console.print(f"{len(cells)} runs: {said}", highlight=False)
 
 
 def _parser() -> Any:

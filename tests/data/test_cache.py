@@ -110,7 +110,7 @@ def test_arguments_without_a_stable_text_are_never_cached(tmp_path):
 def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
     code = (
         "import torch\nfrom fl_lightning.data.dataset import Dataset\nfrom fl_lightning.data.arrays import Arrays\n"
-        "class Mine(Dataset):\n    def arrays(self):\n"
+        "class Mine(Dataset):\n    def sources(self):\n        return []\n    def arrays(self):\n"
         "        return Arrays(torch.full((1, 1), {}), torch.tensor([0]), 1, ('a',))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -119,6 +119,22 @@ def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
         (tmp_path / "mine.py").write_text(code.format(value))
         sys.modules.pop("mine", None)
         assert load(__import__("mine").Mine(), tmp_path / "cache").x.item() == value
+
+
+def test_data_set_that_does_not_say_what_it_reads_never_loads_old_samples(tmp_path, monkeypatch):
+    code = (
+        "import pathlib, torch\nfrom fl_lightning.data.dataset import Dataset\n"
+        "from fl_lightning.data.arrays import Arrays\n"
+        "class Silent(Dataset):\n    def arrays(self):\n"
+        "        value = float(pathlib.Path('samples.txt').read_text())\n"
+        "        return Arrays(torch.full((1, 1), value), torch.tensor([0]), 1, ('a',))\n"
+    )
+    (tmp_path / "silent.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for value in (1.0, 2.0):
+        (tmp_path / "samples.txt").write_text(str(value))
+        assert load(__import__("silent").Silent(), tmp_path / "cache").x.item() == value
 
 
 def test_nothing_invalid_is_cached(tmp_path):

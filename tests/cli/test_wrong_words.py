@@ -1,0 +1,92 @@
+"""What a beginner mistypes or misplaces is answered with what to do instead, and nothing is left behind."""
+
+import pytest
+
+from fl_lightning.cli import main
+from fl_lightning.errors import is_near, suggest
+from fl_lightning.federation.trainers import make_trainer, report_profile
+
+QUICK = ["fit", "--config", "quickstart", "--federation.rounds", "1"]
+NETWORK = """\
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, hidden)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--trainer.callbacks", "EarlyStoping"], ["trainer.callbacks", "did you mean EarlyStopping?"]),
+        (["--model", "mine.Net"], ["subclass of SplitModel", "WrappedModel", "mine.Net"]),
+        (["--data.num_clients", "5000"], ["data.num_clients", "at most 89", "min_samples 20", "1797", "5000"]),
+        (["--method", "pFedMe"], ["there is no method of that name", "fl-lightning list methods", "pFedMe"]),
+        (["--optimizer.lr", "fast"], ["optimizer.lr", "must be float", "fast"]),
+        (["--trainer.callbacks", "LearningRateMonitor"], ["LearningRateMonitor", "needs a logger", "lr_decay"]),
+        (
+            ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "los"],
+            ["trainer.callbacks", "EarlyStopping can watch", "loss, loss/cross_entropy", "'los'"],
+        ),
+    ],
+    ids=lambda each: each[-1] if isinstance(each, list) else None,
+)
+def test_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, capsys, argv, said):
+    (tmp_path / "mine.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main([*QUICK, *argv])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert [part for part in said if part not in line] == [], line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_partition_without_its_argument_is_told_where_it_goes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["partition", "--data.dataset", "Digits", "--data.partition", "Dirichlet"])
+    line = capsys.readouterr().err
+    assert "data.partition.init_args.beta: must be given" in line
+    assert "--data.partition.beta VALUE" in line
+
+
+def test_partition_needs_neither_method_nor_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(["partition", "--data.dataset", "Digits", "--data.partition", "IID", "--data.num_clients", "3"])
+    assert stopped.value.code == 0
+    assert "total" in capsys.readouterr().out
+    assert (tmp_path / "partition.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "near"),
+    [
+        ("fedrap", "fedrep", True),
+        ("sdg", "sgd", True),
+        ("recieved", "received", True),
+        ("clients", "num_clients", True),
+        ("houldout", "holdout", True),
+        ("pfedme", "fedrep", False),
+        ("los", "name", False),
+    ],
+)
+def test_only_what_could_be_meant_is_suggested(name, other, near):
+    assert is_near(name, other) is near
+    assert ("did you mean" in suggest(name, [other, "zzzzzzzzz"])) is near
+
+
+def test_profiler_reports_once_for_all_fits(caplog):
+    trainer = make_trainer({"accelerator": "cpu", "profiler": "simple"})
+    for _ in range(3):
+        trainer.profiler.describe()  # as Lightning does after every fit
+    assert caplog.text == ""
+    with trainer.profiler.profile("step"):
+        pass
+    report_profile(trainer)
+    assert caplog.text.count("Profiler Report") == 1
