@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import math
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -61,7 +65,10 @@ RICH = {
 LONGEST, SLOWEST = 300, 10  # characters, seconds
 VALUES = [
     None, [], {}, "", "abc", -1, 0, 1, 0.5, 1e308, 10**30, 2**63, -(2**63), True, math.nan, math.inf, -math.inf,
-    "é\u202e",
+    "é\u202e", 10**400, -0.0, 2**31, 2**32, 1.0, "-1", "~", "true", "yes", "12:30", "0x10", "1_000", "$HOME", "{}",
+    "%s%n", "=1+1", "a\nb", "\ufeff", " ", "-", "--seed", ".", "..", "/", "~/x", "http://127.0.0.1:1/x.yaml",
+    {"class_path": None}, {"class_path": []}, {"class_path": "FedAvg", "init_args": 5}, {"class_path": "SGD", "x": 1},
+    {"": ""}, {None: 1}, {1: 2}, [{}], [{"class_path": "FedAvg"}], {"init_args": {"init_args": {}}},
     "x" * 5000, "nul\0", "2024-13-45", [1] * 1000, [[[]]],
     {"class_path": "os.system", "init_args": {"command": "true"}},
     {"class_path": "../../x"}, "../../x", [None], {"a": 1}, [1, "a"], "FedAvg", {"class_path": "MLP"}, "1e-3", -0.5, 7,
@@ -85,8 +92,37 @@ TEXTS = {
     "deep": lambda text, draw: text + "\nname: " + "[" * 3000 + "]" * 3000,
     "null byte": lambda text, draw: text.replace(":", ":\0", 1),
     "tab": lambda text, draw: text.replace("\n  ", "\n\t", 1),
+    "two documents": lambda text, draw: f"{text}\n---\n{text}",
+    "directive": lambda text, draw: f"%YAML 9.9\n---\n{text}",
+    "list on top": lambda text, draw: "- a\n- b\n",
+    "text on top": lambda text, draw: "quickstart",
+    "empty": lambda text, draw: "# nothing\n",
+    "binary": lambda text, draw: f"{text}\nname: !!binary aGVsbG8=\n".replace("name: mutant\n", ""),
+    "set": lambda text, draw: text.replace("name: mutant", "name: !!set {a, b}"),
+    "python name": lambda text, draw: text.replace("seed: 0", "seed: !!python/name:os.getcwd"),
+    "own tag": lambda text, draw: text.replace("seed: 0", "seed: !mine 0"),
+    "key of a list": lambda text, draw: f"? [a, b]\n: 1\n{text}",
+    "key of a mapping": lambda text, draw: f"? {{a: b}}\n: 1\n{text}",
+    "digits": lambda text, draw: text.replace("seed: 0", f"seed: {'9' * 6000}"),
+    "exponent": lambda text, draw: text.replace("seed: 0", "seed: 1e999999999"),
+    "merge of a text": lambda text, draw: f"<<: abc\n{text}",
+    "merge of itself": lambda text, draw: f"{text}\nx: &a {{<<: *a}}\n",
+    "unknown alias": lambda text, draw: text.replace("seed: 0", "seed: *nowhere"),
+    "half a character": lambda text, draw: text.replace("mutant", 'mutant"\ud800"'),
+    "UTF-16": lambda text, draw: "".join(f"{letter}\0" for letter in text),
+    "large": lambda text, draw: text + "# x\n" * 2_000_000,
+    "many keys": lambda text, draw: text + "".join(f"k{n}: 1\n" for n in range(50_000)),
 }
 """Mutations of the text; each must be refused (a cut where that leaves no YAML)."""
+HARMLESS = {
+    "CRLF": lambda text, draw: text.replace("\n", "\r\n"),
+    "byte order mark": lambda text, draw: f"\ufeff{text}",
+    "marks of a document": lambda text, draw: f"---\n{text}...\n",
+    "comments": lambda text, draw: "# é\n" + text.replace("\n", "  # x\n"),
+    "anchor": lambda text, draw: text.replace("seed: 0", "seed: &s 0"),
+    "merge": lambda text, draw: text.replace("trainer:\n", "trainer:\n  <<: {max_steps: 3}\n"),
+}
+"""Mutations of the text that change nothing."""
 
 
 def _twice(text: str, draw: random.Random) -> str:
@@ -113,6 +149,10 @@ class Mutant:
         text: what is left of the file.
         path: the key that was changed, without ``init_args``.
         nonsense: whether it must be refused.
+        files: what lies there beside `exp.yaml`, or instead of it.
+        argv: how they are named.
+        environment: variables on top.
+        harmless: whether it must be taken.
     """
 
     base: str
@@ -120,6 +160,10 @@ class Mutant:
     text: str
     path: str
     nonsense: bool
+    files: dict[str, str] = field(default_factory=dict)
+    argv: tuple[str, ...] = ("--config", "exp.yaml")
+    environment: dict[str, str] = field(default_factory=dict)
+    harmless: bool = False
 
 
 def bases() -> dict[str, Any]:
@@ -154,11 +198,11 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def mutate(base: str, config: Any, draw: random.Random) -> Mutant:
     """One mutation of a configuration."""
-    config = copy.deepcopy(config)
+    original, config = config, copy.deepcopy(config)
     if draw.random() < 0.08:
-        what = draw.choice(sorted(TEXTS))
-        text = TEXTS[what](yaml.safe_dump(config, sort_keys=False), draw)
-        return Mutant(base, what, text, "", what != "cut")
+        what = draw.choice(sorted(TEXTS | HARMLESS))
+        text = (TEXTS | HARMLESS)[what](yaml.safe_dump(config, sort_keys=False), draw)
+        return Mutant(base, what, text, "", what in TEXTS and what != "cut", harmless=what in HARMLESS)
     path = draw.choice(places(config))
     above = config
     for name in path[:-1]:
@@ -178,7 +222,7 @@ def mutate(base: str, config: Any, draw: random.Random) -> Mutant:
         new_name = draw.choice([names[kind], "", "ä", 5, "a.b", "x" * 400, "class_pth"])
         target = above if kind == "rename" else old
         if not isinstance(target, dict) or (kind == "rename" and isinstance(last, int)) or new_name in target:
-            return mutate(base, config, draw)
+            return mutate(base, original, draw)
         if kind == "rename":
             del above[last]
         target[new_name] = old if kind == "rename" else 1
@@ -186,7 +230,53 @@ def mutate(base: str, config: Any, draw: random.Random) -> Mutant:
         nonsense = "schedule" not in path
         kind = f"{kind} to {new_name!r}"[:60]
     dotted = ".".join(str(part) for part in key if part != "init_args")
-    return Mutant(base, kind, yaml.dump(config, Dumper=_Dumper, sort_keys=False), dotted, nonsense)
+    mutant = Mutant(base, kind, _dumped(config), dotted, nonsense)
+    if kind.startswith("value") and draw.random() < 0.4:
+        _say_otherwise(mutant, original, path, new, draw)
+    return mutant
+
+
+def _say_otherwise(mutant: Mutant, original: Any, path: tuple[Any, ...], new: Any, draw: random.Random) -> None:
+    """Give the new value by an option, a variable or a second file."""
+    said = new if isinstance(new, str) else yaml.dump(new, Dumper=_Dumper, default_flow_style=True, width=10**9)
+    said = said.removesuffix("...\n").removesuffix("\n") if not isinstance(new, str) else said
+    dotted = ".".join(map(str, path))
+    short = ".".join(str(part) for part in path if part != "init_args")
+    way = draw.choice(["option", "short option", "equals", "added", "second file", "variable"])
+    if any(isinstance(part, int) for part in path) and way in ("second file", "variable"):
+        way = "option"
+    mutant.what += f", {way}"
+    mutant.files["exp.yaml"] = _dumped(original)
+    if way == "second file":
+        for part in reversed(path):
+            new = {part: new}
+        mutant.files["more.yaml"] = _dumped(new)
+        mutant.argv += ("--config", "more.yaml")
+    elif way == "variable" and not set(said) & {"\0", "\ud800"}:
+        mutant.files["exp.yaml"] = _dumped(_without(original, path))  # a file says more than a variable
+        mutant.environment["FL_LIGHTNING_FIT__" + "__".join(map(str, path)).upper()] = said
+    elif way == "equals":
+        mutant.argv += (f"--{dotted}={said}",)
+    elif way == "added":
+        mutant.argv += (f"--{dotted}+", said)
+        mutant.nonsense = False
+    else:
+        mutant.argv += (f"--{short if way == 'short option' else dotted}", said)
+    if isinstance(new, (str, dict, list)):  # a text may say a number there, and a mapping is laid over what was there
+        mutant.nonsense = False
+
+
+def _without(config: Any, path: tuple[Any, ...]) -> Any:
+    config = copy.deepcopy(config)
+    node = config
+    for part in path[:-1]:
+        node = node[part]
+    del node[path[-1]]
+    return config
+
+
+def _dumped(config: Any) -> str:
+    return yaml.dump(config, Dumper=_Dumper, sort_keys=False)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -213,33 +303,43 @@ def _is_nonsense(path: tuple[Any, ...], old: Any, new: Any) -> bool:
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def run(argv: list[str], folder: Path, trains: bool) -> tuple[int, str, float]:
-    """A command in a forked process: exit code (-9 for a hang), stderr, seconds."""
+def run(
+    argv: list[str],
+    folder: Path,
+    trains: bool,
+    limit: float = 2 * SLOWEST,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[int, str, float]:
+    """A command in a forked process: exit code (-9 for one that takes longer than the limit), stderr, seconds.
+
+    Seconds are those that it computed: a machine that is busy makes nothing slow. One that waits for ever ends, too.
+    """
     errors = folder / "stderr"
     start = time.monotonic()
     child = os.fork()
     if child == 0:
         code = 99
         try:
+            gc.disable()
             os.chdir(folder)
+            os.environ |= environment
             for number, path in ((1, os.devnull), (2, str(errors))):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit)))
             code = _command(argv, trains)
         finally:
             sys.stderr.flush()
             os._exit(code)
-    code = None
-    while code is None:
-        done, status = os.waitpid(child, os.WNOHANG)
+    while True:
+        done, status, used = os.wait4(child, os.WNOHANG)
         if done:
-            code = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() - start > 6 * SLOWEST:
+            break
+        if time.monotonic() - start > 30 * limit:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            code = -9
-        else:
-            time.sleep(0.003)
-    return code, errors.read_text(errors="replace") if errors.exists() else "", time.monotonic() - start
+        time.sleep(0.003)
+    code = os.waitstatus_to_exitcode(status)
+    said = errors.read_text(errors="replace") if errors.exists() else ""
+    return code, said, used.ru_utime + used.ru_stime
 
 
 def _command(argv: list[str], trains: bool) -> int:
@@ -277,6 +377,7 @@ def warm_up() -> None:
     import fl_lightning.report.wandb  # noqa: F401
     from fl_lightning.federation.trainers import make_trainer
     from fl_lightning.parser import resolve
+    from fl_lightning.reading import load_yaml
     from fl_lightning.trust import Trust
 
     torch.set_num_threads(1)
@@ -284,13 +385,17 @@ def warm_up() -> None:
     resolve({"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}, Trust())
     import torchvision.transforms.v2  # noqa: F401
 
+    for config in bases().values():  # what is read off signatures is kept
+        resolve(load_yaml(yaml.safe_dump(config)), Trust())
+    gc.freeze()  # a collection would touch, and so copy, every page that a fork shares
+
 
 def judge(mutant: Mutant, code: int, err: str, seconds: float) -> list[str]:
     """What is wrong with how a mutant was answered."""
     wrong = []
     lines = [line for line in err.splitlines() if not line.startswith("fl-lightning: imports your own module")]
     if "Traceback" in err or code not in (0, 2):
-        wrong.append("traceback" if code != -9 else "hang")
+        wrong.append("traceback" if code not in (-9, -24) else "hang")
     elif seconds > SLOWEST:
         wrong.append("slow")
     if any(len(line) > LONGEST for line in lines):
@@ -302,6 +407,8 @@ def judge(mutant: Mutant, code: int, err: str, seconds: float) -> list[str]:
             wrong.append("wrong key")
     if code == 0 and mutant.nonsense:
         wrong.append("nonsense accepted")
+    if code == 2 and mutant.harmless:
+        wrong.append("sense refused")
     return wrong
 
 
@@ -342,10 +449,10 @@ def mutations(number: int, seed: int, train: int, show: bool = False) -> dict[st
             mutant = mutate(base, configs[base], draw)
             folder = Path(place) / str(index)
             folder.mkdir()
-            (folder / "exp.yaml").write_text(mutant.text, errors="surrogatepass")
-            code, err, seconds = run(
-                ["fit", "--config", "exp.yaml", "--quiet"], folder, train > 0 and index % train == 0
-            )
+            for name, text in {"exp.yaml": mutant.text, **mutant.files}.items():
+                (folder / name).write_text(text, errors="surrogatepass")
+            argv = ["fit", *mutant.argv, "--quiet"]
+            code, err, seconds = run(argv, folder, train > 0 and index % train == 0, environment=mutant.environment)
             wrong = judge(mutant, code, err, seconds)
             found.update([*wrong, "refused" if code == 2 else "accepted" if code == 0 else "failed"])
             if wrong or show:

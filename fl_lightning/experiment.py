@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
 from fl_lightning.configuration import Config, identity, short_name
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
@@ -34,6 +35,7 @@ from fl_lightning.files import WriteError, read_json, write_json, write_text
 from fl_lightning.models.split import SplitModel
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
+from fl_lightning.sizes import check_memory
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name
 
@@ -96,8 +98,13 @@ class Experiment:
         if "vocabulary_size" in inspect.signature(cls).parameters:
             require(spec.vocabulary_size > 0, key, f"{cls.__name__} reads tokens, but the data set has no vocabulary")
             given["vocabulary_size"] = spec.vocabulary_size
-        model: SplitModel = build(node, key, **given)
-        return build(self.config["method"], "method", model=model)
+
+        def make() -> Method:
+            model: SplitModel = build(node, key, **given)
+            return build(self.config["method"], "method", model=model)
+
+        check_memory(lambda: ClientModule(make(), None), [node, self.config["method"]], key)
+        return make()
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return build(self.config["optimizer"], "optimizer", params=parameters)

@@ -142,7 +142,7 @@ def _resolved(tree: Mapping[str, Any], trust: Trust, load: Load | None) -> Confi
 def _folder(path: str) -> str:
     """A path that the system takes."""
     fits = len(os.fsencode(path)) <= 2000 and all(len(os.fsencode(part)) <= 200 for part in path.split("/"))
-    require(fits, "output", "must be a path of at most 2,000 bytes, 200 between two strokes", path)
+    require(fits and path != "", "output", "must be a path of at most 2,000 bytes, 200 between two strokes", path)
     return path
 
 
@@ -185,12 +185,18 @@ def _models(checker: Checker, given: Any) -> Any:
 
 def _optimizer(checker: Checker, given: Any) -> dict[str, Any]:
     base = _class(checker, "torch.optim.Optimizer")
-    return checker.node([base], OPTIMIZER if given is None else given, "optimizer", {"params"})
+    given = given.parsed if isinstance(given, Text) else given
+    node = checker.node([base], OPTIMIZER if given is None else given, "optimizer", {"params"})
+    own = node.get("init_args", {})
+    require(own.get("lr") != 0, "optimizer.init_args.lr", "must be above 0; at 0 nothing is trained", own.get("lr"))
+    require(own.get("maximize") is not True, "optimizer.init_args.maximize", "a fit descends: must be false", True)
+    return node
 
 
 def _data(checker: Checker, given: Any) -> dict[str, Any]:
     section = dict(_section("data", given))
     augmentation = section.pop("augmentation", None)
+    augmentation = augmentation.parsed if isinstance(augmentation, Text) else augmentation
     found = _group(checker, "data", section)
     if augmentation is not None:
         if checker.load is not None:

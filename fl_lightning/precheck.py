@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fl_lightning import catalog
-from fl_lightning.command_line import CLASS_KEYS, SECTIONS, CommandLine, Setting
+from fl_lightning.command_line import CLASS_KEYS, SECTIONS, CommandLine, Setting, Text
 from fl_lightning.errors import ConfigError, suggest
 
 MISPLACED = {
@@ -77,7 +77,9 @@ def _named(settings: Sequence[Setting], owners: Container[str]) -> list[Named]:
     latest: dict[str, Named] = {}
     for key, value in settings:
         own, owner, path = _split(key, owners) or ("", "", "")
-        if path in ("", "class_path") and owner and isinstance(value, str):
+        if path == "" and isinstance(value, Text) and value.parsed is None:  # `--federation.aggregator null`
+            latest.pop(own, Named(own, owner, "")).arguments.clear()
+        elif path in ("", "class_path") and owner and isinstance(value, str):
             before = latest.get(own)
             if before is not None and before.name.rpartition(".")[2] == value.rpartition(".")[2]:
                 continue

@@ -183,7 +183,7 @@ class Checker:
         if isinstance(hint, tuple):
             return self.node(hint, given, key)
         if hint is str and isinstance(given, Text):
-            return str(given)
+            return text(str(given), key)
         value = _parsed(given)
         if hint in _SCALARS:
             return _SCALARS[hint](value, key, doc)

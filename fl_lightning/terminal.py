@@ -73,6 +73,10 @@ def _open_all() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line on the standard error stream, from wherever: a signal may come in the middle of another line."""
+    """Print a line on the standard error stream, from wherever: a signal may come in the middle of another line.
+
+    It is written at once: the text and its end in two would let a second signal, or another process, come in between.
+    """
     with suppress(OSError, RuntimeError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

@@ -17,6 +17,7 @@ from typing import Any
 from fl_lightning import catalog
 from fl_lightning.errors import ConfigError, is_first_process
 from fl_lightning.source import UnreadableError
+from fl_lightning.terminal import say
 
 OURS = catalog.ROOT.name
 KNOWN = (OURS, "lightning", "torch", "torchvision", "torchmetrics")
@@ -85,7 +86,7 @@ class Trust:
             raise ConfigError(key, rule, module)
         if self.own and not given and module not in self.announced and is_first_process():
             self.announced.add(module)
-            print(f"fl-lightning: imports your own module {module} for {key}", file=sys.stderr)
+            say(f"fl-lightning: imports your own module {module} for {key}")
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # where a user's modules lie
 

@@ -30,6 +30,16 @@ KEY = "federation.record_privacy"
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
+def check_noise(owner: str, multiplier: float) -> None:
+    """Refuse noise that drowns everything, or so little that no accountant can tell it from none.
+
+    Raises:
+        ConfigError: with the key of `owner`.
+    """
+    counts = multiplier == 0 or 1e-3 <= multiplier <= 1e6
+    require(counts, f"{owner}.noise_multiplier", "must be 0 (no noise), or from 0.001 to 1e6", multiplier)
+
+
 @dataclass(frozen=True)
 class RecordPrivacy:
     """Record-level differential privacy: DP-SGD in every local fit.
@@ -44,7 +54,7 @@ class RecordPrivacy:
     resumes: for experiments; a deployment needs a cryptographic source.
 
     Args:
-        noise_multiplier: z, >= 0; 0 only clips, and ε is infinite.
+        noise_multiplier: z, 0 or from 0.001 to 1e6; 0 only clips, and ε is infinite.
         max_grad_norm: C, > 0.
         delta: δ of the (ε, δ) in `metrics.csv`, in (0, 1); well below 1 over a client's number of samples.
 
@@ -56,8 +66,7 @@ class RecordPrivacy:
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        finite = 0 <= self.noise_multiplier < math.inf
-        require(finite, f"{KEY}.noise_multiplier", "must be >= 0 and finite", self.noise_multiplier)
+        check_noise(KEY, self.noise_multiplier)
         allowed = 0 < self.max_grad_norm < math.inf
         require(allowed, f"{KEY}.max_grad_norm", "must be > 0 and finite", self.max_grad_norm)
         require(0 < self.delta < 1, f"{KEY}.delta", "must be in (0, 1)", self.delta)

@@ -87,6 +87,7 @@ class FederatedData:
         require(known, "data.evaluate_on", "must be test or validation", self.evaluate_on)
         cut = self.evaluate_on == "test" or self.validation_fraction > 0 or self.split == "file"
         require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", self.evaluate_on)
+        require(self.cache != "", "data.cache", "must be a folder, or null for the usual one", self.cache)
         self._augment = build_augmentation(self.augmentation)
         self._seed: int | None = None
 

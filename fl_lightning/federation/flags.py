@@ -20,8 +20,9 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "devices": 1,
 }
 MOST_DEVICES = 256
+MOST_NODES = 10_000
 _AT_LEAST = {
-    "accumulate_grad_batches": 1, "num_nodes": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,
+    "accumulate_grad_batches": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,
     "reload_dataloaders_every_n_epochs": 0, "check_val_every_n_epoch": 1, "num_sanity_val_steps": -1,
 }  # fmt: skip
 _SHARES = ("limit_train_batches", "overfit_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -49,8 +50,30 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     if isinstance(devices, int):
         allowed = f"must be from 1 to {MOST_DEVICES}, or -1 for all GPUs"
         require(devices == -1 or 1 <= devices <= MOST_DEVICES, "trainer.devices", allowed, devices)
+    nodes = flags.get("num_nodes", 1)
+    require(1 <= nodes <= MOST_NODES, "trainer.num_nodes", f"must be from 1 to {MOST_NODES}", nodes)
+    rule = "a fit validates nothing (federation.evaluate_every says when clients are evaluated): must be null"
+    interval = flags.get("val_check_interval")
+    require(interval in (None, 1), "trainer.val_check_interval", rule, interval)
     if flags.get("max_time") is not None:
         _check_time(flags["max_time"])
+
+
+def check_batches(flags: Mapping[str, Any], num_batches: int) -> None:
+    """Refuse a share of the mini-batches that leaves a client none.
+
+    Args:
+        flags: of the Trainer.
+        num_batches: of the client that has fewest.
+
+    Raises:
+        ConfigError: with the flag's key.
+    """
+    for name in ("limit_train_batches", "overfit_batches"):
+        share = flags.get(name)
+        if isinstance(share, float) and share > 0:
+            rule = f"leaves the smallest client none of its {num_batches} mini-batches; take more, or a whole number"
+            require(int(share * num_batches) >= 1, f"trainer.{name}", rule, share)
 
 
 def _check_share(key: str, value: Any, trains: bool) -> None:

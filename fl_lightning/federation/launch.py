@@ -197,7 +197,7 @@ def _in_time(team: Team) -> Iterator[None]:
             return
         late = f"not all of the {team.size} processes that were expected have met within {MEETING:.0f} s"
         advice = "see that each of them was started, and reaches the first one's machine"
-        print(f"fl-lightning: error: {late}; {advice}", file=sys.stderr, flush=True)
+        say(f"fl-lightning: error: {late}; {advice}")
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="meeting").start()
@@ -238,7 +238,7 @@ def launch(
         except StoppedAtOnce as stopped:
             return exit_code(stopped.number)
         except ProcessRaisedException as error:
-            print(error, file=sys.stderr)
+            say(str(error))
             who = f"worker {error.error_index} of {team.size} failed"
         except ProcessExitedException as error:
             if signals.first and error.error_index == 0 and error.exit_code == -signal.SIGINT:
@@ -302,11 +302,11 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
             time.sleep(
                 GRACE
             )  # the main process says the same, unless it is only this one's machine that lacks something
-        print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
+        say(f"fl-lightning: error: {error}")
         os._exit(2)
     except WorkerLost as error:
         time.sleep(GRACE)  # who started the processes knows which one
-        print(f"fl-lightning: error: {error}", file=sys.stderr, flush=True)
+        say(f"fl-lightning: error: {error}")
         os._exit(LOST)
 
 

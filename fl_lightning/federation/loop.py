@@ -100,7 +100,8 @@ class FederatedLoop:
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
         self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
-        self.ward = Ward(settings.on_client_error, self.workers, self.exchange, self.wire, settings.max_growth)
+        policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
+        self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
         newcomers, skips = bool(settings.newcomers.clients), settings.on_client_error == "skip"
         own, hostile = settings.record_privacy, self.runner.attackers.clients
@@ -176,6 +177,7 @@ class FederatedLoop:
         start = time.perf_counter()
         round = self.round + 1
         self.participants = self.calendar.participants(round)
+        self.ward.note_outgoing()
         self.exchange.open(round, self.participants)
         owners = self._share_out(round)
         self._call("on_round_start", round, self.participants)

@@ -16,6 +16,7 @@ from fl_lightning.core.coding import Coding, clipped, deviations
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.private_mean import CLIPPED, Clipped, PrivateMean
+from fl_lightning.core.private_steps import check_noise
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.accounting import Accountant, Mechanism, epsilon
 from fl_lightning.federation.calendar import Calendar
@@ -50,7 +51,7 @@ class ClipAndNoise(MessageFilter):
 
     Args:
         clip: C of the weights' update, > 0.
-        noise_multiplier: z, >= 0; 0 only clips, and ε is infinite.
+        noise_multiplier: z, 0 or from 0.001 to 1e6; 0 only clips, and ε is infinite.
         where: who adds the noise: ``server`` or ``client``.
         clip_artifacts: C of the artifacts together, > 0; null takes `clip`.
         delta: δ of the (ε, δ) in `metrics.csv`, in (0, 1); well below 1 over the number of clients.
@@ -75,8 +76,7 @@ class ClipAndNoise(MessageFilter):
         require(0 < clip < math.inf, f"{KEY}.clip", "must be > 0 and finite", clip)
         allowed = clip_artifacts is None or 0 < clip_artifacts < math.inf
         require(allowed, f"{KEY}.clip_artifacts", "must be > 0 and finite", clip_artifacts)
-        finite = 0 <= noise_multiplier < math.inf
-        require(finite, f"{KEY}.noise_multiplier", "must be >= 0 and finite", noise_multiplier)
+        check_noise(KEY, noise_multiplier)
         require(0 < delta < 1, f"{KEY}.delta", "must be in (0, 1)", delta)
         require_choices(KEY, where=(where, Where), accountant=(accountant, Accountant))
         self.norms = clip, clip if clip_artifacts is None else clip_artifacts

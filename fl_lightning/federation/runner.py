@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
-from fl_lightning.federation.flags import check_flags
+from fl_lightning.federation.flags import check_batches, check_flags
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
@@ -114,6 +115,8 @@ class Runner:
         self.trainer = make_trainer(flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(_COUNT_BATCHES & flags.keys())
+        fewest, size = min(client.num_train for client in data.clients), data.batch_size
+        check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
@@ -143,14 +146,24 @@ class Runner:
 
     def _new_module(self, architecture: int, fit_settings: FitSettings | None, client: int = -1) -> ClientModule:
         seed_global_streams(self.seed, "init", 0, client)
-        method = self.make_method(architecture)
-        method.facts = self.facts
-        module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
+        try:
+            method = self.make_method(architecture)
+            method.facts = self.facts
+            module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
+        except ConfigError:
+            raise
+        except (RuntimeError, MemoryError, OverflowError) as error:  # sizes that no tensor can have
+            raise ConfigError("method", f"cannot be made: {error}") from error
         if fit_settings is not None:
             _check_optimizer(module)
         if self.settings.channels_last and _has_convolution(module):
             module.to(memory_format=torch.channels_last)
         return module.use(self.trainer.precision_plugin).to(self.device)
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Names of the entries that are trained, of all architectures."""
+        return frozenset().union(*(checkups.parameters for checkups in self._checkups))
 
     def _autocast(self) -> AbstractContextManager[None]:
         return self.trainer.precision_plugin.forward_context()

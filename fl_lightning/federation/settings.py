@@ -16,6 +16,8 @@ from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.wire import WireFilter
 
+MOST_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class EvaluationPolicy:
@@ -153,7 +155,8 @@ class Federation:
         require(self.steps_per_bundle >= 1, "federation.steps_per_bundle", "must be >= 1", self.steps_per_bundle)
         counted = self.workers in (None, "auto") or (isinstance(self.workers, int) and self.workers >= 1)
         require(counted, "federation.workers", "must be auto or a number >= 1", self.workers)
-        require(self.threads is None or self.threads >= 1, "federation.threads", "must be >= 1", self.threads)
+        fits = self.threads is None or 1 <= self.threads <= MOST_THREADS
+        require(fits, "federation.threads", f"must be from 1 to {MOST_THREADS}", self.threads)
         require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
         allowed = f"must be < federation.rounds ({self.rounds})"

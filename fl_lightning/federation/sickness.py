@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from fl_lightning.core.checkup import Unsound, check_values, tensors_of
 from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.errors import shortened
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import Workers
 from fl_lightning.terminal import say
 
 OnClientError = Literal["stop", "skip"]
+LONGEST_REASON = 160
+"""Characters; round, client and the way to go on stand in the same line."""
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -39,20 +45,31 @@ class Ward:
         exchange: how messages travel.
         wire: what they pass on their way.
         growth: `federation.max_growth`.
+        parameters: names of the weights that are trained.
     """
 
-    def __init__(self, policy: OnClientError, workers: Workers, exchange: Exchange, wire: Wire, growth: float) -> None:
+    def __init__(
+        self,
+        policy: OnClientError,
+        workers: Workers,
+        exchange: Exchange,
+        wire: Wire,
+        growth: float,
+        parameters: Collection[str] = (),
+    ) -> None:
         self.policy = policy
         self.workers = workers
         self.exchange = exchange
         self.wire = wire
         self.growth = growth
+        self.trained = frozenset(f"weight {name}" for name in parameters)
         self.skipped: list[int] = []
         """The clients that were left out of the last round that was ended."""
         self.heard = NOTHING
         """What a server had sent them; what clients send to one another waits, and counts when it is heard."""
         self._errors: dict[int, RoundError] = {}
         self._sizes: dict[int, Size] = {}
+        self._before: dict[str, Tensor] = {}  # largest magnitudes of what the server sends in this round
 
     @property
     def ends_round(self) -> bool:
@@ -107,6 +124,15 @@ class Ward:
             )
         return left
 
+    def note_outgoing(self) -> None:
+        """Take down how large a server's weights are before a round, of which its own step is a part."""
+        self._before = {}
+        for _, message in () if self.exchange.between_clients else self.exchange.outgoing():
+            for name, tensor in tensors_of(message).items():
+                if name in self.trained and tensor.numel():
+                    most, known = tensor.detach().abs().max(), self._before.get(name)
+                    self._before[name] = most if known is None else torch.maximum(most, known)
+
     def check_outgoing(self, round: int) -> None:
         """Look at what the exchange will send after a round that was closed, before anything is made of it.
 
@@ -119,11 +145,12 @@ class Ward:
 
     def _broken(self, round: int) -> str | None:
         seen: set[int] = set()
+        trained = () if self.exchange.between_clients else self.trained  # clients' own steps were looked at
         for sender, message in self.exchange.outgoing():
             tensors = {name: tensor for name, tensor in tensors_of(message).items() if id(tensor) not in seen}
             seen |= set(map(id, tensors.values()))
             try:
-                check_values(tensors, {}, self.growth, ())
+                check_values(tensors, self._before, self.growth, trained)
             except Unsound as error:
                 return f"round {round}, {sender}: {error} in what it sends"
         return None
@@ -159,5 +186,5 @@ def at(round: int, client: int, step: str, kind: type[RoundError] = ClientError)
         if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             raise
         name = "" if isinstance(error, Unsound) else f"{type(error).__name__}: "
-        text = " ".join(f"{name}{error}".split())
+        text = shortened(f"{name}{error}", LONGEST_REASON)
         raise kind(f"round {round}, client {client}, {step}: {text}") from error

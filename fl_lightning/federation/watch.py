@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fl_lightning.federation.transport import Waiting, gather, together
+from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
 _HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
@@ -120,7 +120,7 @@ class Watch(threading.Thread):
 
     def _end(self, what: str, speaks: bool = True) -> None:
         if speaks:
-            print(f"\nfl-lightning: error: {what}; {self.advice}", file=sys.stderr, flush=True)
+            say(f"\nfl-lightning: error: {what}; {self.advice}")
         else:
             time.sleep(PERIOD)  # let the one that speaks do so first
         os._exit(LOST)

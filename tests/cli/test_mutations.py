@@ -106,6 +106,23 @@ def test_any_text_is_read_or_refused(text):
         load_yaml(text)
 
 
+CLASSES = (
+    "federation.aggregator", "federation.exchange", "federation.server_optimizer", "federation.wire", "data.shift",
+    "data.augmentation", "optimizer", "logger", "trainer.profiler", "federation.attack", "federation.record_privacy",
+)  # fmt: skip
+
+
+def test_null_of_an_option_is_null_of_a_file():
+    argv = ["--method", "FedAvg", "--model", "MLP", "--data.dataset", "Digits", "--data.partition", "IID"]
+    plain_one = CommandLine(argv)
+    named = CommandLine(
+        [*argv, "--federation.aggregator", "Krum", "--federation.aggregator.select", "2"]
+        + [word for key in CLASSES for word in (f"--{key}", "null")]
+    )
+    check_names(named)
+    assert resolve(named.tree, Trust()) == resolve(plain_one.tree, Trust())
+
+
 # --- through the command, as far as the first round ------------------------------------------------------------------
 
 NONSENSE = [
@@ -114,6 +131,8 @@ NONSENSE = [
     ("trainer.gradient_clip_algorithm", "banana"), ("trainer.limit_train_batches", 0), ("trainer.max_steps", 0),
     ("trainer.limit_train_batches", 0.0), ("trainer.limit_train_batches", 1.5), ("trainer.overfit_batches", -1),
     ("trainer.max_time", "00:00:00:00"), ("trainer.max_time", {"seconds": 0}), ("trainer.max_time", "soon"),
+    ("trainer.num_nodes", 2**62), ("trainer.val_check_interval", 100), ("optimizer.init_args.lr", 0),
+    ("optimizer.init_args.maximize", True), ("output", ""), ("output", "\udcff"),
     ("trainer.devices", 2**63), ("trainer.devices", 0), ("trainer.devices", 10**9), ("trainer.num_nodes", 0),
     ("optimizer.init_args.weight_decay", float("nan")), ("optimizer.init_args.lr", float("inf")),
     ("federation.checkpoint", None), ("federation.evaluate", 5), ("federation.newcomers.clients", None),

@@ -38,7 +38,7 @@ def test_sections_of_two_federations_are_their_own():
         ("workers", 0, "must be auto or a number >= 1"),
         ("workers", -2, "must be auto or a number >= 1"),
         ("workers", "two", "must be auto or a number >= 1"),
-        ("threads", 0, "must be >= 1"),
+        ("threads", 0, "must be from 1 to 1024"),
         ("worker_timeout", 4.9, "must be >= 5 seconds"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerAdam
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
@@ -18,6 +19,7 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.feddistill import FedDistill
 from fl_lightning.methods.feddw import FedDW
+from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.scaffold import SCAFFOLD
@@ -218,6 +220,28 @@ def test_server_that_makes_nan_ends_the_run_before_the_round_is_logged(policy, m
     ):
         loop.run()
     assert [row["round"] for row in loop.diary.rows] == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(lambda model: FedGH(model, server_lr=1e5), {}), (FedAvg, {"server_optimizer": ServerAdam(lr=1e5)})],
+    ids=["FedGH", "ServerAdam"],
+)
+def test_step_of_the_servers_own_that_explodes_without_a_nan_ends_the_run(kind, options, mlp, set_up_federation):
+    """The clients would go on at chance."""
+    with pytest.raises(ServerError, match=r"^round 1, the server: weight model\.\S+ holds \S+, above 10000 "):
+        set_up_federation(lambda: kind(mlp()), **options).run()
+
+
+def test_reason_is_short_enough_for_one_line(mlp, set_up_federation):
+    class Talks(FedAvg):
+        def receive(self, message, data):
+            raise RuntimeError("so it is\n" * 500)
+
+    with pytest.raises(ClientError) as caught:
+        set_up_federation(lambda: Talks(mlp())).run()
+    assert len(str(caught.value)) <= 200
+    assert "\n" not in str(caught.value)
 
 
 # --- skip -------------------------------------------------------------------------------------------------------------

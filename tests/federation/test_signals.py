@@ -1,5 +1,6 @@
 """How signals are counted; what they do to a run is in `tests/cli/test_signals.py`."""
 
+import io
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ from cli.processes import alive
 
 from fl_lightning.federation import signals, tether
 from fl_lightning.federation.signals import STOP_SIGNALS, StoppedAtOnce, StopSignals, exit_code, stop_at_once
+from fl_lightning.terminal import say
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; processes are found through /proc")
 
@@ -66,6 +68,23 @@ def test_hangup_stays_ignored_under_nohup(monkeypatch):
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_second_signal_in_the_first_ones_line_finds_that_line_whole(monkeypatch):
+    """An unbuffered stream (PYTHONUNBUFFERED): what is written is there before the call is over."""
+
+    class Stream(io.StringIO):
+        def write(self, text):
+            super().write(text)
+            if counted.count == 1:
+                signal.raise_signal(signal.SIGUSR1)
+
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with StopSignals(lambda number: say("stopping"), stop_at_once) as counted, pytest.raises(StoppedAtOnce):
+        signal.raise_signal(signal.SIGTERM)
+    say("stopped at once")
+    assert stream.getvalue() == "stopping\nstopped at once\n"
 
 
 def test_process_that_was_forked_in_between_just_ends():

@@ -1,0 +1,203 @@
+"""Every option of every class at its extremes: what is refused, what is taken, and what fails while it runs?
+
+    python benchmarks/extremes.py                         # all kinds, about an hour on one core
+    python benchmarks/extremes.py --only terms,filters --show
+
+Options are read off the constructors, so that a new class is tried by itself. A value that its type allows is built and
+runs one round; what is taken is printed with `--show`, for somebody to ask whether it makes sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mutations import LONGEST, SLOWEST, _Dumper, run, warm_up
+
+BASE: dict[str, Any] = {
+    "seed": 0,
+    "name": "run",
+    "output": "runs",
+    "method": {"class_path": "FedAvg", "init_args": {}},
+    "model": {"class_path": "MLP", "init_args": {"hidden": [16, 8]}},
+    "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}},
+    "data": {
+        "dataset": {"class_path": "Digits", "init_args": {}},
+        "partition": {"class_path": "IID", "init_args": {}},
+        "num_clients": 4,
+        "batch_size": 64,
+    },
+    "federation": {"rounds": 1},
+    "trainer": {"accelerator": "cpu"},
+}
+VALUES: tuple[Any, ...] = (
+    -1, 0, 1, -0.5, 0.5, 1.5, 1e-300, 1e308, -1e308, 10**5, 2**62, 2**63, -(2**63), math.nan, math.inf, -math.inf, None,
+    True, False, "", "abc", "nan", "1e-3", [], {}, [0], [-1], [1, 1], [2**62, 1], [0.5], [None], ["abc"], [[]],
+    {"a": 1}, {"class_path": "os.system"}, "../../x",
+)  # fmt: skip
+PLACES = {
+    "methods": "method",
+    "models": "model",
+    "partitions": "data.partition",
+    "shifts": "data.shift",
+    "exchanges": "federation.exchange",
+    "terms": "method.init_args.extra_terms.0",
+    "server_optimizers": "federation.server_optimizer",
+    "aggregators": "federation.aggregator",
+    "filters": "federation.wire.0",
+}
+"""Kind -> where a class of it stands. Data sets are files, which are tried by `mutations.py` and the tests."""
+LIBRARIES = {
+    "optimizers": (
+        "optimizer", "torch.optim", ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam", "ASGD", "Rprop"),
+    ),
+    "callbacks": (
+        "trainer.callbacks.0",
+        "lightning.pytorch.callbacks",
+        ("Timer", "EarlyStopping", "ModelCheckpoint", "GradientAccumulationScheduler", "StochasticWeightAveraging",
+         "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor", "LambdaCallback", "RichProgressBar"),
+    ),
+    "loggers": ("logger", "lightning.pytorch.loggers", ("CSVLogger", "TensorBoardLogger")),
+}  # fmt: skip
+NEEDS: dict[str, dict[str, Any]] = {
+    "CNN": {}, "FedDWCNN": {}, "FedProtoCNN": {}, "ResNet18": {}, "MobileNetV2": {}, "ShuffleNetV1": {},
+    "Shards": {"shards": 2}, "Dirichlet": {"beta": 0.5, "min_samples": 1}, "ClassesPerClient": {"classes": 5},
+    "Pathological": {"classes": 5}, "NWayKShot": {"n": 3, "k": 20, "stride": 20, "test_shots": 5},
+}  # fmt: skip
+
+
+def spots(kind: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Class, configuration that has it, dotted key of one of its options, and the option's annotation."""
+    import lightning as L
+
+    from fl_lightning import catalog
+    from fl_lightning.precheck import FILLED_IN, METHOD_SKIPS, MODEL_SKIPS, trainer_skips
+    from fl_lightning.trust import import_name
+
+    skips = {*FILLED_IN, *(MODEL_SKIPS if kind == "models" else ()), *(METHOD_SKIPS if kind == "methods" else ())}
+    if kind in catalog.GROUPS:
+        yield from ((kind, BASE, *each) for each in _below(import_name(catalog.GROUPS[kind]), kind, ()))
+    elif kind == "trainer":
+        yield from (("Trainer", BASE, *each) for each in _below(L.Trainer, kind, trainer_skips()))
+    elif kind == "top":
+        yield from ((kind, BASE, key, int) for key in ("seed", "name", "output"))
+    else:
+        key, names = (
+            PLACES.get(kind),
+            [(entry.name, entry.class_path) for entry in catalog.entries(kind)] if (kind in PLACES) else [],
+        )
+        if kind in LIBRARIES:
+            key, module, listed = LIBRARIES[kind]
+            names = [(name, f"{module}.{name}") for name in listed]
+        assert key is not None
+        for name, path in names:
+            given = {"class_path": path, "init_args": NEEDS.get(name, {})}
+            for option, hint in _below(import_name(path), f"{key}.init_args", skips):
+                yield name, put(BASE, key, given), option, hint
+
+
+def _below(cls: Any, key: str, skips: Any) -> Iterator[tuple[str, Any]]:
+    from fl_lightning.schema import dataclass_of, parameters
+
+    for name, parameter in parameters(cls).items():
+        if name in skips:
+            continue
+        yield f"{key}.{name}", parameter.hint
+        if section := dataclass_of(parameter.hint):
+            yield from _below(section, f"{key}.{name}", skips)
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """The configuration with a value at a dotted key; what lies above it is made."""
+    config = copy.deepcopy(config)
+    node: Any = config
+    *above, last = key.split(".")
+    for name, following in zip(above, [*above, last][1:], strict=True):
+        if isinstance(node, list):
+            node = node[int(name)]
+            continue
+        if not isinstance(node.get(name), (dict, list)):
+            node[name] = [{}] if following.isdigit() else {}
+        node = node[name]
+    node[int(last) if isinstance(node, list) else last] = value
+    return config
+
+
+def main() -> None:
+    """Try all and print what is wrong, or, with `--show`, what is taken."""
+    from fl_lightning.errors import ConfigError
+    from fl_lightning.parser import resolve
+    from fl_lightning.trust import Trust
+
+    parser = argparse.ArgumentParser()
+    kinds = [*PLACES, *LIBRARIES, "trainer", "federation", "data", "top"]
+    parser.add_argument("--only", default=",".join(kinds), help="kinds, with commas between them")
+    parser.add_argument("--match", default="", help="only options whose key or class holds this")
+    parser.add_argument("--check", action="store_true", help="go as far as the first round, and no further")
+    parser.add_argument("--show", action="store_true")
+    options = parser.parse_args()
+    warm_up()
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as place:
+        for kind in options.only.split(","):
+            for name, base, key, hint in list(spots(kind)):
+                if options.match in f"{name} {key}":
+                    with suppress(ConfigError):
+                        resolve(base, Trust())  # what is read off signatures is kept
+                    taken = [value for value in VALUES if _try(Path(place), name, base, key, value, options, found)]
+                    if options.show:
+                        print(f"{kind} {name} {key} [{hint}] takes {taken}", flush=True)
+    print(json.dumps(found))
+
+
+def _try(place: Path, name: str, base: dict[str, Any], key: str, value: Any, options: Any, found: Counter[str]) -> bool:
+    """Whether a value is taken; says what is wrong with the answer."""
+    from fl_lightning.errors import ConfigError
+    from fl_lightning.parser import resolve
+    from fl_lightning.reading import UnreadableError, load_yaml
+    from fl_lightning.trust import Trust
+
+    found["tried"] += 1
+    text = yaml.dump(put(base, key, value), Dumper=_Dumper, sort_keys=False)
+    with suppress(ConfigError, UnreadableError):
+        resolve(load_yaml(text), Trust())
+        folder = place / str(found["tried"])
+        folder.mkdir()
+        (folder / "exp.yaml").write_text(text)
+        argv = ["fit", "--config", "exp.yaml", "--quiet"]
+        code, err, seconds = run(argv, folder, not options.check, SLOWEST)
+        if code in (-9, -24) and not options.check:  # it trains for long, as it was told, or does not come to that
+            code, err, seconds = run(argv, folder, False, SLOWEST)
+        lines = err.splitlines()
+        wrong = [
+            word
+            for word, holds in (
+                ("traceback", "Traceback" in err or code not in (-9, -24, 0, 1, 2)),
+                ("hang", code in (-9, -24)),
+                ("long line", any(len(line) > LONGEST for line in lines)),
+                ("not one line", code == 2 and len(lines) != 1),
+                ("talks", code == 0 and bool(lines)),
+                ("sick", code == 1 and "Traceback" not in err),
+            )
+            if holds
+        ]
+        found.update([*wrong, "refused" if code == 2 else "taken" if code == 0 else "ended"])
+        if wrong:
+            last = lines[-1][:330] if lines else ""
+            print(f"{wrong} {name} {key}: {value!r}: {code}, {seconds:.1f} s: {last}", flush=True)
+        return code == 0
+    found["refused by type"] += 1
+    return False
+
+
+if __name__ == "__main__":
+    main()
