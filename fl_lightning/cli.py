@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
+from fl_lightning.files import WriteError
 from fl_lightning.parser import configured, one_line_parser, resolve
 from fl_lightning.resuming import continue_command, takes_folders_config, with_resumed_folder
 from fl_lightning.terminal import outlived, say
@@ -58,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(_dispatch(arguments))
         except ConfigError as error:
             refuse(str(error))
+        except WriteError as error:
+            refuse(f"output: {error}")
+        except OSError as error:
+            if error.filename is None:
+                raise
+            refuse(f"{error.filename}: {error.strerror or error}")
         except KeyboardInterrupt:  # before anything was there to be saved, or after all was
             sys.exit(exit_code(signal.SIGINT))
 
@@ -129,7 +136,6 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) 
 
     from fl_lightning.experiment import Experiment
     from fl_lightning.federation import launch
-    from fl_lightning.files import WriteError
 
     console = Console(quiet=quiet)
     experiment = Experiment(config)

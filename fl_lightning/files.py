@@ -9,11 +9,13 @@ signature.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 
 FORMAT = 1
 """Version of the seal."""
@@ -41,6 +43,30 @@ class WriteError(OSError):
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"cannot write {path}: {error.strerror or error}")
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: as the system says; and for a pipe or a device, on which one might wait for ever.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+    return path.read_bytes()
+
+
+def plain_json(content: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: if it is none, or one that is nested too deep.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 @contextmanager
@@ -146,6 +172,14 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+def holds(path: Path, text: str) -> bool:
+    """Whether a text file can be read and holds just that."""
+    try:
+        return content_of(path) == text.encode()
+    except OSError:
+        return False
+
+
 def append_text(path: Path, text: str, sync: bool = True) -> None:
     """Write at the end of a text file; what is appended may be cut short by a kill.
 
@@ -218,6 +252,7 @@ def verify(path: Path, key: str) -> None:
         ConfigError: as `load_tensors`.
     """
     try:
+        require(path.is_file() or not path.exists(), key, f"{path} is no file")
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - SEAL.size))
@@ -230,7 +265,7 @@ def verify(path: Path, key: str) -> None:
 
 def _read(path: Path, key: str) -> bytes:
     try:
-        return path.read_bytes()
+        return content_of(path)
     except FileNotFoundError:
         raise ConfigError(key, f"there is no file {path}") from None
     except OSError as error:
@@ -283,7 +318,7 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
         ConfigError: with `key`, if the file is missing, damaged or of an older version.
     """
     try:
-        content = json.loads(_read(path, key))
+        content = plain_json(_read(path, key))
     except ValueError as error:
         raise ConfigError(key, f"{path} is damaged: it is no JSON ({error})") from error
     if not isinstance(content, dict) or "checksum" not in content:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.errors import require
+from fl_lightning.files import content_of
 
 LOCK = ".lock"
 MARK = "a run of fl-lightning lies here\n"
@@ -32,7 +33,7 @@ def check_name(name: str) -> None:
 def is_marked(folder: Path) -> bool:
     """Whether this program made the folder for a run."""
     try:
-        return (folder / LOCK).read_text() == MARK
+        return content_of(folder / LOCK) == MARK.encode()
     except (OSError, ValueError):
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,6 +72,9 @@ class RunFolder:
             raise ConfigError("output", f"{where[:120]} cannot be used: {_said(error)}") from error
         require(not (overwrite and resume), "--overwrite", "cannot be given together with --resume")
         other = "choose another --output or --name"
+        blocked = self._in_the_way()
+        odd = "it is a folder" if blocked is not None and blocked.is_dir() else "it is no folder"
+        require(blocked is None, "output", f"cannot write {blocked}: {odd}")
         if not holds_run(self.path):
             foreign = occupied and not is_marked(self.path)
             why = "has no mark of fl-lightning's, so nothing in it is deleted" if overwrite else "is no run's folder"
@@ -85,8 +89,15 @@ class RunFolder:
             raise ConfigError("output", f"{where} holds a run; continue it with --resume auto, or say --overwrite")
         self._check_identity(own)
         path = self.checkpoints.find(resume)
-        inside = path is None or self.checkpoints.folder.resolve() == path.resolve().parent
+        inside = path is None or os.path.realpath(self.checkpoints.folder) == os.path.dirname(os.path.realpath(path))
         require(inside, "--resume", f"{path} belongs to another run than {where}; give its --output and --name")
+
+    def _in_the_way(self) -> Path | None:
+        """A folder where the run has a file, or something else where it has a folder; None if there is none."""
+        own = [self.path / name for name in _OWN if "*" not in name]
+        files = next((path for path in own if path.is_dir()), None)
+        folders = [self.path / name for name in _OWN_FOLDERS if "*" not in name]
+        return files or next((path for path in folders if os.path.lexists(path) and not path.is_dir()), None)
 
     def _check_identity(self, own: Mapping[str, Any]) -> None:
         try:

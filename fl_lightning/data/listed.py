@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
-from abc import abstractmethod
+import io
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import numpy as np
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import content_of, plain_json
 
 PARTS = ("train", "validation", "test")
 Listed = tuple[Any, Any, Any]
 """A client's indices for training, validation and test."""
 
 
-class ListedPartition(Partition):
+class ListedPartition(Partition, ABC):
     """A partition that can say each client's training, validation and test samples (split ``file``)."""
 
     @abstractmethod
@@ -97,11 +97,11 @@ class FromFile(ListedPartition):
             return _of_fl_bench(read_pickle(path, f"{KEY}.path"))
         try:
             if path.suffix == ".npz":
-                with np.load(path, allow_pickle=False) as file:
+                with np.load(io.BytesIO(content_of(path)), allow_pickle=False) as file:
                     return _nested({name: file[name] for name in file.files})
-            return json.loads(path.read_text())
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            said = " ".join(str(error).split())[:120]
+            return plain_json(content_of(path))
+        except Exception as error:  # a damaged archive raises a dozen types
+            said = " ".join(str(error).split())[:120] or type(error).__name__
             raise ConfigError(f"{KEY}.path", f"{self.path} is no JSON or npz file of indices ({said})") from error
 
 

@@ -55,7 +55,7 @@ def as_labels(y: Any, name: str) -> tuple[Tensor, tuple[str, ...]]:
     Raises:
         ConfigError: for anything that is no list of names or whole numbers.
     """
-    array = y.numpy() if isinstance(y, Tensor) else np.asarray(y)
+    array = y.numpy() if isinstance(y, Tensor) else _as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
@@ -67,9 +67,17 @@ def as_labels(y: Any, name: str) -> tuple[Tensor, tuple[str, ...]]:
 
 def as_groups(groups: Any, name: str) -> Tensor:
     """Users or sites [N] as numbers from 0 on, by sorted names."""
-    array = groups.numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    array = groups.numpy() if isinstance(groups, Tensor) else _as_array(groups)
     require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
     return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """An array of a type; of objects where lists of several lengths are in each other."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(values, dtype=object)
 
 
 def arrays_of(

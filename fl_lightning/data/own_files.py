@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import Scaling, arrays_of, as_groups, as_inputs, as_labels, require_scaling
 from fl_lightning.data.pickles import read_pickled_npz
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import content_of, plain_json
 
 
 class ArrayFile(Dataset):
@@ -270,9 +270,10 @@ class LEAF(Dataset):
             num_train = num_train or len(y)
         require(bool(y), f"{KEY}.root", "holds no sample", self.root)
         try:
-            inputs = np.array(x, dtype=np.float32)
+            with np.errstate(over="raise"):
+                inputs = np.array(x, dtype=np.float32)
             inputs = inputs if self.shape is None else inputs.reshape(len(y), *self.shape)
-        except ValueError as error:
+        except (ValueError, TypeError, ArithmeticError) as error:
             rule = f"samples must be lists of equally many numbers, of the shape {self.shape}; texts are for TextFile"
             raise ConfigError(f"{KEY}.shape", rule) from error
         labels, classes = as_labels(y, "LEAF")
@@ -288,7 +289,7 @@ class LEAF(Dataset):
         require(bool(files) or part == "test", f"{KEY}.root", "must hold train/*.json, as LEAF writes them", self.root)
         for path in files:
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = plain_json(content_of(path))
                 for user in content["users"]:
                     data = content["user_data"][user]
                     if len(data["x"]) != len(data["y"]):

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import content_of
 
 _ALLOWED = {
     ("numpy", "ndarray"),
@@ -41,8 +42,7 @@ def read_pickle(path: Path, key: str) -> Any:
         ConfigError: with `key`, if the file is missing or damaged, or names anything else.
     """
     try:
-        with path.open("rb") as file:
-            return _ArraysOnly(file).load()
+        return _ArraysOnly(io.BytesIO(content_of(path))).load()
     except Exception as error:  # a damaged pickle raises a dozen types
         raise _damaged(path, key, error) from error
 
@@ -59,7 +59,7 @@ def read_pickled_npz(path: Path, name: str, key: str) -> Any:
         ConfigError: with `key`, if the file is missing or damaged, or names anything but arrays.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(content_of(path))) as archive:
             return _member(io.BytesIO(archive.read(f"{name}.npy")))
     except Exception as error:
         raise _damaged(path, key, error) from error

@@ -34,7 +34,10 @@ def checked_shares(made: Any, num_samples: int, num_clients: int, key: str, make
 
 
 def _checked(part: Any, num_samples: int, who: str) -> np.ndarray:
-    indices = np.asarray(part)
+    try:
+        indices = np.asarray(part)
+    except ValueError:  # lists of several lengths are in each other
+        indices = np.asarray(part, dtype=object)
     if indices.size == 0:
         return np.empty(0, dtype=np.int64)
     key, _, who = who.partition(": ")

@@ -154,7 +154,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             **({} if loop.records is None else {"record_privacy": loop.records.summary()}),
         }
         self.tables.sync()
-        write_json(self.folder / "summary.json", summary, indent=2)
+        tables = self.tables.sums  # by which a table's cell is found to be what the run wrote
+        write_json(self.folder / "summary.json", {**summary, "tables": tables}, indent=2)
         return summary
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import append_text, sync_file, write_text
+from fl_lightning.files import append_text, content_of, holds, sync_file, write_text
 from fl_lightning.report.record import MetricsFile
 
 JOURNAL = "journal.txt"
@@ -60,10 +61,12 @@ class Journal:
 
     def read(self, up_to: int) -> list[Texts]:
         """The whole records of round 0, 1, … `up_to`; they end before the first one that is missing or damaged."""
-        if not self.path.is_file():
+        try:
+            lines = content_of(self.path).splitlines(keepends=True)
+        except OSError:
             return []
         found: list[Texts] = []
-        for line in self.path.read_bytes().splitlines(keepends=True):
+        for line in lines:
             texts = _record(line, len(found))
             if texts is None or len(found) > up_to:
                 break
@@ -73,7 +76,7 @@ class Journal:
     def rewrite(self, records: Sequence[Texts]) -> None:
         """Make the file hold these records, atomically; leave it alone where it does already."""
         whole = "".join(_line(round, texts) for round, texts in enumerate(records))
-        if not self.path.is_file() or self.path.read_bytes() != whole.encode():
+        if not holds(self.path, whole):
             write_text(self.path, whole)
 
     def append(self, round: int, texts: Texts) -> None:
@@ -176,6 +179,11 @@ class RunTables:
         """Each table's sum; the journal is safe then, so that a checkpoint may count on it."""
         if self.journal is not None:
             self.journal.sync()
+        return self.sums
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Each table's sum, by name."""
         return {name: own.value for name, own in self._sums.items()}
 
 
@@ -205,14 +213,27 @@ def recover(journal: Journal, folder: Path, round: int, saved: Mapping[str, Any]
     return _by_round(tables, round), f"{problem}; it is made again from {', '.join(tables)}"
 
 
+def altered(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """The tables of a run that are not what it wrote, by what its ``summary.json`` says of them.
+
+    Args:
+        folder: the run's.
+        summary: its summary; of an older version's, which says nothing of tables, none are known.
+    """
+    tables = summary.get("tables")
+    if not isinstance(tables, Mapping):
+        return []
+    return [name for name, crc in tables.items() if not _cut(folder / name, math.inf, crc)]
+
+
 def _sum(records: Sequence[Texts], name: str) -> int:
     return Sum(records[0].get(name, "")).add("".join(texts.get(name, "") for texts in records[1:])).value
 
 
-def _cut(path: Path, round: int, crc: int) -> list[str]:
+def _cut(path: Path, round: float, crc: int) -> list[str]:
     """The lines of a table, header first, up to a round; none if they are not those that were written."""
     try:
-        header, *lines = path.read_bytes().decode().splitlines(keepends=True)
+        header, *lines = content_of(path).decode().splitlines(keepends=True)
         lines = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= round]
     except (OSError, ValueError):
         return []

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.files import append_text, write_text
+from fl_lightning.files import append_text, content_of, holds, write_text
 
 Row = dict[str, Any]
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
@@ -30,7 +30,7 @@ class MetricsFile:
     def start(self, text: str = "") -> None:
         """Make the file hold its header and these lines, atomically; leave it alone where it does already."""
         whole = self.lines([dict(zip(self.columns, self.columns, strict=True))]) + text
-        if not self.path.is_file() or self.path.read_bytes() != whole.encode():
+        if not holds(self.path, whole):
             write_text(self.path, whole)
 
     def append(self, text: str, sync: bool = True) -> None:
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[Row]:
     """Read a CSV file of numbers; a cell that is empty or no number becomes None, a row cut short is left out."""
     if not path.is_file():
         return []
-    text = path.read_bytes().decode(errors="replace").replace("\0", "\ufffd")
+    text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
     rows = [line.split(",") for line in text.split("\n")[:-1]]  # what follows the last line break was cut short
     columns = [name.rstrip("\r") for name in rows[0]] if rows else []
     return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import require
+from fl_lightning.files import content_of, plain_json
 from fl_lightning.identity import identity
 from fl_lightning.report.record import Row, read_rows
 
@@ -108,8 +108,8 @@ def class_name(node: Any) -> str:
 def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A YAML or JSON file that holds a mapping; else empty, and a note says why."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_FAST_LOADER)
+        text = content_of(path).decode()
+        content = plain_json(text) if path.suffix == ".json" else yaml.load(text, Loader=_FAST_LOADER)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import secrets
 import shutil
 import sys
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 
 from fl_lightning.errors import require
-from fl_lightning.files import write_text
+from fl_lightning.files import content_of, plain_json, write_text
 from fl_lightning.report import wandb_access, wandb_media
 from fl_lightning.report.record import summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
@@ -296,9 +297,10 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         """Find out which rounds W&B has: somebody else may have logged, too, so its steps need not be rounds."""
         if self.is_offline:
             rows = [row for path in earlier for row in read_history(path)]
-            self._past_step = max((row["_step"] for row in rows), default=0)
+            self._past_step = max((step for row in rows if isinstance(step := row.get("_step"), int)), default=0)
             # Only a round's own row has its seconds.
-            self._logged = max((row["round"] for row in rows if {"round", "seconds"} <= row.keys()), default=0)
+            rounds = [row["round"] for row in rows if {"round", "seconds"} <= row.keys()]
+            self._logged = max((round for round in rounds if isinstance(round, int)), default=0)
             return
         run = self._experiment
         self._logged = max(0, run.starting_step - 1)
@@ -363,7 +365,7 @@ def _by_round(rows: Sequence[Row]) -> dict[int, list[Row]]:
 def _kept_id(folder: Path) -> str | None:
     """The id that an earlier process of the run kept."""
     try:
-        kept = json.loads((folder / STATE_FILE).read_text())["id"]
+        kept = plain_json(content_of(folder / STATE_FILE))["id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return kept if isinstance(kept, str) and kept else None
+    return kept if isinstance(kept, str) and re.fullmatch(r"[\w-]{1,64}", kept) else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from fl_lightning.files import content_of, plain_json
 
 HEADER = 7  # bytes before the first block
 BLOCK = 32 * 1024
@@ -38,22 +40,27 @@ def raw_records(log: bytes) -> Iterator[bytes]:
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """The records of a file as W&B's own protobuf messages."""
+    """The records of a file as W&B's own protobuf messages; damaged ones are left out."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for data in raw_records(path.read_bytes()):
+    for data in raw_records(content_of(path)):
         record = Record()
-        record.ParseFromString(data)
+        try:
+            record.ParseFromString(data)
+        except Exception:  # protobuf's, a package without types
+            continue
         yield record
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
     """What was logged, step by step, with W&B's ``_step``; a nested value's key is joined with dots."""
-    return [
-        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in read_records(path)
-        if record.WhichOneof("record_type") == "history"
-    ]
+    found = []
+    for record in read_records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            with suppress(ValueError):  # a damaged one
+                found.append({name: plain_json(text) for name, text in items.items()})
+    return found
 
 
 def run_files(folder: Path, run_id: str) -> list[Path]:

@@ -12,9 +12,11 @@ from typing import Any
 
 from fl_lightning.configuration import Config, identity, short_name
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.files import read_json
 from fl_lightning.parser import configured
+from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.record import read_rows
+from fl_lightning.report.recorded_run import rows_of
 from fl_lightning.table.definition import Column, Definition, Row
 from fl_lightning.table.overlays import Overlay
 
@@ -91,21 +93,21 @@ class Cell:
 
     def rows(self) -> list[Record]:
         """The rounds that are done."""
-        return read_rows(self.folder / "metrics.csv")
+        return rows_of(self.folder / "metrics.csv")
 
     def summary(self) -> Mapping[str, Any]:
         """What the run says of itself; empty before its end."""
         try:
-            found = json.loads((self.folder / "summary.json").read_text())
-        except (OSError, ValueError):
+            return read_json(self.folder / "summary.json", "table")
+        except ConfigError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done."""
+        """Whether all rounds are done and its tables are what it wrote; a damaged one is gone on with, and mended."""
         summary = self.summary()
-        return bool(summary.get("finished")) and summary.get("rounds", 0) >= self.rounds
+        done = bool(summary.get("finished")) and summary.get("rounds", 0) >= self.rounds
+        return done and not altered(self.folder, summary)
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:

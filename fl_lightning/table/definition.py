@@ -146,7 +146,7 @@ class _Reader:
         require(type(scale) in (int, float), "scale", "must be a number", scale)
         return Definition(
             path,
-            str(content.get("name") or f"{path.resolve().parents[1].name}-{path.stem}"),
+            str(content.get("name") or f"{path.resolve().parent.parent.name}-{path.stem}"),
             str(content.get("title") or path.stem),
             str(content.get("source") or ""),
             " ".join(str(content.get("note") or "").split()),

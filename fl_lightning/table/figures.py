@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.record import read_rows
+from fl_lightning.report.recorded_run import rows_of
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition, Published
 from fl_lightning.table.quantity import Figure, best_round, is_number, moments
@@ -134,7 +134,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     else:
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
-    for row in read_rows(run.folder / "clients.csv"):
+    for row in rows_of(run.folder / "clients.csv"):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
             found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
     return {client: float(np.mean(own)) for client, own in found.items()}

@@ -60,7 +60,7 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     named = isinstance(files, list) and all(isinstance(file, str) for file in files)
     require(named, f"{key}.files", "must be a list of YAML files", files)
     require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
-    own = [(beside.parent / file).resolve() for file in files]
+    own = [Path(os.path.abspath(beside.parent / file)) for file in files]
     paths = tuple(path if path.is_file() else path_of(Path(file)) for file, path in zip(files, own, strict=True))
     for file, found in zip(files, paths, strict=True):
         require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import content_of
 from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import write_page
 from fl_lightning.report.recorded_run import read_run, rows_of
@@ -58,14 +59,15 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         ConfigError: if it holds no table.
     """
     try:
-        lines = (folder / "table.csv").read_text(encoding="utf-8").splitlines()
-        first = (folder / "table.md").read_text(encoding="utf-8").partition("\n")[0]
-    except (OSError, ValueError) as error:
-        raise ConfigError("report", "there is no table in that folder", str(folder)) from error
-    table = _published(lines, first.removeprefix("# ") or folder.name, [])
+        lines = _lines(folder / "table.csv")
+        first = _lines(folder / "table.md")[0]
+        file = folder / CELLS
+        cells = list(csv.DictReader(_lines(file))) if file.is_file() else []
+        table = _published(lines, first.removeprefix("# ") or folder.name, [])
+    except (OSError, UnicodeDecodeError, csv.Error, IndexError) as error:
+        said = f"there is no whole table in {folder} ({getattr(error, 'strerror', None) or error})"
+        raise ConfigError("report", said) from error
     members, missing = [], []
-    file = folder / CELLS
-    cells = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines())) if file.is_file() else []
     notes = [] if cells else [f"{folder} does not say which runs its cells are; run the table again for the curves"]
     for cell in cells:
         if not all(isinstance(cell.get(name), str) for name in ("row", "column", "folder")):
@@ -79,6 +81,10 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
     if missing:
         notes.append(f"{len(missing)} of {len(cells)} runs have no round yet: {', '.join(missing[:5])}")
     return table, members, notes
+
+
+def _lines(file: Path) -> list[str]:
+    return content_of(file).decode().replace("\0", "\ufffd").splitlines()
 
 
 def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> PublishedTable:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import require
+from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
@@ -106,11 +106,7 @@ def read_search(path: Path) -> Search:
         ConfigError: naming the key that is wrong, and what is allowed.
     """
     path = path_of(path)
-    require(path.is_file(), "tune", "there is no such file", str(path))
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError("tune", f"{path} is not YAML: {error}") from error
+    content = read_yaml(path, "tune")
     known_keys(content, _KEYS, "", "tune")
     seeds = content.get("seeds", [0])
     whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)

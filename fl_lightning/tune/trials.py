@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import make_folder
 from fl_lightning.table.cells import Cell
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
@@ -89,8 +91,20 @@ class Optuna(Sampler):
         self._optuna = optuna
         self._left = search.trials
         self._space = {key: self._distribution(own) for key, own in contender.space.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        backend = optuna.storages.journal.JournalFileBackend(str(folder / f"{contender.name}.journal"))
+        make_folder(folder)
+        path = folder / f"{contender.name}.journal"
+        try:
+            self._open(path, search, contender)
+        except Exception as error:  # a damaged journal raises a dozen types
+            said = " ".join(f"{type(error).__name__} {error}".split())[:90]
+            rule = f"{path} cannot be gone on with ({said}); move it away to begin anew, finished runs are kept"
+            raise ConfigError("search", rule) from error
+
+    def _open(self, path: Path, search: Search, contender: Contender) -> None:
+        """Take up what a journal says, or begin one."""
+        optuna = self._optuna
+        require(path.is_file() or not os.path.lexists(path), "search", f"{path} is no file")
+        backend = optuna.storages.journal.JournalFileBackend(str(path))
         self._study = optuna.create_study(
             study_name=contender.name,
             storage=optuna.storages.JournalStorage(backend),
@@ -102,6 +116,10 @@ class Optuna(Sampler):
         self._known = [
             trial for trial in self._study.get_trials(deepcopy=False) if trial.state in (state.COMPLETE, state.PRUNED)
         ]
+        for trial in self._known:
+            whole = trial.params.keys() == self._space.keys()
+            require(whole, "search", f"trial {trial.number} chose {', '.join(trial.params) or 'nothing'}")
+            self._point(trial.params)
         for trial in self._study.get_trials(deepcopy=False, states=(state.RUNNING,)):
             self._study.tell(trial.number, state=state.FAIL)
             self._study.enqueue_trial(trial.params, skip_if_exists=False)
