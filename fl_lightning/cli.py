@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning import __version__
 from fl_lightning.errors import ConfigError, refuse, require, suggest
@@ -42,6 +42,13 @@ COMMANDS = {
 }
 
 TRUST = "a package of your own that the run's configuration may import; may be given several times"
+
+
+class Loudness(NamedTuple):
+    """How much `fit` prints."""
+
+    quiet: bool = False
+    verbose: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,20 +107,22 @@ def _fit(argv: list[str]) -> int:
         trust={"metavar": "PACKAGE", "action": "append", "default": [], "help": TRUST},
         resume={"help": "continue: auto (the newest whole checkpoint), a run's folder, or a checkpoint"},
         overwrite={"action": "store_true", "help": "replace the run that the output folder holds"},
-        quiet={"action": "store_true", "help": "print neither progress nor tables"},
+        quiet={"short": "-q", "action": "store_true", "help": "print neither progress nor tables"},
+        verbose={"short": "-v", "action": "store_true", "help": "print what runs where, and a line for every client"},
     )
+    require(not (options.quiet and options.verbose), "--quiet", "cannot be given together with --verbose")
     with options.given.speaking():
-        return _start(config, options.resume, options.overwrite, options.quiet)
+        return _start(config, options.resume, options.overwrite, Loudness(options.quiet, options.verbose))
 
 
-def _start(config: Config, resume: str | None, overwrite: bool, quiet: bool) -> int:
+def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudness) -> int:
     """Run a federation in this process, or in as many as it asks for."""
     import torch
 
     from fl_lightning.experiment import Experiment
     from fl_lightning.federation import launch
 
-    arguments = config, resume, overwrite, quiet
+    arguments = config, resume, overwrite, loudness
     experiment = Experiment(config)
     team = experiment.team()
     if team.size == 1:
@@ -130,27 +139,28 @@ def _start(config: Config, resume: str | None, overwrite: bool, quiet: bool) -> 
     return launch.launch(_fit_here, team, *arguments, advice=advice)
 
 
-def _fit_here(config: Config, resume: str | None, overwrite: bool, quiet: bool) -> int:
+def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Loudness) -> int:
     """Run a federation in this process, which may be one of several."""
     from rich.console import Console
 
     from fl_lightning.experiment import Experiment
     from fl_lightning.federation import launch
 
-    console = Console(quiet=quiet)
+    console = Console(quiet=loudness.quiet)
     experiment = Experiment(config)
     try:
-        return _fit_and_show(experiment, resume, overwrite, console)
+        return _fit_and_show(experiment, resume, overwrite, console, loudness.verbose)
     except WriteError as error:
         say(f"fl-lightning: error: {error}; {' '.join(experiment.advice.split())}")
         return launch.end_all()
 
 
-def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console) -> int:
+def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console, verbose: bool) -> int:
+    from fl_lightning.federation.loggers import places
     from fl_lightning.federation.sickness import RoundError
     from fl_lightning.report.console import RoundProgress, print_summary
 
-    with RoundProgress(console) as progress:
+    with RoundProgress(console, verbose=verbose) as progress:
         try:
             summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
         except StoppedAtOnce as stopped:
@@ -174,7 +184,7 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
         console.print(f"stopped after round {done}{saved}", soft_wrap=True)
         return code
     draw_run(experiment.folder, experiment.data, summary)
-    print_summary(summary, console)
+    print_summary(summary, console, places(experiment.recorder.loggers))
     return 0
 
 

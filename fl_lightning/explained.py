@@ -48,7 +48,7 @@ def explain(command: str, description: str, words: Sequence[str], own: Mapping[s
         command: the subcommand.
         description: what it does.
         words: the word that asks for help, and what follows it.
-        own: the command's own options, as `add_argument` takes them.
+        own: the command's own options, as `add_own` takes them.
     """
     option, equals, name = words[0].partition("=")
     name = name if equals else next(iter(words[1:]), "")
@@ -61,6 +61,12 @@ def explain(command: str, description: str, words: Sequence[str], own: Mapping[s
         except ConfigError as error:
             refuse(f"help: {error}")
     sys.exit(0)
+
+
+def add_own(parser: Any, name: str, option: Mapping[str, Any]) -> None:
+    """Add an option of a command's own to a parser, under its ``short`` name, too, if it has one."""
+    rest = {key: value for key, value in option.items() if key != "short"}
+    parser.add_argument(*filter(None, [option.get("short"), f"--{name}"]), **rest)
 
 
 def _read(path: str) -> Any:
@@ -88,7 +94,7 @@ def help_parser(command: str, description: str, own: Mapping[str, Mapping[str, A
     for name in ("config", "print_config"):
         general.add_argument(f"--{name}", help=_escaped(HELP[name]), **_valued(name == "config"))
     for name, option in own.items():
-        general.add_argument(f"--{name}", **{**option, "help": _escaped(option.get("help", ""))})
+        add_own(general, name, {**option, "help": _escaped(option.get("help", ""))})
     run = parser.add_argument_group("the run")
     for name in ("seed", "name", "output", *_ROOTS):
         run.add_argument(f"--{name}", metavar=name.upper(), help=_escaped(_with_names(name)))

@@ -15,6 +15,7 @@ import yaml
 from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
+from fl_lightning.explained import add_own, explain
 from fl_lightning.precheck import METHOD_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.wandb_name import CLASS_PATH, takes_place_of
@@ -58,20 +59,18 @@ def configured(
         argv: the command line after it.
         imports_own: whether it may name classes of any of the user's modules, not only of those in the option `trust`.
         runs: whether the command runs it, so that it must name a method and a model.
-        own: the command's own options, as `add_argument` takes them.
+        own: the command's own options, as `add_own` takes them.
 
     Returns:
         The command's own options, `given` beside them for what the command line says; and the resolved configuration.
     """
     for index, word in enumerate(argv):
         if word in ("-h", "--help") or (word.startswith("--") and word.partition("=")[0].endswith(".help")):
-            from fl_lightning.explained import explain
-
             explain(command, description, argv[index:], own)
     given = CommandLine(argv, f"FL_LIGHTNING_{command.upper()}__")
     parser = one_line_parser(command, usage=argparse.SUPPRESS)
     for name, option in own.items():
-        parser.add_argument(f"--{name}", **option)
+        add_own(parser, name, option)
     parser.add_argument("--print_config", action="store_true")
     check_options(given.words, ["config", "print_config", *SECTIONS, *own])
     check_names(given)

@@ -357,7 +357,7 @@ def _none(value: Any, key: str, doc: str) -> None:
 def _text(value: Any, key: str, doc: str) -> str:
     if not isinstance(value, (str, Path)):
         raise MismatchError(key, value, "str")
-    return text(str(value), key)
+    return text(str(value.value if isinstance(value, Enum) else value), key)
 
 
 _SCALARS: dict[Any, Callable[[Any, str, str], Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,3 +115,8 @@ def version_of(logger: Logger) -> Any:
     except Exception:  # somebody else's code, which is asked again when it matters
         return None
     return version if isinstance(version, (int, str)) else None
+
+
+def places(loggers: Iterable[Logger]) -> list[tuple[str, str]]:
+    """Where they have put the run: what to call it, and an address or a command."""
+    return [place for logger in loggers if isinstance(logger, RunLogger) for place in logger.places()]

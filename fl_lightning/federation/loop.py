@@ -33,7 +33,7 @@ from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ServerError, Ward, at, heard
 from fl_lightning.federation.trainers import report_profile
 from fl_lightning.federation.transport import Waiting
-from fl_lightning.federation.watch import watched
+from fl_lightning.federation.watch import Watch, watched
 from fl_lightning.federation.wire import Wire
 from fl_lightning.federation.workers import MAIN, Workers, shared_exchange
 
@@ -53,6 +53,7 @@ class FederatedLoop:
         self.callbacks = list(settings.callbacks or ())
         self.round = 0
         self.agreement = Agreement()
+        self.watch: Watch | None = None
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
     # --- setting up -------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class FederatedLoop:
         more = "needs that many processes: start them with `federation.launch.launch`, torchrun or the command line"
         wanted = self.settings.workers
         require(wanted in (None, "auto", self.workers.size), "federation.workers", more, wanted)
-        with watched(self.settings.worker_timeout, self.advice):
+        with watched(self.settings.worker_timeout, self.advice) as self.watch:
             self._call("on_run_start")
             self.agreement.note_save()
             self.agreement.settle(self.workers)
@@ -187,6 +188,8 @@ class FederatedLoop:
             if not self.ward.ends_round:
                 with self.ward.care(client):
                     reports.append(self._take_part(round, client))
+                    if self.watch is not None:
+                        self.watch.note(round, len(reports))
                     self._call("on_client_fit_end", reports[-1])
         self.participants = self.ward.leave_out(round, self.participants)
         for report in reports if self.ward.skipped else ():  # there may be fewer to send to

@@ -51,6 +51,8 @@ class Watch(threading.Thread):
         self._time = 0.0  # seconds that this process has run; one that is suspended does not tick
         self._looked = self._time
         self._who: list[dict[str, Any]] = []
+        self._done = (0, 0)
+        self._told: dict[int, tuple[int, int]] = {}
         me = {"pid": os.getpid(), "host": socket.gethostname()}
         self.store.set(f"who/{self.rank}", json.dumps(me))
         self._say()
@@ -63,6 +65,15 @@ class Watch(threading.Thread):
             yield
         finally:
             self._waiting -= 1
+
+    def note(self, round: int, done: int) -> None:
+        """Say with the next sign of life how many clients of a round this process is done with."""
+        self._done = (round, done)
+
+    def others_done(self, round: int) -> int:
+        """How many clients of a round the other processes are done with, as they last said."""
+        told = dict(self._told)
+        return sum(done for rank, (of, done) in told.items() if rank != self.rank and of == round)
 
     def stop(self) -> None:
         """Look no more."""
@@ -87,6 +98,8 @@ class Watch(threading.Thread):
             self._say()
             beats = [self.store.get(f"beat/{rank}") for rank in range(self.size)]
             self._looked = now = self._time
+            said = [tuple(map(int, beat.split())) for beat in beats]
+            self._told = {rank: (round, done) for rank, (_, round, done) in enumerate(said)}
             for rank, beat in enumerate(beats):
                 if heard.get(rank) != beat:
                     heard[rank], since[rank] = beat, now
@@ -104,7 +117,8 @@ class Watch(threading.Thread):
         computed = time.clock_gettime(self.clock) if self.clock is not None else time.monotonic()
         if self._waiting or computed > self._computed:
             self._beat += 1
-            self.store.set(f"beat/{self.rank}", str(self._beat))
+            round, done = self._done
+            self.store.set(f"beat/{self.rank}", f"{self._beat} {round} {done}")
         self._computed = computed
 
     def _lose(self, rank: int) -> None:
@@ -127,17 +141,17 @@ class Watch(threading.Thread):
 
 
 @contextmanager
-def watched(limit: float, advice: str) -> Iterator[None]:
+def watched(limit: float, advice: str) -> Iterator[Watch | None]:
     """Watch the other processes for the length of a run, where there are any; all leave it together."""
     if not (dist.is_available() and dist.is_initialized()):
-        yield
+        yield None
         return
     with together():
         watch = Watch(limit, advice)
     Waiting.context = watch.waiting
     watch.start()
     try:
-        yield
+        yield watch
         gather(None)
     finally:
         Waiting.context = nullcontext

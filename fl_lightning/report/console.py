@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -20,10 +21,14 @@ HEADLINES = ("Local-T", "Local-T_received", "Global-T", "Global-T_received", "Se
 """Accuracies of the table at a run's end, in its order; named inferences follow the headline that they belong to."""
 SPREADS = ("_std", "_min", "_worst10", "_weighted", "_newcomers")
 PLAIN_WIDTH = 100
+WIDE, WIDEST = 78, 92
+"""Characters that all columns of the accuracies, and of what was communicated, need."""
+BAR = 20  # characters
+LONG = 15.0  # seconds of a first round of which nothing was seen
 
 
 class RoundProgress:
-    """Shows a running federation: live bars on a terminal, one line a round anywhere else.
+    """Shows a running federation: on a terminal the present round as a live line, anywhere else one line a round.
 
     Has the hooks of a federation callback. Use it as a context manager around the run (or call `close`), so that an
     exception or Ctrl-C leaves the terminal in order.
@@ -31,18 +36,19 @@ class RoundProgress:
     Args:
         console: where to write; None writes to the standard output.
         interval: seconds between two plain lines, at least; the first and the last round are always written. 0 writes
-            every round. Live bars ignore it.
+            every round. A terminal ignores it.
+        verbose: write a line for every client, too.
     """
 
     known: dict[str, float]
-    loss: float | None
 
-    def __init__(self, console: Console | None = None, interval: float = 0.0) -> None:
+    def __init__(self, console: Console | None = None, interval: float = 0.0, verbose: bool = False) -> None:
         self.console = Console() if console is None else console
         self.interval = interval
+        self.verbose = verbose
         self.live = self.console.is_terminal and self.console.is_interactive
         self._loop: Any = None
-        self._bars: _Bars | None = None
+        self._display: Live | None = None
         self._reset(0)
 
     def __enter__(self) -> RoundProgress:
@@ -53,64 +59,78 @@ class RoundProgress:
 
     def close(self) -> None:
         """Stop drawing and give the cursor back; more than one call does no harm."""
-        bars, self._bars = self._bars, None
-        if bars is not None:
-            bars.stop()
+        display, self._display = self._display, None
+        if display is not None:
+            display.stop()
 
     def on_run_start(self, loop: Any) -> None:
         """Start the clock; a resumed run starts at `loop.round`."""
         self.close()
         self._loop = loop
         self._reset(loop.round)
+        if self.verbose:
+            self._print(_setting(loop))
         if self.live:
-            self._bars = _Bars(self)
-            self._bars.start()
+            self._display = Live(
+                console=self.console, refresh_per_second=4, transient=True, get_renderable=lambda: self.present()
+            )
+            self._display.start()
 
     def on_round_start(self, loop: Any, round: int, participants: Sequence[int]) -> None:
         """A round begins with none of its clients done."""
         self._fitted, self._participants = 0, len(participants)
-        self._update()
+        self._scores.clear()
 
     def on_client_fit_end(self, loop: Any, report: Any) -> None:
         """One more client of the round is done."""
         self._fitted += 1
         self._mark = time.monotonic()
-        self._update()
+        score = getattr(report, "scores", {}).get("Local-T", math.nan)
+        self._scores += [] if math.isnan(score) else [float(score)]
+        if self.verbose:
+            self._print(self._client_line(report))
+        elif not self.live:
+            self._warn_of_length()
 
     def on_round_end(self, loop: Any, row: Mapping[str, Any]) -> None:
         """A round is done: its figures are the current ones."""
         self._round = row["round"]
         self._done += 1
-        self._fitted = 0
+        self._fitted = self._participants = 0
         self._mark = time.monotonic()
-        known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
-        if known:
-            self.known, self.known_round = self.known | known, self._round
-        if row.get("loss") is not None:
-            self.loss = float(row["loss"])
-        if self.live:
-            self._update(filled=True)
-        elif self._is_due():
-            self._write(self.line(row))
+        self.known |= {name: row[name] for name in FIGURES if _is_number(row.get(name))}
+        if self.live and self._display is not None:
+            self._print(self.line(row, self.console.width))
+        elif not self.live and self._is_due():
+            self._written = time.monotonic()
+            self._print(self.line(row))
 
     def on_run_end(self, loop: Any, summary: Mapping[str, Any]) -> None:
-        """All rounds are done: the bars stay as they are."""
+        """All rounds are done: the lines stay as they are."""
         self.close()
 
-    # --- the present state, which the bars draw ---------------------------------------------------------------------
+    # --- the present state, which the live line shows ---------------------------------------------------------------
 
     def _reset(self, round: int) -> None:
         self._start = self._mark = time.monotonic()
-        self._first = self._round = round
+        self._round = self._first = round
         self._done = self._fitted = self._participants = 0
         self._written = -math.inf
-        self.known, self.known_round = {}, round
-        self.loss = None
+        self._scores: list[float] = []
+        self._warned = False
+        self.known = {}
+
+    @property
+    def fitted(self) -> int:
+        """Clients of the present round that are done, as far as their workers have told."""
+        watch = getattr(self._loop, "watch", None)
+        others = 0 if watch is None else watch.others_done(self._round + 1)
+        return max(0, min(self._participants, max(self._fitted, self._fitted + others)))
 
     @property
     def progress(self) -> float:
         """Rounds that are done, the present one in parts."""
-        return self._round + (self._fitted / self._participants if self._participants else 0.0)
+        return self._round + (self.fitted / self._participants if self._participants else 0.0)
 
     @property
     def elapsed(self) -> float:
@@ -133,20 +153,38 @@ class RoundProgress:
         """Whether somebody asked the loop to stop before its last round."""
         return bool(getattr(self._loop, "stopping", False)) and self._round < self._loop.settings.rounds
 
-    def figures(self) -> Text:
-        """The last known accuracies and loss, as the line under the bars."""
-        parts = [f"{label} {percent(self.known[name])} %" for name, label in _labels(self.known).items()]
-        if self.known and self.known_round != self._round:
-            parts.append(f"(round {self.known_round})")
-        if self.loss is not None:
-            parts.append(f"loss {loss_text(self.loss)}")
-        text = Text("  ".join(parts) or "figures follow after the first round", style="" if parts else "dim")
-        if self.is_stopping:
-            text.append("  stopping after this round", style="yellow")
-        return text
+    def present(self) -> Text:
+        """The present round in one line, as much of it as the terminal is wide: clients done, Local-T, time left."""
+        rounds, fitted = self._loop.settings.rounds, self.fitted
+        number = f"{min(self._round + 1, rounds)}/{rounds}"
+        of = str(self._participants)
+        count = f"{fitted:>{len(of)}}/{of}" if self._participants else ""
+        state = f"{count} clients" if count else "last evaluation" if self._round >= rounds else "begins"
+        local = sum(self._scores) / len(self._scores) if self._scores else self.known.get("Local-T")
+        local_t = [] if local is None else [f"Local-T {percent(local)} %"]
+        left = "stopping after this round" if self.is_stopping else f"left {clock(self.left)}"
+        short = [number, *([count] if count else []), *local_t, left.replace(" after this round", "")]
+        texts = [
+            "  ".join([f"round {number}", *bar, state, *local_t, *times, left])
+            for bar, times in (([self._bar(fitted)], [clock(self.elapsed)]), ([self._bar(fitted)], []), ([], []))
+        ]
+        shortest = [
+            number,
+            *([count] if count else []),
+            *(each.removeprefix("Local-T ") for each in local_t),
+            short[-1],
+        ]
+        fitting = [text for text in [*texts, "  ".join(short), "  ".join(shortest)] if len(text) < self.console.width]
+        text = fitting[0] if fitting else f"{number}  {count}"
+        return Text(text, style="yellow" if self.is_stopping else "cyan", no_wrap=True, overflow="crop")
 
-    def line(self, row: Mapping[str, Any]) -> str:
-        """One round as plain text; what the row does not have is left out."""
+    def _bar(self, fitted: int) -> str:
+        full, empty = ("━", "╌") if self.console.encoding.startswith("utf") else ("#", "-")
+        done = round(BAR * fitted / self._participants) if self._participants else BAR
+        return full * done + empty * (BAR - done)
+
+    def line(self, row: Mapping[str, Any], width: int | None = None) -> str:
+        """One round as plain text; what the row does not have is left out, and what is beyond `width`."""
         rounds = str(self._loop.settings.rounds)
         known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
         parts = [f"round  {row['round']:>{len(rounds)}}/{rounds}"]
@@ -155,73 +193,60 @@ class RoundProgress:
             parts.append(f"loss {loss_text(row['loss'])}")
         if row.get("seconds") is not None:
             parts.append(f"{row['seconds']:.2f} s")
-        return "  ".join([*parts, f"left {clock(self.left)}"])
+        parts.append(f"left {clock(self.left)}")
+        while width is not None and len(parts) > 2 and len("  ".join(parts)) > width:
+            del parts[2]
+        return "  ".join(parts)
+
+    def _client_line(self, report: Any) -> str:
+        score, loss = report.scores.get("Local-T"), report.losses.get("loss")
+        parts = [f"  client {report.client}"]
+        parts += [f"Local-T {percent(score)} %"] if _is_number(score) else []
+        parts += [f"loss {loss_text(loss)}"] if loss is not None else []
+        return "  ".join([*parts, f"{report.num_steps} steps", f"{report.seconds:.2f} s"])
+
+    def _warn_of_length(self) -> None:
+        """Say once, within a first round that takes long, how long all will take: nothing else is seen of it."""
+        if self._done == 0 and not self._warned and self.elapsed >= LONG and self.fitted < self._participants:
+            self._warned = True
+            rounds, all_of_it = self._loop.settings.rounds, self.elapsed + (self.left or 0.0)
+            said = f"{self.fitted} of {self._participants} clients after {self.elapsed:.0f} s"
+            number = f"round  {self._round + 1:>{len(str(rounds))}}/{rounds}"
+            self._print(f"{number}  {said}; the run takes about {clock(all_of_it)}")
 
     def _is_due(self) -> bool:
         ends = self._done == 1 or self._round >= self._loop.settings.rounds or self.is_stopping
         return ends or time.monotonic() - self._written >= self.interval
 
-    def _write(self, line: str) -> None:
-        self._written = time.monotonic()
+    def _print(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
         self.console.file.flush()
 
-    def _update(self, filled: bool = False) -> None:
-        if self._bars is not None:
-            self._bars.show(self._participants if filled else self._fitted, self._participants)
 
-
-class _Bars(Progress):
-    """A bar of the rounds, a bar of the present round's clients, and the line of figures under them."""
-
-    def __init__(self, state: RoundProgress) -> None:
-        self.state = state
-        self.tasks_by_name: dict[str, TaskID] = {}
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[count]}", justify="right"),
-            _Clock(state),
-        )
-        super().__init__(*columns, console=state.console, refresh_per_second=4)
-        self.rounds = self.add_task("rounds", total=state._loop.settings.rounds, count="", timed=True)
-        self.clients = self.add_task("clients", total=1, count="", timed=False)
-        self.show(0, 0)
-
-    def show(self, fitted: int, participants: int) -> None:
-        """Move both bars to the present state."""
-        rounds = self.state._loop.settings.rounds
-        self.update(self.rounds, completed=self.state.progress, count=f"{self.state._round}/{rounds}")
-        count = f"{fitted}/{participants}" if participants else ""
-        self.update(self.clients, completed=fitted, total=max(1, participants), count=count)
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars and the line below."""
-        yield self.make_tasks_table(self.tasks)
-        yield self.state.figures()
-
-
-class _Clock(ProgressColumn):
-    """Elapsed time and time left, beside the bar of the rounds."""
-
-    def __init__(self, state: RoundProgress) -> None:
-        super().__init__()
-        self.state = state
-
-    def render(self, task: Task) -> Text:
-        if not task.fields["timed"]:
-            return Text("")
-        return Text(f"{clock(self.state.elapsed)}  left {clock(self.state.left)}", style="cyan")
+def _setting(loop: Any) -> str:
+    """What runs where, in two lines."""
+    data, runner = loop.data, loop.runner
+    sizes = [sum(each.numel() for each in module.method.model.parameters()) for module in runner.modules]
+    samples = f"{len(data.arrays.y)} samples of {type(data.dataset).__name__}, {len(data.arrays.classes)} classes"
+    workers = f"{loop.workers.size} worker{'s' * (loop.workers.size != 1)}"
+    clients = f"{loop.num_clients} clients by {type(data.partition).__name__}"
+    models = ", ".join(f"{size}" for size in sizes)
+    return (
+        f"{samples}; {clients}, {sum(loop.num_train)} for training\n"
+        f"{type(runner.modules[0].method).__name__}, model of {models} parameters; {type(loop.exchange).__name__}; "
+        f"{runner.device}, {runner.trainer.precision}, {workers}"
+    )
 
 
 # --- the end of a run -----------------------------------------------------------------------------------------------
 
 
-def summary_table(summary: Mapping[str, Any]) -> Table:
+def summary_table(summary: Mapping[str, Any], width: int = PLAIN_WIDTH) -> Table:
     """The accuracies of a run: last, mean of the last ten and best rounds, worst client, after one more receive.
 
     Args:
         summary: a run's ``summary.json``.
+        width: characters in a line; where all columns do not fit, the last and the best round stay.
 
     Returns:
         A table with one row for each accuracy that the run has, in percent; ``±`` is the spread over clients.
@@ -231,33 +256,35 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.title, table.title_justify, table.title_style = _title(summary), "left", "bold"
     table.add_column("accuracy, %", overflow="fold")
-    for header in (" last", f" mean of\n last {min(10, summary['rounds'])}", " best\n (round)", "worst\nclient"):
-        table.add_column(header, no_wrap=True)
-    if final:
-        table.add_column(" final\n received", no_wrap=True)
+    rounds = f" mean of\n last {min(10, summary['rounds'])}"
+    headers = [" last", rounds, " best\n (round)", "worst\nclient", " final\n received"]
+    shown = [0, 1, 2, 3, *([4] if final else [])] if width >= WIDE else [0, 2]
+    for index in shown:
+        table.add_column(headers[index], no_wrap=True)
     for name in accuracy_columns([*last, *mean, *best, *final]):
-        cells = [name, _with_spread(last, name), _with_spread(mean, name), _best(best.get(name))]
-        cells.append(f"{percent(last.get(f'{name}_min')):>5}")
-        table.add_row(*map(Text, cells), *([Text(_with_spread(final, name))] if final else []))
+        cells = [_with_spread(last, name), _with_spread(mean, name), _best(best.get(name))]
+        cells += [f"{percent(last.get(f'{name}_min')):>5}", _with_spread(final, name)]
+        table.add_row(Text(name), *(Text(cells[index]) for index in shown))
     return table
 
 
-def print_summary(summary: Mapping[str, Any], console: Console) -> None:
-    """Print what a run reached, what it communicated, how long it took and where it lies.
+def print_summary(summary: Mapping[str, Any], console: Console, places: Sequence[tuple[str, str]] = ()) -> None:
+    """Print what a run reached, what it communicated, how long it took and where to look.
 
     Args:
         summary: a run's ``summary.json``.
         console: where to print; 100 columns are enough for it.
+        places: more places to look at: what and where.
     """
     width, console.width = console.width, console.width if console.is_terminal else PLAIN_WIDTH
     try:
-        _print_summary(summary, console)
+        _print_summary(summary, console, places)
     finally:
         console.width = width
     console.file.flush()
 
 
-def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
+def _print_summary(summary: Mapping[str, Any], console: Console, places: Sequence[tuple[str, str]]) -> None:
     final = summary.get("final_received")
     untested = summary.get("clients_without_test") or []
     split = "validation" if summary.get("evaluate_on") == "validation" else "test"
@@ -267,15 +294,17 @@ def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
     notes.append(f"Worst client: in the last round{final_note}")
     notes += [_untested_line(untested)] if untested else []
     console.print()
-    console.print(summary_table(summary))
+    console.print(summary_table(summary, console.width))
     console.print()
     for note in notes:
         console.print(Text(note, style="dim"))
     console.print()
-    console.print(_communication_table(summary))
+    console.print(_communication_table(summary, console.width))
     console.print()
     console.print(Text(f"took    {duration(summary['seconds'])}"))
-    console.print(Text(f"folder  {summary['folder']}"), soft_wrap=True)
+    command = f"fl-lightning report {shlex.quote(summary['folder'])}"
+    for what, where in [("folder", summary["folder"]), ("report", command), *places]:
+        console.print(Text(f"{what:7} {where}"), soft_wrap=True)
 
 
 def _title(summary: Mapping[str, Any]) -> Text:
@@ -358,17 +387,19 @@ def print_evaluation(
     return not different
 
 
-def _communication_table(summary: Mapping[str, Any]) -> Table:
+def _communication_table(summary: Mapping[str, Any], width: int) -> Table:
     total = summary["communication"]
     messages = summary["participants_per_round"] * summary["rounds"]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in ("communicated", "in all", "per client and round", "all clients, a round"):
+    headers = ["communicated", "in all", "per client and round", "all clients, a round"]
+    shown = len(headers) if width >= WIDEST else 3 if width >= WIDE else 2
+    for header in headers[:shown]:
         table.add_column(header)
     for label, direction in (("up", "uplink"), ("down", "downlink")):
         amounts = total[f"{direction}_params"], total[f"{direction}_bytes"]
         each = f"{amounts[0] / messages:,.0f} values, {human(amounts[1] / messages, 'B')}" if messages else "-"
         of_a_round = total[f"{direction}_params_Mi_per_round"]
-        table.add_row(label, _amounts(*amounts), each, f"{of_a_round:.2f} x 2^20 values")
+        table.add_row(*[label, _amounts(*amounts), each, f"{of_a_round:.2f} x 2^20 values"][:shown])
     return table
 
 

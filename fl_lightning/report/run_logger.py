@@ -75,3 +75,7 @@ class RunLogger(ABC):
     @abstractmethod
     def end(self, summary: Mapping[str, Any]) -> None:
         """The run is done, or was stopped; `summary` is what ``summary.json`` says."""
+
+    def places(self) -> list[tuple[str, str]]:
+        """Where the run is to be seen: what to call the place, and its address or the command that leads there."""
+        return []

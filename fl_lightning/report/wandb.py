@@ -106,6 +106,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self.config: dict[str, Any] = {}
         self.lost = False
         self.is_offline = False
+        self._place = ""  # where the run is to be seen
         self._draws = True  # tables and pictures
         self._logged = 0  # rounds that W&B has
         self._done = 0  # rounds that the run has
@@ -233,6 +234,10 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             except Exception:
                 return
 
+    def places(self) -> list[tuple[str, str]]:
+        """W&B's page of the run, or the command that sends it there."""
+        return [("W&B", self._place)] if self._place and not self.lost else []
+
     @property
     def experiment(self) -> Any:
         """W&B's run; None before the run begins, after its end, and where W&B failed."""
@@ -252,13 +257,15 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         if not reason:
             try:
                 self._experiment = self._init("online")
+                self._place = str(self._experiment.url or "")
                 return
             except wandb.Error as error:
                 reason = f"it refused ({_described(error)})"
         self.is_offline = True
         self._experiment = self._init("offline")
         where = f"{self.folder}/wandb/offline-run-*-{self._id}"
-        _say(f"{reason}, so this run is recorded offline; to send it: wandb sync {where}")
+        self._place = f"wandb sync {where}"
+        _say(f"{reason}, so this run is recorded offline; to send it: {self._place}")
 
     def _why_offline(self, base: Any, earlier: Sequence[Path]) -> str:
         """Why W&B cannot or shall not be online; empty if it can."""

@@ -197,44 +197,100 @@ def test_time_left_is_known_within_the_first_round(clock):
 # --- a terminal -----------------------------------------------------------------------------------------------------
 
 
-def test_terminal_shows_both_bars_and_the_figures():
-    progress, file = terminal()
-    loop = loop_of(11, 30)
-    with progress:
-        progress.on_run_start(loop)
-        run_round(progress, loop, ROW)
-    text = without_codes(file.getvalue())
-    assert re.search(r"rounds .*12/30 .*left \d:\d\d:\d\d", text)
-    assert re.search(r"clients .*2/2", text)
-    assert "Local-T 93.1 %  received 91.0 %  Global-T 24.6 %  Server-T 56.9 %  loss 0.1234" in text
-
-
-def test_terminal_keeps_the_last_known_figures_and_says_of_which_round():
-    progress, file = terminal()
+def test_terminal_keeps_a_line_of_each_round():
+    progress, file = terminal(width=120)
     loop = loop_of(11, 30)
     with progress:
         progress.on_run_start(loop)
         run_round(progress, loop, ROW)
         run_round(progress, loop, {"round": 13, "Local-T": None, "loss": 0.1})
-    last = without_codes(file.getvalue()).rstrip().splitlines()[-1]
-    assert "Local-T 93.1 %" in last
-    assert "loss 0.1000" in last
-    assert "(round 12)" in last
+    text = without_codes(file.getvalue())
+    assert "round  12/30  Local-T 93.1 %  received 91.0 %  Global-T 24.6 %  Server-T 56.9 %  loss 0.1234" in text
+    assert "round  13/30  loss 0.1000" in text
 
 
-def test_terminal_says_that_the_run_is_stopping():
-    progress, _ = terminal()
-    loop = loop_of(0, 3, stopping=True)
+def scored(score):
+    return SimpleNamespace(scores={"Local-T": score})
+
+
+def test_live_line_says_who_is_done_and_how_well_and_what_is_left(clock):
+    progress, _ = terminal(width=100)
     with progress:
-        progress.on_run_start(loop)
-        assert "stopping after this round" in progress.figures().plain
+        progress.on_run_start(loop_of(0, 3))
+        progress.on_round_start(progress._loop, 1, [0, 1, 2, 3])
+        clock.seconds += 2
+        progress.on_client_fit_end(progress._loop, scored(0.5))
+        progress.on_client_fit_end(progress._loop, scored(0.8))
+        assert (
+            progress.present().plain
+            == f"round 1/3  {'━' * 10}{'╌' * 10}  2/4 clients  Local-T 65.0 %  0:00:02  left 0:00:10"
+        )
 
 
-def test_terminal_says_that_there_are_no_figures_yet():
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (80, f"round 1/3  {'━' * 10}{'╌' * 10}  2/4 clients  Local-T 65.0 %  left 0:00:10"),
+        (60, "round 1/3  2/4 clients  Local-T 65.0 %  left 0:00:10"),
+        (42, "1/3  2/4  Local-T 65.0 %  left 0:00:10"),
+        (40, "1/3  2/4  Local-T 65.0 %  left 0:00:10"),
+        (32, "1/3  2/4  65.0 %  left 0:00:10"),
+        (20, "1/3  2/4"),
+    ],
+)
+def test_live_line_fits_into_the_terminal(clock, width, said):
+    progress, file = terminal(width)
+    with progress:
+        progress.on_run_start(loop_of(0, 3))
+        progress.on_round_start(progress._loop, 1, [0, 1, 2, 3])
+        clock.seconds += 2
+        for score in (0.5, 0.8):
+            progress.on_client_fit_end(progress._loop, scored(score))
+        assert progress.present().plain == said
+        progress._loop.round = 1
+        progress.on_round_end(progress._loop, {**ROW, "round": 1})
+    lines = without_codes(file.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= max(width, len("round  1/3  Local-T 93.1 %"))
+
+
+def test_live_line_counts_what_other_workers_have_told():
     progress, _ = terminal()
-    progress.on_run_start(loop_of(0, 3))
-    progress.close()
-    assert "first round" in progress.figures().plain
+    watch = SimpleNamespace(others_done=lambda round: {1: 2}[round])
+    with progress:
+        progress.on_run_start(loop_of(0, 3, watch=watch))
+        progress.on_round_start(progress._loop, 1, [0, 1, 2, 3])
+        progress.on_client_fit_end(progress._loop, scored(0.5))
+        assert " 3/4 clients" in progress.present().plain
+        for _ in range(3):  # the others' reports have come
+            progress.on_client_fit_end(progress._loop, scored(0.5))
+        assert " 4/4 clients" in progress.present().plain
+
+
+def test_live_line_says_that_the_run_is_stopping():
+    progress, _ = terminal()
+    with progress:
+        progress.on_run_start(loop_of(0, 3, stopping=True))
+        assert "stopping after this round" in progress.present().plain
+
+
+def test_long_first_round_is_told_of_once_where_nothing_else_is_seen(clock):
+    progress, file = plain()
+    loop = loop_of(0, 10)
+    progress.on_run_start(loop)
+    progress.on_round_start(loop, 1, [0, 1, 2, 3])
+    for _ in range(3):
+        clock.seconds += 20
+        progress.on_client_fit_end(loop, SimpleNamespace())
+    assert file.getvalue() == "round   1/10  1 of 4 clients after 20 s; the run takes about 0:13:20\n"
+
+
+def test_verbose_display_has_a_line_for_every_client():
+    progress, file = plain(verbose=True)
+    report = SimpleNamespace(client=7, scores={"Local-T": 0.9}, losses={"loss": 0.5}, num_steps=12, seconds=0.25)
+    progress._loop = loop_of(0, 3)
+    progress.on_round_start(progress._loop, 1, [7])
+    progress.on_client_fit_end(progress._loop, report)
+    assert file.getvalue() == "  client 7  Local-T 90.0 %  loss 0.5000  12 steps  0.25 s\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -305,7 +361,7 @@ def test_accuracy_columns_keep_an_inference_whose_name_ends_like_a_spread():
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "width": 100}])
 def test_summary_fits_into_100_columns_but_for_the_folder(options):
     lines = without_codes(printed(make_summary(clients_without_test=list(range(40))), **options)).splitlines()
-    assert max(len(line) for line in lines if not line.startswith("folder")) <= 100
+    assert max(len(line) for line in lines if not line.startswith(("folder", "report"))) <= 100
 
 
 def test_summary_is_complete_where_the_output_says_that_it_is_narrower():
