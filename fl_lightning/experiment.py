@@ -18,6 +18,7 @@ import yaml
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
+from fl_lightning.command_line import OPTIMIZER
 from fl_lightning.configuration import Config, identity, short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
@@ -88,6 +89,14 @@ class Experiment:
             folder=None if in_memory else self.folder,
             identity=self.identity,
         )
+        self._say_whose_optimizer()
+
+    def _say_whose_optimizer(self) -> None:
+        """Say so where the section `optimizer` says something that a model's own optimizer overrules."""
+        own, usual = self.config["optimizer"], OPTIMIZER["init_args"]
+        is_usual = short_name(own) == short_name(OPTIMIZER) and usual.items() <= (own.get("init_args") or {}).items()
+        if not is_usual and is_main() and any(module.own.has_optimizer for module in self.loop.runner.modules):
+            say("optimizer: not used, the model brings its own; model.optimizer: configured takes this one")
 
     def _make_method(self, architecture: int) -> Method:
         spec = self.data.spec

@@ -80,11 +80,13 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.meter = LossMeter()
         self.private: PrivateFit | None = None
+        self.own = method.model.own
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()
         self._plan: list[Planned] = []
         check_extra_terms(method)
+        check_own_steps(method)
 
     # --- a round's messages -------------------------------------------------------------------------------------------
 
@@ -185,10 +187,15 @@ class ClientModule(L.LightningModule):
         """Fresh optimizers, one for each part of each phase: neither momentum nor moments cross a round."""
         assert self.settings is not None, "`settings` is set by the runner"
         self._plan = self.plan()
-        epochs = sum(planned.epochs for planned in self._plan)
-        self.method.fit = Fit(self.settings.optimizer, epochs, self.lr_factor, self.settings.accumulate)
-        fit = self.method.fit
-        made = [fit.make_optimizer(own, planned.phase) for planned in self._plan for own in planned.parts.values()]
+        epochs, own = sum(planned.epochs for planned in self._plan), self.own
+        make = own.optimizer(
+            self.settings.optimizer, self.settings.accumulate, self.lr_factor, self.settings.clip_value is not None
+        )
+        fit = self.method.fit = Fit(make, epochs, self.lr_factor, self.settings.accumulate)
+        made: list[Optimizer] = []
+        for planned in self._plan:
+            own.plan(planned.epochs)
+            made += [fit.make_optimizer(parameters, planned.phase) for parameters in planned.parts.values()]
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))
         made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]
@@ -213,6 +220,7 @@ class ClientModule(L.LightningModule):
         self._resting: list[nn.Module] = []
         if self._machine.careful is not None:
             self._machine.careful.start_fit(self.method)
+        self.own.start_fit()
         self.method.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
@@ -238,6 +246,7 @@ class ClientModule(L.LightningModule):
             method, self._machine, self._layers, planned.phase, terms, self._weights, self._descents[index], self.meter
         )
         self._begins = True
+        self.own.start_epoch(index, epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Several consecutive local steps: one mini-batch, one optimizer step each."""
@@ -260,6 +269,7 @@ class ClientModule(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`; it takes milliseconds."""
+        self.own.end_epoch()
         if self.trainer.callbacks:  # type: ignore[attr-defined]
             means = self.meter.means()
             self.log_dict({name if name == "loss" else f"loss/{name}": value for name, value in means.items()})
@@ -272,6 +282,7 @@ class ClientModule(L.LightningModule):
             self._machine.careful.end_fit(self.method)
         if self.private is not None:
             self.private.leave()
+        self.own.end_fit()
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None
@@ -305,6 +316,20 @@ def counts(term: Term, phase: Phase, weight: float) -> bool:
 def _reaches(term: Term, phase: Phase) -> bool:
     own = any(p.requires_grad for p in term.parameters())
     return own or any(overlap(part, trained) for part in term.reaches for trained in phase.trains)
+
+
+def check_own_steps(method: Method) -> None:
+    """Refuse losses that a model cannot heed that steps by itself, on what it computes alone.
+
+    Raises:
+        ConfigError: naming the method and the loss.
+    """
+    if not method.model.own.steps_itself:
+        return
+    losses = [term.name for term in method.terms if term.weight and term.sees != "weights"][1:]
+    name = next(iter([*losses, *method.losses()]), None)
+    rule = f"{type(method).__name__}'s loss {name} needs automatic optimization, but the module steps by itself"
+    require(name is None, "model", rule)
 
 
 def check_extra_terms(method: Method) -> None:

@@ -25,6 +25,7 @@ class Forward:
         logits: [B, C].
         dtype: of floating-point inputs to the model's layers; None takes the embedding's.
         precision: the context in which the pass was made.
+        loss: the task's loss, where the model computes it by itself; None for the cross-entropy of the logits.
     """
 
     x: Tensor
@@ -34,6 +35,7 @@ class Forward:
     logits: Tensor
     dtype: torch.dtype | None = None
     precision: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
+    loss: Tensor | None = None
 
     def wide(self) -> Forward:
         """The same pass with embedding and logits in float32 or wider."""

@@ -14,11 +14,13 @@ from fl_lightning.core.facts import Phase
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import single_sample
 from fl_lightning.core.precision import widened
+from fl_lightning.errors import require
 
 if TYPE_CHECKING:
     from fl_lightning.core.descent import Descent, Machine
     from fl_lightning.core.devices import Part
     from fl_lightning.core.meter import LossMeter
+    from fl_lightning.models.own_training import OwnTraining
 
 
 @dataclass
@@ -51,6 +53,11 @@ class Bench:
     def model(self) -> Any:
         """The split model that the phase's mini-batches pass through."""
         return self.method.get_submodule(self.phase.through)
+
+    @cached_property
+    def has_own_loss(self) -> bool:
+        """Whether that model computes its loss by itself, in a fit."""
+        return self.descent is not None and self.model.own.has_loss
 
     @cached_property
     def named_terms(self) -> list[tuple[str, Any]]:
@@ -102,6 +109,8 @@ class Step:
         self._logged: dict[str, Tensor] = {}
         self._total: Tensor | None = None
         self._descents = 0
+        self._has_stepped = False
+        self._pulled: dict[str, Tensor] = {}
         self._size = len(part.y) if part.counts else 0
 
     @property
@@ -131,6 +140,8 @@ class Step:
         x, y = self.x if x is None else x, self.y if y is None else y
         bench = self._bench
         model = bench.model if through is None else through
+        if bench.has_own_loss and model is bench.model:
+            return self._own_pass(model.own, x, y)
         if len(y) > 1 and bench.precision is None:
             features, z = model.forward_features(x)
             return Forward(x, y, features, z, model.head(z))
@@ -138,6 +149,26 @@ class Step:
             features, z = model.forward_features(x)
             logits = model.head(z)
         return Forward(x, y, features, z, logits, precision=bench.machine.precision)
+
+    def _own_pass(self, own: OwnTraining, x: Tensor, y: Tensor) -> Forward:
+        """A pass in which the model computes its loss, and may step on it, by itself."""
+        bench = self._bench
+        with single_sample(bench.layers, len(y)), bench.machine.precision():
+            z, logits, loss = own.training_pass(x, y, self._pull)
+        self._has_stepped = own.steps_itself
+        return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss)
+
+    def _pull(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of the terms that see weights alone, for a model that steps by itself."""
+        with torch.enable_grad(), self._bench.machine.wide():
+            values = {
+                n: widened(t(self._bench.method, None)) for n, t in self._bench.named_terms if t.sees == "weights"
+            }
+            total = self._sum(values)
+        self._pulled = {name: value.detach() for name, value in values.items()}  # as they were before the model stepped
+        if not values or not parameters or not total.requires_grad:
+            return [torch.zeros_like(parameter) for parameter in parameters]
+        return self._bench.machine.gradients(total, parameters)
 
     def through(self, network: Callable[..., Any], *inputs: Any) -> Any:
         """Pass inputs through a network of the method's own, in the trainer's precision.
@@ -158,6 +189,9 @@ class Step:
         """
         method, wide = self._bench.method, out.wide()
         named = self._bench.named_terms if terms is None else [(term.name, term) for term in terms]
+        if self._has_stepped:
+            with self._bench.machine.wide():
+                return {n: self._pulled[n] if n in self._pulled else widened(term(method, wide)) for n, term in named}
         if self._bench.precision is None:
             return {name: widened(term(method, wide)) for name, term in named}
         with self._bench.machine.wide():
@@ -194,7 +228,7 @@ class Step:
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
-        if self._bench.descent is not None and total.requires_grad:
+        if self._bench.descent is not None and total.requires_grad and not self._has_stepped:
             self._bench.descent.descend(total, self.part.factor, parts, self._steps_now)
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -202,6 +236,7 @@ class Step:
 
         Nothing is left in `.grad`; zeros where the loss does not reach.
         """
+        self._require_steps()
         factor = self.part.factor
         return self._bench.machine.gradients(loss if factor == 1 else loss * factor, parameters)
 
@@ -214,7 +249,13 @@ class Step:
             steps_now: whether to step; None as the accumulation of mini-batches has it.
         """
         assert self._bench.descent is not None, "a step outside a fit cannot descend"
+        self._require_steps()
         self._bench.descent.follow(gradients, parameters, self._steps_now if steps_now is None else steps_now)
+
+    def _require_steps(self) -> None:
+        """Refuse steps of the method's own where the model has made them."""
+        rule = f"{type(self._bench.method).__name__} makes steps of its own, but the module has stepped by itself"
+        require(not self._has_stepped, "model", f"{rule} (manual optimization)")
 
     def log(self, values: Mapping[str, Tensor], size: int | None = None) -> None:
         """Take down values that belong to the step; those without a weight are in no sum.

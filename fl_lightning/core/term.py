@@ -117,13 +117,16 @@ class Term(Wide):
 
 
 class CrossEntropy(Term):
-    """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays)."""
+    """Cross-entropy of the logits, mean over the batch: the task's own loss, in float32 (float64 stays).
+
+    A model that computes its loss by itself has it stand here.
+    """
 
     sees = "sample"
 
     @override
     def forward(self, host: Host, out: Forward) -> Tensor:
-        return F.cross_entropy(widened(out.logits), out.y)
+        return F.cross_entropy(widened(out.logits), out.y) if out.loss is None else widened(out.loss)
 
 
 class Terms(nn.ModuleList):

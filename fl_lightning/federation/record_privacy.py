@@ -138,6 +138,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
 
 def _check_method(method: Method) -> None:
     name = type(method).__name__
+    own = "allows no DP-SGD: its training_step may mix samples; take WrappedModel"
+    require(not method.model.own.has_loss, KEY, f"{type(method.model).__name__} {own}")
     for term in method.terms:
         if term.weight > 0:
             why = _refused(term)

@@ -300,6 +300,7 @@ class Runner:
             drop_single=self._has_batch_norm[self.architecture[data.client]],
             by_chance=self.private is not None,
         )
+        module.own.steps = data.num_steps(*bundles.rules[:1], *bundles.rules[2:])
         module.private = None if self.private is None else self.private.of(module, data, round)
         try:
             self.trainer.fit(module, train_dataloaders=bundles)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.own_training import OwnTraining
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -76,6 +77,8 @@ class SplitModel(nn.Module):
         self.head = head
         self.embedding_size = embedding_size
         self.num_classes = num_classes
+        self.own = OwnTraining()
+        """What the model brings along for its local fit: a loss and optimizers of its own, or nothing."""
         self._input_shape = None if input_shape is None else tuple(input_shape)
 
     @property

@@ -46,18 +46,18 @@ class WrappedModel(SplitModel):
         require_size("num_classes", num_classes)
         name = type(module).__name__
         network = copy.deepcopy(module)
-        _require_submodule(network, "model.head", head)
-        x, expected = _try_out(network, input_shape)
+        require_submodule(network, "model.head", head)
+        x, expected = try_out(network, input_shape)
         fits = isinstance(expected, Tensor) and expected.shape == (len(x), num_classes)
         rule = f"{name} must return logits of shape [B, {num_classes}] for {num_classes} classes, and its head as many"
-        require(fits, "model.head", rule, _shape(expected))
+        require(fits, "model.head", rule, shape_of(expected))
 
         classifier = network.get_submodule(head)
         parent, _, child = head.rpartition(".")
         setattr(network.get_submodule(parent), child, nn.Identity())
         _require_nothing_shared(network, classifier, head)
         for feature in features:
-            _require_submodule(network, "model.features", feature)
+            require_submodule(network, "model.features", feature)
         body = HookedBody(network, features)
 
         z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
@@ -108,7 +108,7 @@ class HookedBody(Body):
         return [maps[name] for name in self.feature_names], z
 
 
-def _require_submodule(module: nn.Module, key: str, name: str) -> None:
+def require_submodule(module: nn.Module, key: str, name: str) -> None:
     """Raise a `ConfigError` that names the nearest submodules, unless `module` has one called `name`."""
     names = [known for known, _ in module.named_modules(remove_duplicate=False) if known]
     if name not in names:
@@ -129,8 +129,8 @@ def _state(module: nn.Module) -> Iterable[Tensor]:
     yield from module.buffers()
 
 
-def _try_out(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, Any]:
-    """Run two made-up samples through the module, and return them with what came out.
+def try_out(module: nn.Module, input_shape: tuple[int, ...], key: str = "model.module") -> tuple[Tensor, Any]:
+    """Run two made-up samples through the module in evaluation mode, and return them with what came out.
 
     The shape does not say whether samples are floats or tokens; the other kind is tried where the likelier one fails.
     """
@@ -149,7 +149,7 @@ def _try_out(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[Tensor, A
             errors.append(error)
     reason = str(errors[0]) or type(errors[0]).__name__
     rule = f"{type(module).__name__} fails on samples of this shape ({reason})"
-    raise ConfigError("model.module", rule, tuple(input_shape)) from errors[0]
+    raise ConfigError(key, rule, tuple(input_shape)) from errors[0]
 
 
 def _embedding_at_split(body: nn.Module, classifier: nn.Module, x: Tensor, expected: Tensor, rule: str) -> Tensor:
@@ -160,7 +160,7 @@ def _embedding_at_split(body: nn.Module, classifier: nn.Module, x: Tensor, expec
     except Exception as error:  # whatever a user's own forward does with what was its head
         raise ConfigError("model.head", f"{rule}; split there, it fails ({error})") from error
     fits = isinstance(z, Tensor) and z.dim() == 2
-    require(fits, "model.head", f"{rule}, and get one tensor z of shape [B, D]", _shape(z))
+    require(fits, "model.head", f"{rule}, and get one tensor z of shape [B, D]", shape_of(z))
     same = isinstance(logits, Tensor) and logits.shape == expected.shape
     same = same and torch.allclose(logits, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
     require(same, "model.head", f"{rule}; name a submodule that includes what follows it")
@@ -179,5 +179,6 @@ def _evaluate(module: nn.Module, x: Tensor, call: Callable[[Tensor], Any] | None
             layer.training = training
 
 
-def _shape(output: Any) -> object:
+def shape_of(output: Any) -> object:
+    """The shape of a tensor, the type's name of anything else."""
     return tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -1,0 +1,80 @@
+"""What a model may bring along for its local fit: a loss, optimizers and hooks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
+Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Parameters -> the gradient that the method's terms add to the model's own."""
+
+
+class Pass(NamedTuple):
+    """A mini-batch's way through a model that computes its loss by itself.
+
+    Args:
+        z: [B, D] embedding.
+        logits: [B, C].
+        loss: scalar; without a graph where the model has stepped on it already.
+    """
+
+    z: Tensor
+    logits: Tensor
+    loss: Tensor
+
+
+class OwnTraining:
+    """A model's own share in its local fit. This one brings nothing: the method's losses, the configured optimizer."""
+
+    has_loss = False
+    """Whether `training_pass` gives the task's loss."""
+    has_optimizer = False
+    """Whether optimizers are the model's own, whatever the configuration says."""
+    steps_itself = False
+    """Whether a training pass makes optimizer steps (manual optimization)."""
+    steps = 1
+    """Mini-batches of an epoch, as the runner says before a fit."""
+
+    def optimizer(
+        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
+    ) -> MakeOptimizer:
+        """What makes the fit's optimizers; called once a fit, before `plan`.
+
+        Args:
+            configured: what the configuration makes.
+            accumulate: mini-batches an optimizer step.
+            lr_factor: the round's learning rate in units of the first round's.
+            clips: whether gradients are clipped before a step.
+
+        Raises:
+            ConfigError: if the model makes steps by itself and cannot do that.
+        """
+        return configured
+
+    def plan(self, epochs: int) -> None:
+        """The next optimizers are those of a phase of so many epochs."""
+
+    def start_fit(self) -> None:
+        """A local fit begins."""
+
+    def start_epoch(self, phase: int, epoch: int) -> None:
+        """An epoch of a phase begins; both count from 0."""
+
+    def end_epoch(self) -> None:
+        """An epoch ends."""
+
+    def end_fit(self) -> None:
+        """The fit ends."""
+
+    def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
+        """A mini-batch of a fit, where the model has a loss of its own.
+
+        Args:
+            x: [B, …] inputs.
+            y: [B] int64 classes.
+            pull: for models that step by themselves.
+        """
+        raise NotImplementedError

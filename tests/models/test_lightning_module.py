@@ -1,0 +1,299 @@
+"""LightningModules of tutorials, unmodified, federated by methods that know nothing of them."""
+
+import copy
+import math
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tutorial_modules import (
+    GAN,
+    Autoencoder,
+    AutoencoderClassifier,
+    DigitClassifier,
+    FineTuned,
+    MeteredModel,
+    Mixup,
+    OneCycleNet,
+    PlainModel,
+    Tabular,
+    TextClassifier,
+    TwoOptimizers,
+)
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.sickness import RoundError
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fednova import FedNova
+from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.moon import MOON
+from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.methods.scaffold import SCAFFOLD
+from fl_lightning.models.lightning_module import WrappedLightningModule
+from fl_lightning.models.wrapped import WrappedModel
+
+SHAPE = (1, 8, 8)
+IMAGES = (
+    DigitClassifier,
+    AutoencoderClassifier,
+    OneCycleNet,
+    MeteredModel,
+    FineTuned,
+    PlainModel,
+    Tabular,
+    TwoOptimizers,
+    Mixup,
+)
+METHODS = {"FedAvg": FedAvg, "FedProx": lambda model: FedProx(model, mu=0.5), "FedRep": FedRep}
+
+
+def wrapped(module, head=None, shape=SHAPE, **options):
+    return WrappedLightningModule(shape, 4, module, head, **options)
+
+
+def weights(loop):
+    return {name: tensor.clone() for name, tensor in loop.exchange.global_message().weights.items()}
+
+
+def assert_runs(loop):
+    assert [row["round"] for row in loop.diary.rows] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
+    assert loop.diary.rows[-1]["Local-T"] >= 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("module", IMAGES, ids=lambda module: module.__name__)
+def test_tutorial_runs_unmodified(module, name, run_federation):
+    assert_runs(run_federation(lambda: METHODS[name](wrapped(module())), rounds=2, local_epochs=2))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_run_unmodified(name, make_data, run_federation):
+    def to_tokens(arrays):
+        generator = torch.Generator().manual_seed(0)
+        arrays.x = torch.randint(1, 30, (len(arrays.y), 6), generator=generator)
+        arrays.vocabulary_size = 30
+
+    data = make_data(edit=to_tokens)
+    assert_runs(run_federation(lambda: METHODS[name](wrapped(TextClassifier(), shape=(6,))), rounds=2, data=data))
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+class Twin(nn.Module):
+    """What `Sgd` is, without Lightning."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.fc = nn.Linear(64, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.hidden(x.flatten(1)).relu())
+
+
+class Sgd(L.LightningModule):
+    """Cross-entropy and SGD, by automatic or by manual optimization."""
+
+    def __init__(self, manual=False, momentum=0.5):
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.momentum = momentum
+        self.hidden, self.fc = nn.Linear(64, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.hidden(x.flatten(1)).relu())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=self.momentum)
+
+
+@pytest.mark.parametrize("kind", [FedAvg, lambda m: FedProx(m, mu=1.0), FedRep], ids=["FedAvg", "FedProx", "FedRep"])
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_training_step_and_optimizer_are_the_modules_own(kind, manual, run_federation, sgd):
+    ours = run_federation(lambda: kind(wrapped(Sgd(manual), "fc")), rounds=2)
+    same = run_federation(
+        lambda: kind(WrappedModel(SHAPE, 4, Twin(), "fc")), rounds=2, optimizer=sgd(lr=0.2, momentum=0.5)
+    )
+    for (name, own), other in zip(weights(ours).items(), weights(same).values(), strict=True):
+        assert torch.allclose(own, other, atol=1e-6), name
+    rows = zip(ours.diary.rows, same.diary.rows, strict=True)
+    for own, other in rows:
+        assert own["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert own["Local-T"] == other["Local-T"]
+
+
+def test_the_configurations_optimizer_is_taken_if_so_asked(run_federation, sgd):
+    make = lambda **options: lambda: FedAvg(wrapped(Sgd(momentum=0.0), **options))  # noqa: E731
+    own = run_federation(make(), rounds=1, optimizer=sgd(lr=0.01))
+    configured = run_federation(make(optimizer="configured"), rounds=1, optimizer=sgd(lr=0.2))
+    other = run_federation(make(optimizer="configured"), rounds=1, optimizer=sgd(lr=0.01))
+    assert all(torch.equal(tensor, weights(configured)[name]) for name, tensor in weights(own).items())
+    assert not all(torch.equal(tensor, weights(other)[name]) for name, tensor in weights(own).items())
+
+
+def test_head_and_body_are_parted_where_the_head_is(run_federation):
+    loop = run_federation(lambda: FedRep(wrapped(MeteredModel(), "layers.out")), rounds=1)
+    assert [name.removeprefix("model.body.neck.") for name in weights(loop)] == [
+        "layers.hidden.weight",
+        "layers.hidden.bias",
+    ]
+    assert set(loop.runner.pool.get(0)) == {"model.head.weight", "model.head.bias"}
+
+
+def test_frozen_parts_stay_as_they_are(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(FineTuned())), rounds=2)
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    moved = {name for name, tensor in weights(loop).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if "classifier" in name or ".fc." in name or "head" in name}
+
+
+def test_hooks_are_called_as_in_a_fit(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(PlainModel())), rounds=1, local_epochs=2)
+    loop.run()
+    called = loop.runner.modules[0].own.joined.module.called
+    steps = loop.data.clients[0].num_steps(4)
+    batches = [text for index in range(steps) for text in (f"batch {index}", f"batch {index} done")]
+    epochs = [[f"epoch {epoch} of 2", *batches, "epoch done"] for epoch in range(2)]
+    last = called[-called[::-1].index("start") - 1 :]
+    first = called[called.index("start") :][: len(epochs[0]) * 2 + 2]
+    assert first == ["start", *epochs[0], *epochs[1], "end"]
+    assert last[-1] == "end"
+
+
+def test_a_cycle_of_learning_rates_ends_with_the_fit(set_up_federation):
+    rates = []
+
+    class Cycle(OneCycleNet):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            rates.append(self.optimizers().param_groups[0]["lr"])
+
+    loop = set_up_federation(lambda: FedAvg(wrapped(Cycle())), rounds=1, local_epochs=2, lr_decay=1.0)
+    loop.run()
+    steps = 2 * loop.data.clients[0].num_steps(4)
+    own = rates[:steps]
+    assert max(own) == pytest.approx(0.1, rel=0.05)
+    assert own[-2] < 0.001  # the rate of the last step
+    assert rates[steps] > own[-2]  # the next client begins anew
+
+
+def test_decay_from_round_to_round_reaches_schedulers(set_up_federation):
+    rates = []
+
+    class Cycle(OneCycleNet):
+        def on_train_epoch_end(self):
+            rates.append(self.optimizers().param_groups[0]["max_lr"])
+
+    set_up_federation(lambda: FedAvg(wrapped(Cycle())), rounds=2, lr_decay=0.5).run()
+    assert (rates[0], rates[-1]) == (pytest.approx(0.1), pytest.approx(0.05))
+
+
+def test_module_resumes_exactly(assert_resumes):
+    assert_resumes(lambda: FedRep(wrapped(Tabular())), stopped_after=1)
+
+
+def test_module_is_whole_again_only_while_it_is_asked():
+    model = wrapped(DigitClassifier())
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == len(set(names)) == 4
+    x = torch.randn(3, *SHAPE)
+    model.eval()
+    assert torch.allclose(model(x).log_softmax(1), DigitClassifier.forward(whole(model), x), atol=1e-6)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        twin.head.weight.zero_()
+    assert not torch.equal(twin(x), model(x))
+
+
+def whole(model):
+    model.own.joined.__enter__()
+    return model.own.joined.module
+
+
+def test_terms_that_see_embeddings_are_added_to_an_automatic_step(run_federation):
+    loop = run_federation(lambda: MOON(wrapped(Sgd(), "fc")), rounds=2)
+    assert "loss/model_contrast" in loop.diary.rows[-1]
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+class NoStep(Sgd):
+    def training_step(self, batch, batch_idx):
+        return torch.zeros(())
+
+
+class Wrong(Sgd):
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        return F.cross_entropy(self(x), y)
+
+
+class Several(Sgd):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
+
+
+class Behind(Sgd):
+    def forward(self, x):
+        return super().forward(x).exp() + x.mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (GAN, {}, "model.module: GAN fails on samples of this shape"),
+        (Autoencoder, {}, r"model.module: Autoencoder's forward must return logits of shape \[B, 4\] for 4 classes"),
+        (NoStep, {}, "model.module: NoStep's training_step must return a loss with a gradient"),
+        (Wrong, {}, "model.module: Wrong's training step fails \\(ValueError: not enough values"),
+        (Several, {}, "model.module: Several has 2 optimizers, which needs self.automatic_optimization = False"),
+        (Behind, {}, "model.head: name the layer of Behind that gives the logits"),
+        (Sgd, {"head": "hidden"}, 'model.head: "hidden" must give Sgd\'s logits'),
+        (Sgd, {"head": "fcc"}, r"model.head: must name a submodule of Sgd \(nearest: fc"),
+        (lambda: Sgd(manual=True), {"optimizer": "configured"}, "model.optimizer: configured needs a module of auto"),
+    ],
+    ids=["GAN", "autoencoder", "no loss", "batch", "optimizers", "behind", "not logits", "misspelt", "manual"],
+)  # fmt: skip
+def test_what_is_no_classifier_is_refused_in_one_line(module, options, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        wrapped(module(), **options)
+    assert len(str(caught.value)) < 300
+
+
+def test_manual_optimization_is_refused_where_a_method_cannot_add_its_loss(set_up_federation, run_federation):
+    manual = lambda kind: lambda: kind(wrapped(Sgd(manual=True), "fc"))  # noqa: E731
+    with pytest.raises(ConfigError, match="model: MOON's loss model_contrast needs automatic optimization"):
+        set_up_federation(manual(MOON))
+    with pytest.raises(ConfigError, match=r"trainer\.accumulate_grad_batches: must be left out"):
+        set_up_federation(manual(FedAvg), trainer={"accumulate_grad_batches": 2})
+    with pytest.raises(ConfigError, match=r"trainer\.gradient_clip_val: must be left out"):
+        set_up_federation(manual(FedAvg), trainer={"gradient_clip_val": 1.0})
+    with pytest.raises(ConfigError, match="model: SCAFFOLD's loss control needs automatic optimization"):
+        set_up_federation(manual(SCAFFOLD))
+    with pytest.raises(RoundError, match="PerFedAvg makes steps of its own, but the module has stepped by itself"):
+        run_federation(manual(PerFedAvg), rounds=1)
+    assert_runs(run_federation(manual(FedNova), rounds=2))
+
+
+def test_trainer_says_what_it_is_not():
+    class Asks(Sgd):
+        def training_step(self, batch, batch_idx):
+            return self.trainer.datamodules
+
+    with pytest.raises(ConfigError, match=r"self\.trainer\.datamodules is not there in a federated fit"):
+        wrapped(Asks(), "fc")
