@@ -93,8 +93,9 @@ class Experiment:
 
     def _say_whose_optimizer(self) -> None:
         """Say so where the section `optimizer` says something that a model's own optimizer overrules."""
-        own, usual = self.config["optimizer"], OPTIMIZER["init_args"]
-        is_usual = short_name(own) == short_name(OPTIMIZER) and usual.items() <= (own.get("init_args") or {}).items()
+        usual: Config = dict(OPTIMIZER)
+        own: Config = self.config["optimizer"]
+        is_usual = short_name(own) == short_name(usual) and own["init_args"]["lr"] == usual["init_args"]["lr"]
         if not is_usual and is_main() and any(module.own.has_optimizer for module in self.loop.runner.modules):
             say("optimizer: not used, the model brings its own; model.optimizer: configured takes this one")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from builder import curve
+from builder import curve, notebook
 from builder.docstrings import is_equation, markdown, of_class, of_module
 from builder.options import options, table
 from fl_lightning import catalog
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md", "experiments/fedcpd/README.md")
 """Files of the repository that are pages, too."""
+NOTEBOOK = "experiments/notebooks/compare.ipynb"
 PICTURES = "experiments/pictures"
 _MARK = re.compile(r"^<!-- catalog: (\w+)( below)? -->$", re.MULTILINE)
 _OPTIONS = re.compile(r"^<!-- options: (\w+) -->$", re.MULTILINE)
@@ -31,6 +32,7 @@ def generated() -> dict[str, str]:
     found = {f"methods/{entry.name.lower()}.md": method_page(entry) for entry in catalog.entries("methods")}
     found |= {f"api/{name}.md": text for name, text in api_pages()}
     found |= {f"reference/{kind}.md": f"{title}\n\n{catalog_list(kind, 2)}\n" for kind, title in unlisted()}
+    found["guides/notebook.md"] = notebook.page(ROOT / NOTEBOOK, NOTEBOOK)
     return found | {path: outside(path) for path in OUTSIDE}
 
 

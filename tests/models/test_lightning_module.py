@@ -23,6 +23,7 @@ from tutorial_modules import (
     TwoOptimizers,
 )
 
+import fl_lightning
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.methods.fedavg import FedAvg
@@ -228,6 +229,19 @@ def whole(model):
 def test_terms_that_see_embeddings_are_added_to_an_automatic_step(run_federation):
     loop = run_federation(lambda: MOON(wrapped(Sgd(), "fc")), rounds=2)
     assert "loss/model_contrast" in loop.diary.rows[-1]
+
+
+def test_three_lines_federate_a_module(trial, capsys):
+    module = {"class_path": "tutorial_modules.PlainTen", "init_args": {"width": 6}}
+    lines = {"class_path": "WrappedLightningModule", "init_args": {"module": module}}
+    run = trial(name="three-lines", model=lines, method="FedProx", method__mu=0.1, federation__rounds=1).fit()
+    said = capsys.readouterr().err
+    assert "optimizer: not used, the model brings its own" in said
+    assert run.evaluate()["Local-T"] == run.summary["last"]["Local-T"]
+    with pytest.raises(ConfigError, match="--trust tutorial_modules"):
+        fl_lightning.load(run.folder, client=1)
+    model = fl_lightning.load(run.folder, client=1, trust=["tutorial_modules"])
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------

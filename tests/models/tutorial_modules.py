@@ -200,6 +200,24 @@ class PlainModel(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
 
+class PlainTen(L.LightningModule):
+    """Ten classes."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class TextClassifier(L.LightningModule):
     """Word vectors, an LSTM, and its last state."""
 
