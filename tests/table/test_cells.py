@@ -1,0 +1,52 @@
+"""When a table's cell counts as finished."""
+
+import pytest
+
+from fl_lightning.files import write_json
+from fl_lightning.report.journal import RunTables
+from fl_lightning.table.cells import Cell
+from fl_lightning.table.definition import Column, Row
+from fl_lightning.table.overlays import Overlay
+
+CONFIG = {"method": "their.Method", "data": {"dataset": "their.Data"}, "federation": {"rounds": 2}}
+
+
+@pytest.fixture
+def cell(tmp_path):
+    """One whose run has ended."""
+    cell = Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, CONFIG, (), tmp_path)
+    cell.folder.mkdir()
+    tables = RunTables(cell.folder, {"metrics.csv": ["round", "Local-T"]}, cell.folder / "journal.txt")
+    tables.start(0)
+    for round in (1, 2):
+        tables.append(round, {"metrics.csv": [{"round": round, "Local-T": 0.5}]})
+    write_json(cell.folder / "summary.json", {"finished": True, "rounds": 2, "tables": tables.sums})
+    return cell
+
+
+def test_run_that_has_ended_is_finished(cell):
+    assert cell.finished
+    assert [row["round"] for row in cell.rows()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "now"),
+    [
+        ("metrics.csv", "2,0.5", "2,0.7"),
+        ("metrics.csv", "2,0.5\n", ""),
+        ("metrics.csv", "2,0.5\n", "2,0.5\n2,0.5\n"),
+        ("metrics.csv", "round", "sound"),
+        ("summary.json", "2", "3"),
+        ("summary.json", "finished", "finish"),
+        ("summary.json", "{", "["),
+    ],
+)
+def test_damaged_run_is_not_finished_so_that_it_is_gone_on_with_and_mended(cell, file, was, now):
+    path = cell.folder / file
+    path.write_text(path.read_text().replace(was, now))
+    assert not cell.finished
+
+
+def test_run_of_an_older_version_that_says_nothing_of_its_tables_is_finished(cell):
+    write_json(cell.folder / "summary.json", {"finished": True, "rounds": 2})
+    assert cell.finished
