@@ -193,7 +193,10 @@ class Checker:
             return _enumerated(hint, value, key)
         if isinstance(hint, type) and is_dataclass(hint):
             if not isinstance(value, Mapping):
-                raise ConfigError(key, f"must hold {hint.__name__}'s fields by name", value)
+                rule = f"must hold {hint.__name__}'s fields by name"
+                if value is None:
+                    rule += f" ({', '.join(parameters(hint))}); leave it out for their defaults"
+                raise ConfigError(key, rule, value)
             return self.arguments(hint, value, key)
         if isinstance(origin, type) and issubclass(origin, Mapping):
             return self._mapping(inside, value, key, doc)
@@ -250,7 +253,7 @@ class Checker:
         cls, path = find_class(bases, name, key, self.trust, self.load)
         node: dict[str, Any] = {"class_path": path}
         arguments, others = (_by_name(value.get(part), f"{key}.{part}") for part in NODE[1:])
-        fitting = self._fitting(cls, value.before) if isinstance(value, Renamed) else {}
+        fitting = self._fitting(cls, value.before, key) if isinstance(value, Renamed) else {}
         if found := self.arguments(cls, {**fitting, **arguments}, f"{key}.init_args", skip, free):
             node["init_args"] = found
         for each in others:
@@ -260,10 +263,12 @@ class Checker:
             node["dict_kwargs"] = plain(others, f"{key}.dict_kwargs")
         return node
 
-    def _fitting(self, cls: type, before: Mapping[str, Any]) -> dict[str, Any]:
+    def _fitting(self, cls: type, before: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Of the arguments of a class whose place another one took, those that this one takes."""
         fitting = {}
         for name, value in before.items():
+            if isinstance(number := _parsed(value), float):
+                finite(number, f"{key}.init_args.{name}", may_be_infinite=True)  # no class takes NaN
             with suppress(ConfigError, KeyError):
                 fitting[name] = self.value(parameters(cls)[name].hint, value, name)
         return fitting

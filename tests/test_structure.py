@@ -313,3 +313,11 @@ def test_the_linter_is_seldom_overruled():
     texts = [path.read_text(encoding="utf-8") for path in SOURCES.values()]
     overruled = sum(text.count("# noqa") for text in texts)
     assert overruled <= MOST_NOQA * sum(text.count("\n") for text in texts) / 1000
+
+
+def test_every_benchmark_is_named_in_its_list():
+    folder = ROOT.parent / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in folder.glob("*.py") if f"`{path.name}`" not in text] == []
+    named = re.findall(r"`(\w+\.(?:json|md|csv))`", text)
+    assert [name for name in named if not (folder / "results" / name).is_file()] == []

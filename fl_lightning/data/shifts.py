@@ -57,7 +57,7 @@ class NoiseSkew(Shift):
     paper = "Li, Diao, Chen, He, ICDE 2022, Federated Learning on Non-IID Data Silos: An Experimental Study"
 
     def __init__(self, std: float = 0.1) -> None:
-        require(std > 0 and math.isfinite(std), f"{KEY}.std", "must be above 0", std)
+        require(0 < std <= 1e6, f"{KEY}.std", "must be above 0, and at most 1e6", std)
         self.std = std
 
     def apply(

@@ -153,6 +153,7 @@ def _quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         for part in ("rank_zero", "distributed"):
             logging.getLogger(f"{name}.utilities.{part}").setLevel(logging.WARNING)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # whom it ends, when one has ended
 
 
 def _fabric(team: Team, start_method: str) -> Fabric:

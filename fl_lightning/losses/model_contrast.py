@@ -78,7 +78,7 @@ class ModelContrast(Term):
     Args:
         weight: μ, >= 0.
         temperature: τ, > 0.
-        previous_models: how many own last models are kept, >= 1.
+        previous_models: how many own last models are kept, from 1 to 64.
     """
 
     paper = "Li et al., CVPR 2021"
@@ -88,7 +88,7 @@ class ModelContrast(Term):
     def __init__(self, weight: float = 1.0, temperature: float = 0.5, previous_models: int = 1) -> None:
         super().__init__(weight)
         require(temperature > 0, "ModelContrast.temperature", "must be > 0", temperature)
-        require(previous_models >= 1, "ModelContrast.previous_models", "must be >= 1", previous_models)
+        require(1 <= previous_models <= 64, "ModelContrast.previous_models", "must be from 1 to 64", previous_models)
         self.temperature = temperature
         self.previous_models = previous_models
         self._known = 0

@@ -24,7 +24,7 @@ class MOON(Method):
     Args:
         mu: μ, >= 0; the authors' code has 1, the paper 5 on CIFAR-10 and 1 on CIFAR-100; FedDW uses 5.
         temperature: τ, > 0.
-        previous_models: own last models that are told apart, >= 1.
+        previous_models: own last models that are told apart, from 1 to 64.
         projection: size of a projection between body and head, Linear(D, D), ReLU, Linear(D, size): z is its output,
             and it is on the way to the classifier and shared. 256 in the paper; null takes the model's own z.
         extra_terms: terms added to the loss.
@@ -44,7 +44,7 @@ class MOON(Method):
     ) -> None:
         require(mu >= 0, "method.mu", "must be >= 0 (0 is FedAvg)", mu)
         require(temperature > 0, "method.temperature", "must be > 0", temperature)
-        require(previous_models >= 1, "method.previous_models", "must be >= 1", previous_models)
+        require(1 <= previous_models <= 64, "method.previous_models", "must be from 1 to 64", previous_models)
         require(projection is None or projection >= 1, "method.projection", "must be >= 1 or null", projection)
         if projection is not None:
             add_projection(model, projection, unit_length=False, key="method.projection")

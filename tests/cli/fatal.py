@@ -1,6 +1,7 @@
 """Kills a process before its n-th file operation in a folder: opens to write, writes, renames, syncs, deletions."""
 
 import builtins
+import errno
 import io
 import os
 import shutil
@@ -20,7 +21,7 @@ class FatalOperations:
     Args:
         folder: what happens elsewhere is not counted.
         die: who dies, and before which of its operations (1-based); with a third item that is true, a write in the
-            middle of itself. None lets everybody live.
+            middle of itself; with ``full`` nobody dies, but the disk is full from there on. None lets everybody live.
         log: a file that gets a line for every operation: who, what, on which file.
     """
 
@@ -28,6 +29,7 @@ class FatalOperations:
         self.folder = os.path.abspath(folder)
         self.die = tuple(die or ())
         self.log = log
+        self.is_full = False
         self.counts = {}
         self.originals = {name: getattr(os, name) for name in ("open", "write", "kill", "readlink")}
         self._replace_functions()
@@ -43,10 +45,14 @@ class FatalOperations:
             log = self.originals["open"](self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self.originals["write"](log, f"{who} {what} {path[len(self.folder) + 1 :]}\n".encode())
             os.close(log)
-        if self.die[:2] == (who, self.counts[who]):
+        if self.die == (who, self.counts[who], "full"):
+            self.is_full = True
+        elif self.die[:2] == (who, self.counts[who]):
             if half is not None and self.die[2:] == (True,):
                 half()
             self.originals["kill"](os.getpid(), signal.SIGKILL)
+        if self.is_full and what.startswith(("open", "write", "fsync")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def _path(self, path, folder=None) -> str:
         """The full path of a name, a name in an open folder, or an open file."""

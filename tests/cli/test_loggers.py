@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from cli.test_bad_input import refused
+
 
 def rows_of(path):
     with path.open(newline="") as file:
@@ -30,6 +32,20 @@ def test_csv_logger_receives_the_values(workplace):
     summary = json.loads((workplace.run / "summary.json").read_text())
     for name, value in summary["final_received"].items():
         assert logged[3][f"final/{name}"] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("MLFlowLogger", "mlflow"), ("CometLogger", "comet-ml")])
+def test_logger_whose_package_is_not_installed_is_one_line(workplace, name, package):
+    if importlib.util.find_spec(package.replace("-", "_")) is not None:
+        pytest.skip(f"{package} is installed")
+    line = refused(workplace, "--logger", name)
+    assert line.startswith(f"logger.0: {name}: Requirement '{package}")
+    assert f"pip install -U '{package}" in line
+
+
+def test_labels_of_none_say_what_they_may_be(workplace):
+    line = "logger.labels: must hold Labels's fields by name (group, tags, notes, job_type); leave it out for their"
+    assert refused(workplace, "--logger", "wandb", "--logger.labels", "null").startswith(line)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")

@@ -177,7 +177,7 @@ def test_moon_projection_needs_a_linear_head(mlp):
     [
         ({"mu": -1.0}, r"method\.mu: must be >= 0"),
         ({"temperature": 0.0}, r"method\.temperature: must be > 0, got 0\.0"),
-        ({"previous_models": 0}, r"method\.previous_models: must be >= 1, got 0"),
+        ({"previous_models": 0}, r"method\.previous_models: must be from 1 to 64, got 0"),
         ({"projection": 0}, r"method\.projection: must be >= 1 or null, got 0"),
     ],
     ids=str,
