@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
     with outlived():
         try:
-            sys.exit(_dispatch(arguments))
+            code = _dispatch(arguments)
+            _leave_what_is_stuck(code)
+            sys.exit(code)
         except ConfigError as error:
             refuse(str(error))
         except WriteError as error:
@@ -74,6 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             refuse(f"{error.filename}: {error.strerror or error}")
         except KeyboardInterrupt:  # before anything was there to be saved, or after all was
             sys.exit(exit_code(signal.SIGINT))
+
+
+def _leave_what_is_stuck(code: int) -> None:
+    """End the process at once where a logger's service never answered: its own work at the end may hang, too."""
+    patience = sys.modules.get("fl_lightning.report.patience")
+    if patience is not None and patience.Patience.stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -95,7 +95,7 @@ class RunFolder:
     def _in_the_way(self) -> Path | None:
         """A folder where the run has a file, or something else where it has a folder; None if there is none."""
         own = [self.path / name for name in _OWN if "*" not in name]
-        files = next((path for path in own if path.is_dir()), None)
+        files = next((path for path in own if path.is_dir() and not path.is_symlink()), None)  # W&B's latest-run is one
         folders = [self.path / name for name in _OWN_FOLDERS if "*" not in name]
         return files or next((path for path in folders if os.path.lexists(path) and not path.is_dir()), None)
 

@@ -19,12 +19,17 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, plain_json, write_text
 from fl_lightning.report import wandb_access, wandb_media
+from fl_lightning.report.patience import Patience
 from fl_lightning.report.record import summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
 STATE_FILE = "wandb.json"
 """In the run's folder: W&B's id of the run, so that a resumed run goes on under it."""
+LIMIT = 60.0
+"""Seconds that a call may take: a round with its tables and pictures."""
+LIMITS = {"begin": 120.0, "finalize": 150.0}
+"""The same of those that start W&B, and wait until it has sent all; more than W&B's own limits."""
 BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
 """Beginnings of the columns whose best value is the lowest one; of other columns, accuracies alone have a best."""
 
@@ -32,14 +37,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _harmless(method: Method) -> Method:
-    """Let no error of W&B's reach the run: the first one is said in one line and is the end of W&B, not of the run."""
+    """Let no error of W&B's reach the run, and no call hold it up: the first one is said in one line and ends W&B."""
 
     @functools.wraps(method)
     def call(self: WandbLogger, *arguments: Any, **options: Any) -> Any:
         if self.lost:
             return None
         try:
-            return method(self, *arguments, **options)
+            limit = LIMITS.get(method.__name__, LIMIT)
+            return self.patience.call(functools.partial(method, self, *arguments, **options), limit)
         except Exception as error:
             self.give_up(error)
             return None
@@ -106,6 +112,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self.config: dict[str, Any] = {}
         self.lost = False
         self.is_offline = False
+        self.patience = Patience()
         self._place = ""  # where the run is to be seen
         self._draws = True  # tables and pictures
         self._logged = 0  # rounds that W&B has
