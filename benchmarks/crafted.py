@@ -37,7 +37,8 @@ BASE = {
     "trainer": {"accelerator": "cpu"},
 }
 CLASS_PLACES = (
-    "method", "model", "optimizer", "data.dataset", "data.partition", "data.augmentation.0", "federation.exchange",
+    "method", "model", "optimizer", "data.dataset", "data.partition", "data.shift", "data.augmentation.0",
+    "federation.exchange",
     "federation.server_optimizer", "federation.aggregator", "federation.wire.0", "federation.callbacks.0",
     "trainer.callbacks.0", "trainer.profiler",
     "trainer.plugins.0", "trainer.strategy", "trainer.accelerator", "logger", "method.init_args.extra_terms.0",
