@@ -174,7 +174,7 @@ class Experiment:
             self.loop.load_state_dict(folder.checkpoints.load(chosen.path))
             workers.main_says(None)  # all have read it
         if workers.is_main:
-            if chosen is not None:
+            if chosen is not None or not overwrite:
                 folder.leave_only(chosen, self.loop.settings.checkpoint)
             folder.clean(overwrite)
             self._write_down(loggers)

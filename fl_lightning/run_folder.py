@@ -126,13 +126,22 @@ class RunFolder:
             why = "does not say how far the tables had come"
             raise ConfigError("--resume", f"the checkpoint of round {state['round']} is not whole: it {why}") from error
 
-    def leave_only(self, chosen: Chosen, policy: CheckpointPolicy) -> None:
+    def leave_only(self, chosen: Chosen | None, policy: CheckpointPolicy) -> None:
         """Put checkpoints that are newer than the one that a run goes on from aside, and say so.
 
+        States that no checkpoint names are deleted, also where a run begins anew: a kill in the middle of its first
+        checkpoint leaves some, which later ones would be believed to name.
+
         Args:
-            chosen: the one.
+            chosen: the one; None where there is none.
             policy: how many stay.
         """
+        if chosen is not None:
+            self._put_aside(chosen)
+        if policy.saves:
+            self.checkpoints.prune(policy.keep)
+
+    def _put_aside(self, chosen: Chosen) -> None:
         checkpoints, own = self.checkpoints, round_of(chosen.path)
         later = [path.name for path in checkpoints.all() if round_of(path) > own]
         aside = checkpoints.put_aside(own)
@@ -141,8 +150,6 @@ class RunFolder:
             more = f" (and {len(chosen.damaged) - 1} more)" if chosen.damaged[1:] else ""
             why = f"{chosen.damaged[0]}{more}" if chosen.damaged else newer
             say(f"{why}; put aside in {aside}; going on from round {own}")
-        if policy.saves:
-            checkpoints.prune(policy.keep)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -40,13 +40,17 @@ class Checkups:
         Raises:
             Unsound: naming the loss that was the first to be no finite number, and the step.
         """
-        meter, weights = self.module.meter, self.module.method.term_weights()
+        meter = self.module.meter
+        means = meter.means()
+        if all(map(math.isfinite, means.values())):
+            return means
+        weights = self.module.method.term_weights()
         counts = ["loss", *(name for name, weight in weights.items() if weight > 0)]
         broken = meter.first_broken(counts)
         if broken is not None:
             what = "the loss" if broken.name == "loss" else f"the loss's term {broken.name}"
             raise Unsound(f"{what} is {broken.value} at step {broken.step} of {meter.num_steps}")
-        return {name: mean for name, mean in meter.means().items() if math.isfinite(mean)}
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
     def state(self, entries: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
         """Look at what the client will keep: the parameters and statistics that it does not share.

@@ -219,21 +219,23 @@ class FederatedLoop:
 
     def _share_out(self, round: int) -> dict[int, int]:
         """Decide which worker fits which participant, and bring states and messages there."""
-        if self.exchange.in_turn:
+        if self.exchange.in_turn or self.workers.size == 1:
             owners = dict.fromkeys(self.participants, MAIN)
         else:
-            owners = self.workers.share_out({c: self._cost(round, c) for c in self.participants}, self.holders)
+            owners = self.workers.share_out(self._costs(round), self.holders)
         self.workers.move(self.holders, owners, self.runner.pool)
         self.holders |= owners
         self.exchange.address(owners)
         return owners
 
-    def _cost(self, round: int, client: int) -> float:
-        """About how long a client's round takes, in forward passes of one sample; a step is three of them."""
+    def _costs(self, round: int) -> dict[int, float]:
+        """About how long each participant's round takes, in forward passes of one sample; a step is three of them."""
         evaluate = self.settings.evaluate
-        tested = len(self.data.server_test) if evaluate.globally else int(self.num_test[client])
         passes = len(evaluate.moments) if self.calendar.is_evaluated(round) else 0
-        return 3.0 * self.runner.module(client).fit_epochs * int(self.num_train[client]) + passes * tested
+        tested = [len(self.data.server_test)] * self.num_clients if evaluate.globally else self.num_test
+        epochs = [module.fit_epochs for module in self.runner.modules]
+        steps = {c: epochs[self.runner.architecture[c]] * int(self.num_train[c]) for c in self.participants}
+        return {client: 3.0 * own + passes * int(tested[client]) for client, own in steps.items()}
 
     def _gather(self, own: list[ClientReport]) -> list[ClientReport]:
         """Every worker's reports, in the order of clients; the main one tells its callbacks of the others'."""

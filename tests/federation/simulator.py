@@ -1,148 +1,82 @@
 """Federations without training: the real loop, exchanges, pool, checkpoints, messages around a fit that is arithmetic.
 
-A schedule follows from its seed alone: who is there, joins and fails, how messages travel, when the run is stopped or
-killed, and on how many workers it goes on. Workers are threads of which one runs at a time, and what they tell each
-other is packed and pickled as between processes.
+A schedule follows from its seed alone (`schedule.py`): who is there, joins, fails, falls sick or attacks, how messages
+travel and what becomes of them, when the run is stopped or killed, what befalls its files, and on how many workers it
+goes on (`team.py`).
 """
 
 import copy
-import math
-import pickle
-import random
+import os
 import shutil
 import tempfile
-import threading
-from collections import defaultdict, deque
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import torch
+from federation import auditor as auditors
+from federation.schedule import Schedule
+from federation.team import TRANSPORT, Killed, Team, packed, present, unpacked
 
+from fl_lightning import files, run_folder
+from fl_lightning.core.facts import Fit
+from fl_lightning.core.message import ClassMeans
 from fl_lightning.core.meter import LossMeter
-from fl_lightning.core.server_optimizer import ServerAdam, ServerMomentum
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation import agreement, guarding, recorder, sickness, transport
 from fl_lightning.federation import loop as loops
 from fl_lightning.federation import runner as runners
-from fl_lightning.federation import transport
 from fl_lightning.federation.callbacks import FederationCallback
-from fl_lightning.federation.checkpoint import CheckpointPolicy
-from fl_lightning.federation.exchange import Star
-from fl_lightning.federation.failures import Failures
-from fl_lightning.federation.filters import Quantize, TopK
-from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.peers import Peers, Ring
 from fl_lightning.federation.recorder import Recorder
-from fl_lightning.federation.settings import EvaluationPolicy, Federation, Newcomers
+from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.dfedpgp import DFedPGP
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedper import FedPer
 from fl_lightning.methods.local import Local
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.mlp import MLP
 from fl_lightning.report.record import read_rows
+from fl_lightning.run_folder import RunFolder
 from fl_lightning.seeding import seed_global_streams
 
-CPU = torch.device("cpu")
+__all__ = ["Refused", "Schedule", "check", "play"]
+
 MEMORY = Path("/dev/shm")
-NO_EVALUATION = EvaluationPolicy(trained=False, received=False, globally=False, server=False)
-METHODS = {"FedAvg": FedAvg, "FedPer": FedPer, "DFedPGP": DFedPGP, "Local": Local}
+RENAMES = 24  # of files in a part, about; before one of them it may be killed
 
 
-class Killed(BaseException):
-    """The process is gone, in the middle of a round."""
-
-
-# --- what is random -------------------------------------------------------------------------------------------------
-
-
-class Schedule:
-    """What happens in one federation.
-
-    Args:
-        seed: all follows from it.
-    """
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.seed = seed
-        self.clients = rng.randint(2, 6)
-        self.rounds = rng.randint(2, 5)
-        self.method = rng.choices(list(METHODS), (4, 3, 3, 1))[0]
-        self.exchange, self.exchange_options = self._draw_exchange(rng)
-        filters = ["", "quantize", "topk", "both"] if self.exchange == "Star" else ["", "quantize"]
-        self.wire = rng.choice([*filters, ""])
-        self.optimizer = rng.choices(["", "momentum", "adam"], (4, 1, 1))[0] if self.exchange == "Star" else ""
-        if self.method == "Local":
-            self.optimizer = self.wire = ""
-        newcomers = rng.choice([0, 0, 1]) if self.clients > 2 else 0
-        self.options = {
-            "rounds": self.rounds,
-            "participation": rng.choice([1.0, 1.0, 0.7, 0.4]),
-            "failures": self._draw_failures(rng),
-            "newcomers": (newcomers, rng.randint(1, self.rounds - 1) if newcomers else 0),
-            "pool": rng.choice(["memory", "memory", "disk"]),
-            "init": rng.choice(["common", "own"]),
-            "checkpoint": (rng.choice([1, 1, 2]), rng.choice([1, 2])),
-        }
-        self.parts = []
-        """Of the disturbed run: (workers, the round in which it ends, how: stop, kill, or end)."""
-        done = 0
-        while done < self.rounds:
-            last = rng.randint(done + 1, self.rounds)
-            self.parts.append((rng.randint(1, 3), last, rng.choice(["stop", "kill"]), rng.random()))
-            done = last
-        self.parts.append((rng.randint(1, 3), self.rounds, "end", 0.0))
-
-    def _draw_exchange(self, rng):
-        degree = rng.randint(1, 3)
-        return rng.choice([
-            ("Star", {}),
-            ("Star", {}),
-            ("Ring", {"schedule": "parallel", "directions": rng.choice(["one", "both"])}),
-            ("Ring", {"schedule": "sequential"}),
-            ("DirectedGraph", {"degree": degree, "redraw": rng.random() < 0.6}),
-            ("DirectedGraph", {"degree": degree, "redraw": rng.random() < 0.6, "mixing": "uniform"}),
-            ("RandomPeers", {"degree": degree, "redraw": rng.random() < 0.6}),
-        ])  # fmt: skip
-
-    def _draw_failures(self, rng):
-        kind = rng.choice(["", "", "probability", "schedule", "clients"])
-        if kind == "probability":
-            return {"probability": rng.choice([0.2, 0.5])}
-        if kind == "schedule":
-            drawn = {str(r): rng.sample(range(self.clients), rng.randint(1, self.clients)) for r in (1, self.rounds)}
-            return {"schedule": drawn}
-        return {"clients": [rng.randrange(self.clients)]} if kind == "clients" else {}
-
-    def settings(self, callbacks=(), on_disk=True) -> Federation:
-        """A federation's settings, with an exchange and filters of its own."""
-        options = self.options if on_disk else {**self.options, "pool": "memory"}
-        options = dict(options)
-        every, keep = options.pop("checkpoint")
-        filters = {
-            "quantize": [Quantize(bits=8)],
-            "topk": [TopK(share=0.4)],
-            "both": [TopK(share=0.4), Quantize(bits=16)],
-        }
-        exchanges = {"Star": Star, "Ring": Ring, "DirectedGraph": DirectedGraph, "RandomPeers": RandomPeers}
-        return Federation(
-            **{**options, "failures": Failures(**options["failures"]), "newcomers": Newcomers(*options["newcomers"])},
-            exchange=exchanges[self.exchange](**self.exchange_options),
-            wire=filters.get(self.wire),
-            server_optimizer={"momentum": ServerMomentum, "adam": ServerAdam}.get(self.optimizer, lambda: None)(),
-            evaluate=NO_EVALUATION,
-            checkpoint=CheckpointPolicy(every=every, keep=keep, models=False),
-            callbacks=list(callbacks),
-        )
-
-    def __repr__(self) -> str:
-        return f"Schedule({ {name: value for name, value in vars(self).items()} })"
+class Refused(Exception):
+    """The project refuses a schedule's settings: nothing was played."""
 
 
 # --- a federation that does not train -------------------------------------------------------------------------------
+
+
+class Means(FedPer):
+    """FedPer whose clients also send class means, and take the federation's up."""
+
+    def __init__(self, model) -> None:
+        super().__init__(model)
+        self.register_buffer("heard", torch.zeros(2, 2), persistent=False)
+
+    def receive(self, message, data) -> None:
+        super().receive(message, data)
+        means = message.artifacts.get("means")
+        self.heard.copy_(means.mean) if isinstance(means, ClassMeans) else self.heard.zero_()
+
+    def send(self, data):
+        message = super().send(data)
+        count = data.class_counts * torch.tensor([1, data.client % 2])  # every second client holds one class alone
+        mean = self.model.head.weight.detach() * (count > 0).unsqueeze(1)
+        message.artifacts["means"] = ClassMeans(mean.clone(), count)
+        return message
+
+
+METHODS = {
+    "FedAvg": FedAvg, "FedPer": FedPer, "DFedPGP": DFedPGP, "Means": Means, "SCAFFOLD": SCAFFOLD, "Local": Local
+}  # fmt: skip
 
 
 class Arithmetic(runners.Runner):
@@ -150,20 +84,88 @@ class Arithmetic(runners.Runner):
 
     def fit(self, module, data, round) -> None:
         seed_global_streams(self.seed, "fit", round, data.client)
-        module.meter = LossMeter()
+        sick = self.make_method.sick.get((round, data.client))
+        if sick == "raises":
+            raise RuntimeError("the client is sick")
+        fit = module.method.fit = Fit(None, 1)
+        fit.num_steps, fit.lr = 1 + data.client % 2, 0.5
+        heard = float(module.method.heard.mean()) / 8 if hasattr(module.method, "heard") else 0.0
+        own = SHELF.parameters[id(module)]
+        step = (5 * round + int(data.class_counts[0]) * data.client) % 16 / 16
+        steps = [step + heard + float(torch.rand(())) / 8 + place / 16 for place in range(len(own))]
         with torch.no_grad():
-            for place, parameter in enumerate(module.method.parameters()):
-                step = (7 * place + 5 * round + 3 * data.client) % 16 / 16
-                parameter.mul_(0.75).add_(torch.rand(parameter.shape), alpha=0.125).add_(step)
+            torch._foreach_mul_(own, 0.75)
+            torch._foreach_add_(own, steps)
+            if sick in ("nan", "huge"):
+                own[-1].fill_(torch.nan if sick == "nan" else 1e30)
+            loss = torch.tensor(torch.inf) if sick == "loss" else own[-1].sum()
+        module.meter = LossMeter()
+        module.meter.add({"loss": loss}, data.num_train)
+
+    def _new_module(self, architecture, fit_settings, client=-1):
+        """One that was made before, as good as new."""
+        own = SHELF.take(self.make_method.name, client == -1, lambda: super(Arithmetic, self)._new_module(0, None))
+        seed_global_streams(self.seed, "init", 0, client)
+        with torch.no_grad():
+            for parameter in SHELF.parameters[id(own)]:
+                parameter.uniform_(-0.5, 0.5)
+        own.method.facts, own.settings = self.facts, fit_settings
+        return own
+
+
+class Shelf:
+    """Modules that are used again, because it takes longer to make one than to play a round with it.
+
+    As they are taken all attributes, parameters' flags and buffers are what they were when they were made.
+    """
+
+    def __init__(self) -> None:
+        self.free, self.used = {}, []
+        self.parameters = {}  # id of a module -> its parameters, which take long to find
+
+    def take(self, method, resident, make):
+        """A module of a method. One that is not resident is done with at once."""
+        free = self.free.setdefault((method, resident), [])
+        module, attributes, buffers = made = free.pop() if free else self._made(make())
+        for part, own in attributes:
+            part.__dict__.clear()
+            part.__dict__.update({name: copy.copy(value) if name in DICTS else value for name, value in own.items()})
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for parameter in self.parameters[id(module)]:
+            parameter.requires_grad_(True)
+            parameter.grad = None
+        self.used.append((free, made)) if resident else free.append(made)
+        return module
+
+    def _made(self, module):
+        self.parameters[id(module)] = list(module.parameters())
+        attributes = [
+            (part, {name: copy.copy(value) if name in DICTS else value for name, value in part.__dict__.items()})
+            for part in module.modules()
+        ]
+        return module, attributes, [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def clear_up(self) -> None:
+        """Nobody uses them any more."""
+        for free, made in self.used:
+            free.append(made)
+        self.used.clear()
+
+
+DICTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+SHELF = Shelf()
 
 
 class Own:
-    """A client's data, of which there is only a number."""
+    """A client's data, of which there are only numbers."""
 
-    held_classes = class_counts = torch.tensor([3, 4])
+    num_classes = 2
+    held_classes = torch.tensor([True, True])
 
     def __init__(self, client: int) -> None:
         self.client, self.num_train, self.num_test = client, 5 + 3 * client, 0
+        self.class_counts = torch.tensor([3, 2 + 3 * client])
 
 
 class Numbers:
@@ -177,234 +179,221 @@ class Numbers:
 
     def __init__(self, num_clients: int) -> None:
         self.clients = [Own(client) for client in range(num_clients)]
-        self.store = SimpleNamespace(serve=lambda device: None)
+        self.store = SimpleNamespace(serve=lambda device: None, y=torch.tensor([0, 1]))
 
     def class_counts(self):
-        return np.tile([3, 4], (len(self.clients), 1))
+        return np.stack([own.class_counts.numpy() for own in self.clients])
+
+
+def set_up(schedule, callbacks, folder=None, sick=None):
+    """A loop on the present team of workers."""
+
+    def make(_):
+        return METHODS[schedule.method](MLP((1, 1, 2), 2, (2,)))
+
+    make.name, make.sick = schedule.method, schedule.sick if sick is None else sick
+    federation = loops.FederatedLoop(schedule.settings(callbacks, folder is not None))
+    data = Numbers(schedule.clients)
+    federation.setup(make, data, lambda own: torch.optim.SGD(own, lr=0.1), schedule.seed, folder=folder)
+    return federation
 
 
 TRAINERS: list = []
+ORIGINAL = SimpleNamespace(make_trainer=runners.make_trainer, save=torch.save, load=torch.load, replace=os.replace)
 
 
 def one_trainer(flags):
     """One Trainer for all runs; nothing is fitted with it."""
     if not TRAINERS:
-        TRAINERS.append(ORIGINAL_TRAINER({"accelerator": "cpu"}))
+        TRAINERS.append(ORIGINAL.make_trainer({"accelerator": "cpu"}))
     return TRAINERS[0]
 
 
-ORIGINAL_TRAINER = runners.make_trainer
-
-
-def set_up(schedule, callbacks, folder=None):
-    """A loop on the present team of workers."""
-    federation = loops.FederatedLoop(schedule.settings(callbacks, folder is not None))
-    federation.setup(
-        lambda _: METHODS[schedule.method](MLP((1, 1, 2), 2, (2,))),
-        Numbers(schedule.clients),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        schedule.seed,
-        folder=folder,
-    )
-    return federation
-
-
-# --- workers within one process -------------------------------------------------------------------------------------
-
-
-class Team:
-    """Workers as threads, of which one runs at a time: it hands over where it waits for another's message."""
-
-    present = threading.local()
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.turn = threading.Condition()
-        self.boxes = defaultdict(deque)
-        self.failure: BaseException | None = None
-
-    def run(self, work) -> list:
-        """Let every worker do `work(rank)`; returns what they return, by rank, or raises the first one's exception."""
-        results = [None] * self.size
-
-        def one(rank):
-            Team.present.team, Team.present.rank = self, rank
-            with self.turn:
-                try:
-                    results[rank] = work(rank)
-                except BaseException as error:
-                    self.failure = self.failure or error
-                    self.turn.notify_all()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(1, self.size)]
-        for thread in threads:
-            thread.start()
-        one(0)
-        for thread in threads:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
-        return results
-
-    def put(self, source, target, value) -> None:
-        self.boxes[source, target].append(value)
-        self.turn.notify_all()
-
-    def take(self, source, target):
-        self.turn.wait_for(lambda: self.boxes[source, target] or self.failure, timeout=60)
-        if self.failure is not None or not self.boxes[source, target]:
-            raise Killed
-        return self.boxes[source, target].popleft()
-
-
-def _team():
-    return Team.present.team, Team.present.rank
-
-
-def _packed(state):
-    skeleton, tensors, _ = transport.pack(state)
-    return pickle.dumps(skeleton), transport._buffer(tensors, CPU)
-
-
-def _unpacked(packed):
-    return transport.unpack(pickle.loads(packed[0]), packed[1])
-
-
-def send(state, target, device):
-    team, rank = _team()
-    team.put(rank, target, _packed(state))
-
-
-def receive(source, device):
-    team, rank = _team()
-    return _unpacked(team.take(source, rank))
-
-
-def broadcast(state, device):
-    team, rank = _team()
-    if rank != 0:
-        return receive(0, device)
-    for target in range(1, team.size):
-        send(state, target, device)
-    return state
-
-
-def gather(value):
-    team, rank = _team()
-    for target in range(team.size):
-        team.put(rank, target, pickle.dumps(value))
-    return [pickle.loads(team.take(source, rank)) for source in range(team.size)]
-
-
-def present(spread=True):
-    team, rank = _team()
-    return Workers(rank, team.size, rank == 0)
+def replace(source, target):
+    Team.here()[0].rename()
+    ORIGINAL.replace(source, target)
 
 
 @contextmanager
-def simulated():
-    """Let loops run on `Team` and do arithmetic, for the length of a block."""
-    functions = {"send": send, "receive": receive, "broadcast": broadcast, "gather": gather}
-    with (
-        mock.patch.multiple(transport, **functions),
-        mock.patch.object(Workers, "present", present),
-        mock.patch.object(loops, "Runner", Arithmetic),
-        mock.patch.object(runners, "make_trainer", one_trainer),
-    ):
+def simulated(real_files):
+    """Let loops run on `Team` and do arithmetic, for the length of a block.
+
+    Args:
+        real_files: whether tensors are written and read by torch.
+    """
+    clock = SimpleNamespace(monotonic=lambda: next(Team.here()[0].clock) + 1000 * Team.here()[1])
+    places = [(transport, name, own) for name, own in TRANSPORT.items()]
+    places += [(module, "say", lambda text: None) for module in (guarding, recorder, run_folder, sickness)]
+    places += [(Workers, "present", present), (loops, "Runner", Arithmetic), (runners, "make_trainer", one_trainer)]
+    places += [(agreement, "time", clock), (os, "replace", replace)]
+    places += [(files.os, "fsync", lambda file: None)]
+    if not real_files:
+        places += [(torch, "save", lambda state, file: file.write(packed(state)))]
+        places += [(torch, "load", lambda file, map_location, weights_only: unpacked(file))]
+    before = [(module, name, module.__dict__[name]) for module, name, _ in places]
+    for module, name, own in places:
+        setattr(module, name, own)
+    try:
         yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)
+        SHELF.clear_up()
 
 
-# --- what must hold -------------------------------------------------------------------------------------------------
-
-
-class Auditor(FederationCallback):
-    """Counts for itself what is sent in an undisturbed run, and looks at what an exchange must not change."""
-
-    def __init__(self) -> None:
-        self.rows, self.wrong = [], []
-
-    def expect(self, holds, what) -> None:
-        if not holds:
-            self.wrong.append(what)
-
-    def watch(self, loop) -> None:
-        """Look at every message that is posted, and at the exchange before and after the end of a round."""
-        self.posted = {}
-        exchange = loop.exchange
-        post, close = exchange.post, exchange.close
-
-        def posted(client, message):
-            self.posted[client] = message.clone()
-            post(client, message)
-
-        def closed():
-            mass = dict(getattr(exchange, "mass", {}))
-            close()
-            self._look_at_mass(loop, mass)
-
-        exchange.post, exchange.close = posted, closed
-
-    def _look_at_mass(self, loop, before) -> None:
-        """Push-sum and Metropolis-Hastings keep the sum over the clients of a round, each times its weight."""
-        exchange, method = loop.exchange, loop.runner.modules[0].method
-        pushes = isinstance(exchange, DirectedGraph) and exchange.pushes
-        if pushes:
-            total = math.fsum(exchange.mass.get(client, 1.0) for client in range(loop.num_clients))
-            self.expect(abs(total - loop.num_clients) < 1e-9, f"round {exchange.round}: push-sum's mass is {total!r}")
-        keeps = pushes or (isinstance(exchange, RandomPeers) and exchange.mixer.takes_shares)
-        if not keeps or not self.posted or not method.shared:
-            return
-        after = exchange.mass if pushes else {}
-        for name in next(iter(self.posted.values())).weights:
-            sent = sum(before.get(c, 1.0) * m.weights[name].double() for c, m in self.posted.items())
-            heard = [(c, exchange._arrived[c].message.weights[name].double()) for c in self.posted]
-            got = sum(after.get(c, 1.0) * tensor for c, tensor in heard)
-            self.expect(torch.allclose(sent, got, atol=1e-4), f"round {exchange.round}: the sum of {name} moved")
-
-    def on_round_start(self, loop, round, participants) -> None:
-        self.posted.clear()
-        self.heard = [loop.exchange.downlink(client) for client in participants] if not loop.exchange.in_turn else None
-
-    def on_round_end(self, loop, row) -> None:
-        self.rows.append({name: value for name, value in row.items() if name != "seconds"})
-        exchange, round = loop.exchange, row["round"]
-        self.expect(sorted(self.posted) == loop.participants, f"round {round}: who posted is not who takes part")
-        for unit in ("params", "bytes"):
-            hops = sum(getattr(hop, f"num_{unit}") for hop in exchange.hops)
-            own = sum(getattr(message.size, f"num_{unit}") for message in self.posted.values())
-            sent = hops if exchange.between_clients else own
-            self.expect(row[f"uplink_{unit}"] == sent, f"round {round}: {row[f'uplink_{unit}']} {unit} up, sent {sent}")
-        if isinstance(exchange, Peers):
-            self._look_at_balance(exchange, round)
-
-    def _look_at_balance(self, exchange, round) -> None:
-        """What was sent and not yet heard is waiting."""
-        up, down = (sum(row[f"{way}_params"] for row in self.rows) for way in ("uplink", "downlink"))
-        waiting = 0 if exchange.in_turn else sum(arrival.size.num_params for arrival in exchange._arrived.values())
-        self.expect(up - down == waiting, f"round {round}: {up} values up, {down} down, {waiting} waiting")
+# --- a run that is disturbed ----------------------------------------------------------------------------------------
 
 
 class Ends(FederationCallback):
     """Stops a run after a round, or kills it in the middle of it."""
 
-    def __init__(self, last, how, share) -> None:
-        self.last, self.how, self.share = last, how, share
+    def __init__(self, part) -> None:
+        self.part = part
 
     def on_round_start(self, loop, round, participants) -> None:
-        self.left = int(self.share * (len(participants) + 1))
-        if self.how == "kill" and round == self.last and self.left == 0:
+        self.left = int(self.part.share * (len(participants) + 1))
+        if self.part.how == "kill" and round == self.part.last and self.left == 0:
             raise Killed
 
     def on_client_fit_end(self, loop, report) -> None:
         self.left -= 1
-        if self.how == "kill" and loop.round + 1 == self.last and self.left == 0:
+        if self.part.how == "kill" and loop.round + 1 == self.part.last and self.left == 0:
             raise Killed
 
     def on_round_end(self, loop, row) -> None:
-        if self.how == "kill" and row["round"] == self.last:
+        if self.part.how == "kill" and row["round"] == self.part.last:
             raise Killed
-        if self.how == "stop" and row["round"] == self.last:
+        if self.part.how != "end" and row["round"] >= self.part.last:
             loop.stop()
+
+
+def prepare(federation, folder, part) -> None:
+    """Go on with what the folder holds, as `Experiment` does."""
+    workers, own = federation.workers, RunFolder(folder)
+    resume = _older(own.checkpoints, part.share) if workers.is_main and part.older else "auto"
+    chosen = workers.main_says(own.choose(resume) if workers.is_main else None)
+    if chosen is not None:
+        federation.load_state_dict(own.checkpoints.load(chosen.path))
+        workers.main_says(None)
+    if workers.is_main:
+        own.leave_only(chosen, federation.settings.checkpoint)
+        own.clean(overwrite=False)
+
+
+def _older(checkpoints, share) -> str:
+    """Any checkpoint that is whole, as it is named on the command line."""
+    there = checkpoints.all()
+    path = there[int(share * len(there))] if there else None
+    try:
+        checkpoints.check(path) if path else None
+    except ConfigError:
+        return "auto"
+    return str(path or "auto")
+
+
+def damage(folder, what, share) -> None:
+    """Spoil a file, where there is enough left to go on from."""
+    kept = RunFolder(folder).checkpoints.all()
+    if what in ("newest", "state") and len(kept) > 1:
+        newest = kept[-1].stem.removeprefix("round-")
+        states = sorted(kept[-1].parent.glob(f"clients/*-r{newest}.pt"))
+        for path in [kept[-1]] if what == "newest" else states[:1]:
+            content = bytearray(path.read_bytes())
+            content[int(share * len(content))] ^= 1
+            path.write_bytes(content)
+    elif what == "journal" and kept:
+        _cut(kept[-1].parent / "journal.txt", share)
+    elif what == "tables":
+        for name in ("metrics.csv", "clients.csv", "topology.csv"):
+            _cut(folder / name, share)
+
+
+def _cut(path, share) -> None:
+    if path.is_file():
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def disturbed(schedule, folder):
+    """The same federation, stopped and killed, on other numbers of workers; the loops of its last part."""
+    federations = []
+    for part in schedule.parts:
+        damage(folder, part.damage, part.share)
+        sick = dict(schedule.sick)
+        if part.how == "error":
+            sick[part.last, int(part.share * schedule.clients)] = "raises"
+
+        def work(rank, part=part, sick=sick):
+            own = Recorder(folder, {})
+            federation = set_up(schedule, [own, Ends(part)], folder, sick)
+            prepare(federation, folder, part)
+            federation.run()
+            if rank == 0 and federation.round < schedule.rounds:
+                own.stop(federation)
+            return federation
+
+        renames = 1 + int(part.share * RENAMES) if part.how == "file" else 0
+        try:
+            federations = Team(part.workers, renames=renames).run(work)
+        except Killed:
+            continue
+        except RoundError:
+            if part.how != "error":
+                raise
+    return federations
+
+
+# --- what must hold -------------------------------------------------------------------------------------------------
+
+
+def check(seed: int) -> list[str]:
+    """Play one schedule undisturbed and disturbed; returns what is wrong, nothing if nothing is.
+
+    Args:
+        seed: the schedule's.
+    """
+    try:
+        return play(Schedule(seed))
+    except Refused:
+        return []
+
+
+def play(schedule) -> list[str]:
+    """As `check`.
+
+    Raises:
+        Refused: if the project refuses the settings.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="schedule-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        with simulated(schedule.real_files):
+            return _play(schedule, folder)
+    except Refused:
+        raise
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _play(schedule, folder) -> list[str]:
+    auditor = auditors.Auditor()
+
+    def whole(rank):
+        federation = set_up(schedule, [auditor])
+        auditor.watch(federation)
+        federation.run()
+        return federation
+
+    try:
+        straight = leaves(outcome(Team(1).run(whole)))
+    except ConfigError as error:  # the method cannot do without its server, or a client hears too little
+        raise Refused(str(error)) from error
+    federations = disturbed(schedule, folder)
+    auditor.compare_tables(schedule, {path.name: read_rows(path) for path in folder.glob("*.csv")})
+    here = leaves(outcome(federations))
+    different = [name for name in here.keys() | straight.keys() if here.get(name) != straight.get(name)]
+    auditor.expect(not different, f"another state: {', '.join(sorted(different)[:3])}")
+    return auditor.wrong
 
 
 def outcome(federations) -> dict:
@@ -414,9 +403,10 @@ def outcome(federations) -> dict:
     for rank, own in enumerate(federations):
         states |= {c: own.runner.pool.get(c) for c, holder in own.holders.items() if holder == rank}
     return {
-        "exchange": copy.deepcopy(main.exchange.state_dict()),
+        "exchange": main.exchange.state_dict(),
         "clients": {c: dict(state or {}) for c, state in states.items()},
         "traffic": dict(main.traffic),
+        "board": main.board.state_dict(),
     }
 
 
@@ -427,73 +417,3 @@ def leaves(state, prefix=""):
     if isinstance(state, torch.Tensor):
         return {prefix: (str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes())}
     return {prefix: repr(state)}
-
-
-def disturbed(schedule, folder):
-    """The same federation, stopped and killed, on other numbers of workers; the loops of its last part."""
-    federations = []
-    for size, last, how, share in schedule.parts:
-
-        def part(rank, last=last, how=how, share=share):
-            recorder = Recorder(folder, {})
-            federation = set_up(schedule, [recorder, Ends(last, how, share)], folder)
-            newest = federation.checkpoints.find("auto")
-            if newest is not None:
-                federation.load_state_dict(federation.checkpoints.load(newest))
-            federation.run()
-            if rank == 0 and how == "stop":
-                recorder.stop(federation)
-            return federation
-
-        try:
-            federations = Team(size).run(part)
-        except Killed:
-            continue
-    return federations
-
-
-def check(seed: int) -> list[str]:
-    """Run one schedule undisturbed and disturbed; returns what is wrong, nothing if nothing is.
-
-    Args:
-        seed: the schedule's.
-    """
-    schedule = Schedule(seed)
-    folder = Path(tempfile.mkdtemp(prefix="schedule-", dir=MEMORY if MEMORY.is_dir() else None))
-    try:
-        with simulated():
-            return _check(schedule, folder)
-    except Exception as error:
-        return [f"{type(error).__name__}: {error}"]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check(schedule, folder) -> list[str]:
-    auditor = Auditor()
-
-    def whole(rank):
-        federation = set_up(schedule, [auditor])
-        auditor.watch(federation)
-        federation.run()
-        return federation
-
-    try:
-        straight = outcome(Team(1).run(whole))
-    except ConfigError:  # the method cannot do without its server, or a client hears too little
-        return []
-    federations = disturbed(schedule, folder)
-    auditor.expect([row["round"] for row in auditor.rows] == list(range(1, schedule.rounds + 1)), "rounds of the loop")
-    written = [dict(row) for row in read_rows(folder / "metrics.csv")]
-    rounds = [row["round"] for row in written]
-    auditor.expect(rounds == list(range(1, schedule.rounds + 1)), f"rounds of metrics.csv: {rounds}")
-    for row, own in zip(written, auditor.rows, strict=False):
-        same = all(row.get(name) == value for name, value in own.items())
-        auditor.expect(same, f"round {own['round']} of metrics.csv is another one")
-    pairs = [(row["round"], row["client"]) for row in read_rows(folder / "clients.csv")]
-    every = [(round, client) for round in range(1, schedule.rounds + 1) for client in range(schedule.clients)]
-    auditor.expect(pairs == every, "rows of clients.csv")
-    here, there = leaves(outcome(federations)), leaves(straight)
-    different = [name for name in here.keys() | there.keys() if here.get(name) != there.get(name)]
-    auditor.expect(not different, f"another state: {', '.join(sorted(different)[:3])}")
-    return auditor.wrong
