@@ -168,12 +168,18 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Lou
 
 def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console, verbose: bool) -> int:
     from fl_lightning.federation.loggers import places
+    from fl_lightning.federation.remarks import remarks
     from fl_lightning.federation.sickness import RoundError
     from fl_lightning.report.console import RoundProgress, print_summary
 
+    def shown() -> list[RoundProgress]:
+        for remark in remarks(experiment.loop):
+            console.print(f"note: {remark}", markup=False, highlight=False, soft_wrap=True)
+        return [progress]
+
     with RoundProgress(console, verbose=verbose) as progress:
         try:
-            summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
+            summary = experiment.fit(resume, overwrite, callbacks=shown)
         except StoppedAtOnce as stopped:
             say("stopped at once; the rounds before this one are saved")
             return exit_code(stopped.number)

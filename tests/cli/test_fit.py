@@ -283,9 +283,15 @@ def test_run_prints_its_rounds_and_its_summary(finished):
         assert said in finished.out
 
 
+def test_run_ends_with_where_to_look(finished):
+    *_, folder, report = finished.out.splitlines()
+    assert folder == "folder  runs/run"
+    assert report == "report  fl-lightning report runs/run"
+
+
 def test_quiet_prints_nothing(workplace):
     workplace.draws = True
-    assert workplace.fit("--quiet", "--federation.rounds", "1") == ""
+    assert workplace.fit("-q", "--federation.rounds", "1") == ""
 
 
 # --- the run's folder -----------------------------------------------------------------------------------------------
