@@ -37,6 +37,7 @@ COMMANDS = {
     "compare": "say whether two runs are equal, and where they first differ: fl-lightning compare runs/a runs/b",
     "dashboard": "make the W&B dashboard, or draw it: fl-lightning dashboard --project P | --picture FILE runs/a …",
     "predict": "classes of new samples by a run's models: fl-lightning predict runs/a --client 3 DATA",
+    "export": "a run's model as ONNX or TorchScript: fl-lightning export runs/a --client 3 --output model.onnx",
     "audit": "what runs give away: fl-lightning audit runs/a runs/b --output FOLDER [--canaries 1000]",
     "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
 }
@@ -101,7 +102,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError("command", f"there is no such command; {suggest(command, COMMANDS)}", command)
     run = {"fit": _fit, "evaluate": _evaluate, "partition": _partition}
     run |= {"table": _table, "report": _report, "tune": _tune, "compare": _compare, "dashboard": _dashboard}
-    run |= {"predict": _predict, "audit": _audit, "list": _list}
+    run |= {"predict": _predict, "export": _export, "audit": _audit, "list": _list}
     return run[command](rest)
 
 
@@ -319,6 +320,12 @@ def _predict(argv: list[str]) -> int:
     from fl_lightning.predicting import predict
 
     return predict(argv)
+
+
+def _export(argv: list[str]) -> int:
+    from fl_lightning.exporting import export
+
+    return export(argv)
 
 
 def _audit(argv: list[str]) -> int:

@@ -89,14 +89,13 @@ class Experiment:
             folder=None if in_memory else self.folder,
             identity=self.identity,
         )
-        self._say_whose_optimizer()
 
     def _say_whose_optimizer(self) -> None:
         """Say so where the section `optimizer` says something that a model's own optimizer overrules."""
         usual: Config = dict(OPTIMIZER)
         own: Config = self.config["optimizer"]
         is_usual = short_name(own) == short_name(usual) and own["init_args"]["lr"] == usual["init_args"]["lr"]
-        if not is_usual and is_main() and any(module.own.has_optimizer for module in self.loop.runner.modules):
+        if not is_usual and any(module.own.has_optimizer for module in self.loop.runner.modules):
             say("optimizer: not used, the model brings its own; model.optimizer: configured takes this one")
 
     def _make_method(self, architecture: int) -> Method:
@@ -178,6 +177,7 @@ class Experiment:
                 folder.leave_only(chosen, self.loop.settings.checkpoint)
             folder.clean(overwrite)
             self._write_down(loggers)
+            self._say_whose_optimizer()
 
     def _write_down(self, loggers: Loggers) -> None:
         """What a run is, in its folder."""

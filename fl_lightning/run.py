@@ -153,6 +153,21 @@ class Run:
 
         return load(self, client)
 
+    def export(self, path: str | Path, client: int | None = None) -> Path:
+        """Write a client's model, or the global one, as ONNX or TorchScript, and compare it with the model.
+
+        Args:
+            path: the file: ``.onnx`` (extra ``export``), ``.pt`` or ``.ts``.
+            client: 0-based; None is the global model.
+
+        Raises:
+            ConfigError: if the model cannot be written that way.
+        """
+        from fl_lightning.exporting import export_model
+
+        export_model(self.folder, Path(path), client, self.trust)
+        return Path(path)
+
     def evaluate(self, checkpoint: str = "auto") -> dict[str, float]:
         """Compute the run's accuracies again from its models and checkpoint, as ``fl-lightning evaluate`` does.
 

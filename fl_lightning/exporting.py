@@ -1,0 +1,158 @@
+"""``fl-lightning export``: a run's model as TorchScript or ONNX, checked against the module that it was made of."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch.core.module import _jit_is_scripting
+from torch import Tensor
+
+from fl_lightning.classifier import Classifier, classifier_of, rebuilt
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.files import write_atomically
+from fl_lightning.parser import one_line_parser
+from fl_lightning.trust import Trust
+from fl_lightning.undisturbed import undisturbed
+
+DESCRIPTION = (
+    "Write a client's model, or the global one, as ONNX (.onnx; extra `export`) or TorchScript (.pt, .ts). It takes "
+    "normalised inputs [N, …] and gives class scores [N, C]; classes and normalisation are in the file (about.json, or "
+    "ONNX's metadata). What was written is run on test samples and compared with the model."
+)
+TRUST = "a package of your own that the run's configuration may import; may be given several times"
+CLOSE = 1e-4
+"""Largest difference of a score, absolute or relative, between the model and what was written of it."""
+SAMPLES = 17
+
+Scores = Callable[[Tensor], Tensor]
+
+
+def export(argv: Sequence[str]) -> int:
+    """The command.
+
+    Args:
+        argv: what follows ``export``.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: if there is no such run, client or model, or it cannot be exported.
+    """
+    parser = one_line_parser("export", description=DESCRIPTION)
+    parser.add_argument("run", type=str, help="a run's folder")
+    parser.add_argument("--client", default="global", help="a client's number, or global (the default)")
+    parser.add_argument("--output", default="model.onnx", help="the file: .onnx, .pt, .ts; default: model.onnx")
+    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
+    options = parser.parse_args(list(argv))
+    folder, path = Path(options.run), Path(options.output)
+    require((folder / "config.yaml").is_file(), "export", "there is no run in that folder", options.run)
+    named = options.client == "global" or options.client.isdecimal()
+    require(named, "--client", "must be a client's number, or global", options.client)
+    client = None if options.client == "global" else int(options.client)
+    difference = export_model(folder, path, client, Trust(tuple(options.trust)))
+    checked = "not run: onnxruntime is not installed" if difference is None else f"scores differ by {difference:.1e}"
+    print(f"written to {path} ({path.stat().st_size / 2**10:.0f} KiB; {checked})")
+    return 0
+
+
+def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> float | None:
+    """Write a run's model.
+
+    Args:
+        folder: the run's.
+        path: the file.
+        client: 0-based; None for the global model.
+        trust: what the run's configuration may import.
+
+    Returns:
+        The largest difference of a score; None where nothing could run what was written.
+
+    Raises:
+        ConfigError: if it cannot be exported.
+    """
+    makers = {".onnx": _onnx, ".pt": _torch_script, ".ts": _torch_script}
+    require(path.suffix in makers, "--output", "must end in .onnx, .pt or .ts", str(path))
+    require(not path.is_dir(), "--output", "must be a file", str(path))
+    with undisturbed(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch calls both exporters old, and says what a trace may miss: it is checked
+        loop = rebuilt(folder, trust)
+        x = _samples(loop, client)
+        model = classifier_of(loop, folder, client)
+        _require_alike(model, x)
+        try:
+            content, written = makers[path.suffix](model, x[:2])
+            difference = None if written is None else _difference(written(x), model(x))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an exporter cannot say
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError("export", f"{_name(model)} cannot be written as {path.suffix}: {said[:120]}") from error
+    rule = f"{_name(model)} cannot be written as {path.suffix}: what it does depends on the samples, scores differ"
+    require(difference is None or difference <= CLOSE, "export", rule, difference)
+    write_atomically(path, lambda file: file.write(content))
+    return difference
+
+
+def _name(model: Classifier) -> str:
+    return f"{type(model.method).__name__}'s {type(model.method.model).__name__}"
+
+
+def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
+    """Some test samples, normalised; made-up ones are not what a model was trained for."""
+    known = client is not None and 0 <= client < loop.num_clients and len(loop.data.clients[client].test)
+    indices = loop.data.clients[client or 0].test if known else loop.data.server_test
+    return loop.data.store.gather(torch.as_tensor(indices[:SAMPLES]))[0].cpu()
+
+
+def _require_alike(model: Classifier, x: Tensor) -> None:
+    """Refuse a model that draws random numbers when it predicts."""
+    rule = f"{_name(model)} draws random numbers when it predicts, so no file can give its scores"
+    require(torch.equal(model(x), model(x)), "export", rule)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float(((a - b).abs() / b.abs().clamp(min=1)).max()) if a.shape == b.shape else float("inf")
+
+
+def about(model: Classifier) -> dict[str, str]:
+    """What a user of the file must know, as texts."""
+    known = {"classes": list(model.classes), "input_shape": list(model.input_shape), "client": model.client}
+    constants = {"scale": model.scale.flatten().tolist(), "shift": model.shift.flatten().tolist()}
+    return {name: json.dumps(value) for name, value in {**known, **constants}.items()}
+
+
+def _torch_script(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
+    with _jit_is_scripting():  # a LightningModule inside has no trainer here
+        traced = torch.jit.trace(model, x, check_trace=False)
+    file = io.BytesIO()
+    torch.jit.save(traced, file, _extra_files={"about.json": json.dumps(about(model))})
+    file.seek(0)
+    return file.getvalue(), torch.jit.load(file)
+
+
+def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
+    try:
+        import onnx
+    except ImportError as error:
+        raise ConfigError("export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'") from error
+    file, first = io.BytesIO(), {0: "N"}
+    names = {"input_names": ["x"], "output_names": ["scores"], "dynamic_axes": {"x": first, "scores": first}}
+    with _jit_is_scripting():
+        torch.onnx.export(model, (x,), file, dynamo=False, **names)  # type: ignore[arg-type]
+    made = onnx.load_model_from_string(file.getvalue())
+    onnx.helper.set_model_props(made, about(model))
+    content = made.SerializeToString()
+    try:
+        import onnxruntime
+    except ImportError:
+        return content, None
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return content, lambda x: torch.from_numpy(np.asarray(session.run(None, {"x": x.numpy()})[0]))

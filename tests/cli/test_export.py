@@ -1,0 +1,94 @@
+"""``fl-lightning export``: TorchScript and ONNX files that give the model's own scores."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.exporting import export
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+
+@pytest.fixture(scope="module")
+def runs(trial):
+    made = {}
+
+    def of(method, **options):
+        key = method, str(options)
+        if key not in made:
+            adam = {"class_path": "Adam", "init_args": {"lr": 1e-3}}  # small steps for every method
+            options = {"name": f"exported-{len(made)}", "method": method, "optimizer": adam, **options}
+            made[key] = trial(federation__rounds=1, **options).fit()
+        return made[key]
+
+    return of
+
+
+def scores_of(path, x):
+    if path.suffix != ".onnx":
+        about = {"about.json": ""}
+        model = torch.jit.load(path, _extra_files=about)
+        return model(x).detach(), {name: json.loads(text) for name, text in json.loads(about["about.json"]).items()}
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    known = session.get_modelmeta().custom_metadata_map
+    return torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), {n: json.loads(text) for n, text in known.items()}
+
+
+@pytest.mark.parametrize("ending", [".onnx", ".pt"])
+@pytest.mark.parametrize("method", ["FedRep", "FedProto", "DRDFL"])
+def test_file_gives_the_models_scores(method, ending, runs, tmp_path, capsys):
+    path = tmp_path / f"model{ending}"
+    run = runs(method)
+    assert export([str(run.folder), "--client", "2", "--output", str(path)]) == 0
+    x = torch.randn(11, 1, 8, 8)
+    model = run.model(client=2)
+    scores, about = scores_of(path, x)
+    assert torch.allclose(scores, model(x), atol=1e-4)
+    assert about["classes"] == list("0123456789")
+    assert about["client"] == 2
+    raw = torch.randint(0, 255, (3, 1, 8, 8), dtype=torch.uint8)
+    assert np.allclose(raw * about["scale"][0] + about["shift"][0], model.normalise(raw), atol=1e-5)
+    assert capsys.readouterr().out.startswith(f"written to {path} (")
+
+
+def test_global_model_and_a_lightning_module(runs, tmp_path):
+    module = {"class_path": "WrappedLightningModule", "init_args": {"module": "tutorial_modules.PlainTen"}}
+    run = runs("FedAvg", model=module)
+    path = run.export(tmp_path / "model.ts")
+    x = torch.randn(5, 1, 8, 8)
+    assert torch.allclose(scores_of(path, x)[0], run.model()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "export: there is no run in that folder, got 'nowhere'"),
+        (["RUN", "--output", "model.h5"], r"--output: must end in \.onnx, \.pt or \.ts, got 'model.h5'"),
+        (["RUN", "--client", "all"], "--client: must be a client's number, or global, got 'all'"),
+        (["RUN", "--client", "7"], "client: must be from 0 to 3, got 7"),
+        (["RUN"], "client: this run has no global model; name a client"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        export([str(runs("FedRep").folder) if word == "RUN" else word for word in words])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_onnx_the_extra_is_named(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    with pytest.raises(ConfigError, match=r"export: ONNX needs the package onnx: pip install 'fl-lightning\[export\]'"):
+        runs("FedRep").export(tmp_path / "model.onnx", client=0)
+
+
+def test_a_model_that_draws_random_numbers_is_refused(runs, tmp_path):
+    run = runs(
+        "FedAvg", model={"class_path": "WrappedModel", "init_args": {"module": "tutorial_modules.Noisy", "head": "fc"}}
+    )
+    with pytest.raises(ConfigError, match="export: FedAvg's WrappedModel draws random numbers when it predicts"):
+        run.export(tmp_path / "model.pt")
