@@ -14,7 +14,7 @@ from fl_lightning import catalog, static
 from fl_lightning.command_line import CLASS_KEYS
 from fl_lightning.errors import ConfigError, refuse
 from fl_lightning.precheck import METHOD_SKIPS, MODEL_SKIPS, trainer_skips
-from fl_lightning.schema import Parameter, classes_of, dataclass_of, find_class, parameters, short_names
+from fl_lightning.schema import Parameter, classes_of, dataclass_of, find_class, parameters
 from fl_lightning.source import UnreadableError
 from fl_lightning.trust import Trust, import_name
 
@@ -185,7 +185,9 @@ def _said(key: str, parameter: Parameter) -> str:
     kind = kind_of(parameter.hint)
     default = "must be given" if parameter.default is _EMPTY else f"default: {_shown(parameter.default)}"
     facts = f"(type: {kind}, {default})" if dataclass_of(parameter.hint) is None else "(a section)"
-    names = ", ".join(short_names(classes_of(parameter.hint)))
+    bases = {f"{cls.__module__}.{cls.__name__}" for cls in classes_of(parameter.hint)}
+    kinds = [kind for kind, (_, base) in catalog.KINDS.items() if base in bases]  # a library's are too many
+    names = ", ".join(entry.name for kind in kinds for entry in catalog.entries(kind))
     names = f" One of {names}." if names else ""
     return " ".join(f"{parameter.doc}{names} {facts}".split())
 

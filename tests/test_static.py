@@ -10,8 +10,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import pytest
 
 from fl_lightning import catalog, schema, static
+from fl_lightning.command_line import CommandLine
+from fl_lightning.parser import _resolved as resolved_with
+from fl_lightning.shipped import folder
 from fl_lightning.source import UnreadableError, exports, lookup
-from fl_lightning.trust import import_name
+from fl_lightning.trust import Trust, import_name
 
 OURS = [entry.class_path for kind in catalog.KINDS for entry in catalog.entries(kind)]
 PACKAGES = ("torch.optim", *(f"lightning.pytorch.{name}" for name in ("callbacks", "loggers", "profilers")))
@@ -121,3 +124,14 @@ def test_one_class_is_found_as_all_are(kind):
     assert {name: catalog.path_of(kind, name) for name in [*entries, base, "Arrays", "nothing"]} == {
         **entries, base: None, "Arrays": None, "nothing": None,
     }  # fmt: skip
+
+
+def test_every_experiment_is_resolved_as_with_imports():
+    resolved = {}
+    for path in sorted(folder().rglob("*.yaml")):
+        tree = CommandLine(["--config", str(path)]).tree if path.parent.name not in ("tables", "tune") else {}
+        if {"method", "model", "data"} <= tree.keys():
+            read, live = (resolved_with(tree, Trust(own=True), load) for load in (static.load, None))
+            resolved[path.name] = read == live
+    assert len(resolved) >= 30
+    assert [name for name, same in resolved.items() if not same] == []
