@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cli.kills import FIT, Undisturbed, prepare
+from cli.kills import FIT, Undisturbed
 from cli.run_files import read_run
 
 SAMPLES = {"1": 4, "2": 2}
@@ -23,7 +23,7 @@ def test_run_killed_before_an_operation_resumes_bit_for_bit(make_workplace, work
 def full_disk_resumes(straight, place):
     """The disk is full in the middle of the second round's checkpoint: one line, and what it says goes on."""
     saves = [kill for kill in straight.kills if kill.what.startswith("write ") and "round-0002.ckpt" in kill.what]
-    prepare(place)
+    straight.prepare(place)
     fatal = {"folder": str(place.path / "runs"), "die": (saves[0].who, saves[0].number, "full")}
     code, _, err = place.call(*FIT, *straight.options, fatal=fatal)
     assert code == 1
