@@ -91,7 +91,8 @@ def test_a_table_from_one_command(place):
     code, out, _ = place.call("table", "tables/small.yaml", "--dry-run", "--rounds", "4")
     assert code == 0
     assert "0 of 4 rounds" in out
-    assert "4 runs, an unknown" in out or "4 runs," in out
+    assert "4 runs: 4 to do" in out
+    assert "0 s left" not in out
 
 
 def test_a_killed_table_goes_on_to_the_same_figures(place):
