@@ -1,7 +1,11 @@
 """What counts as a sign of life; processes that are lost or suspended are in `tests/cli/test_workers.py`."""
 
+import time
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
+from fl_lightning.federation import watch
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.methods.fedavg import FedAvg
@@ -25,3 +29,29 @@ def test_disk_that_is_slow_counts_as_alive(set_up_federation, mlp, monkeypatch, 
     monkeypatch.setattr(loop.runner.pool, "flush", noting("states", loop.runner.pool.flush))
     loop.advance()
     assert seen == [("states", True), ("checkpoint", True)]
+
+
+def test_processes_tell_each_other_how_many_clients_are_done(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(watch, "PERIOD", 0.01)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    both = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        both.append(watch.Watch(60.0, ""))
+    here, there = both
+    there.note(3, 5)
+    with here.waiting(), there.waiting():
+        for each in both:
+            each.start()
+        end = time.monotonic() + 20
+        while here.others_done(3) != 5 and time.monotonic() < end:
+            time.sleep(0.01)
+    for each in both:
+        each.stop()
+    for each in both:
+        each.join(5)
+    assert here.others_done(3) == 5
+    assert here.others_done(4) == 0
+    assert there.others_done(3) == 0
