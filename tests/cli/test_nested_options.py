@@ -6,8 +6,9 @@ import sys
 import pytest
 import yaml
 
+import fl_lightning
 from cli.test_bad_input import refused
-from fl_lightning import catalog
+from fl_lightning import catalog, source
 from fl_lightning.building import build
 from fl_lightning.errors import ConfigError
 from fl_lightning.precheck import check_argument
@@ -132,7 +133,7 @@ def test_later_file_changes_one_field_and_leaves_the_others(place):
         ),
         (
             {"extra_terms": ["Proximal", {"class_path": "Proximal", "init_args": {"wait": 2.0}}]},
-            ["method.init_args.extra_terms.1.init_args.wait:", "of Proximal", "did you mean weight?"],
+            ["method.init_args.extra_terms.1.init_args.wait:", "of Proximal", "(choose from weight)"],
         ),
     ],
     ids=lambda value: "" if isinstance(value, list) else str(value),
@@ -207,10 +208,10 @@ def things(tmp_path, monkeypatch):
         path = tmp_path / "fl_lightning" / name
         path.parent.mkdir(parents=True)
         path.write_text(SOURCE if name.startswith("losses") else (catalog.ROOT / name).read_text())
-    caches = (catalog.options, catalog.find, catalog._body)
+    caches = (catalog.options, catalog.find, source.file_of, source.body, source.statements, source.lookup)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(catalog, "ROOT", tmp_path / "fl_lightning")
+    monkeypatch.setattr(fl_lightning.__spec__, "submodule_search_locations", [str(tmp_path / "fl_lightning")])
     yield "fl_lightning.losses.thing"
     for cache in caches:
         cache.cache_clear()
@@ -230,8 +231,8 @@ def test_dataclasses_are_read_from_the_sources(things):
         ("options.sise", "method.options.sise: there is no such key; did you mean size?"),
         ("options.saving.keeep", "method.options.saving.keeep: there is no such key; did you mean keep?"),
         ("size", "method.size: has moved, it is options.size of Thing now"),
-        ("wait", "method.wait: there is no such key of Thing; did you mean weight?"),
-        ("wait.more", "method.wait: there is no such key of Thing; did you mean weight?"),
+        ("weigth", "method.weigth: there is no such key of Thing; did you mean weight?"),
+        ("weigth.more", "method.weigth: there is no such key of Thing; did you mean weight?"),
         ("model", "method.model: there is no such key of Thing"),
     ],
 )
