@@ -317,13 +317,13 @@ def _dashboard(argv: list[str]) -> int:
 
 
 def _predict(argv: list[str]) -> int:
-    from fl_lightning.predicting import predict
+    from fl_lightning.model_commands import predict
 
     return predict(argv)
 
 
 def _export(argv: list[str]) -> int:
-    from fl_lightning.exporting import export
+    from fl_lightning.model_commands import export
 
     return export(argv)
 

@@ -1,11 +1,11 @@
-"""``fl-lightning export``: a run's model as TorchScript or ONNX, checked against the module that it was made of."""
+"""A run's model as TorchScript or ONNX, checked against the module that it was made of."""
 
 from __future__ import annotations
 
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,50 +17,14 @@ from fl_lightning.classifier import Classifier, classifier_of, rebuilt
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_atomically
-from fl_lightning.parser import one_line_parser
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
-DESCRIPTION = (
-    "Write a client's model, or the global one, as ONNX (.onnx; extra `export`) or TorchScript (.pt, .ts). It takes "
-    "normalised inputs [N, …] and gives class scores [N, C]; classes and normalisation are in the file (about.json, or "
-    "ONNX's metadata). What was written is run on test samples and compared with the model."
-)
-TRUST = "a package of your own that the run's configuration may import; may be given several times"
 CLOSE = 1e-4
 """Largest difference of a score, absolute or relative, between the model and what was written of it."""
 SAMPLES = 17
 
 Scores = Callable[[Tensor], Tensor]
-
-
-def export(argv: Sequence[str]) -> int:
-    """The command.
-
-    Args:
-        argv: what follows ``export``.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: if there is no such run, client or model, or it cannot be exported.
-    """
-    parser = one_line_parser("export", description=DESCRIPTION)
-    parser.add_argument("run", type=str, help="a run's folder")
-    parser.add_argument("--client", default="global", help="a client's number, or global (the default)")
-    parser.add_argument("--output", default="model.onnx", help="the file: .onnx, .pt, .ts; default: model.onnx")
-    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
-    options = parser.parse_args(list(argv))
-    folder, path = Path(options.run), Path(options.output)
-    require((folder / "config.yaml").is_file(), "export", "there is no run in that folder", options.run)
-    named = options.client == "global" or options.client.isdecimal()
-    require(named, "--client", "must be a client's number, or global", options.client)
-    client = None if options.client == "global" else int(options.client)
-    difference = export_model(folder, path, client, Trust(tuple(options.trust)))
-    checked = "not run: onnxruntime is not installed" if difference is None else f"scores differ by {difference:.1e}"
-    print(f"written to {path} ({path.stat().st_size / 2**10:.0f} KiB; {checked})")
-    return 0
 
 
 def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> float | None:

@@ -1,4 +1,4 @@
-"""``fl-lightning predict``: what a run's models say of new samples, as a CSV file."""
+"""What a run's models say of new samples, as a CSV file."""
 
 from __future__ import annotations
 
@@ -13,56 +13,37 @@ from torch import Tensor
 
 from fl_lightning.classifier import Classifier, classifier_of, rebuilt
 from fl_lightning.data.unlabelled import read_unlabelled
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
-from fl_lightning.parser import one_line_parser
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
-DESCRIPTION = (
-    "Predict the classes of new samples by a client's model, all clients' or the global one, normalised as in "
-    "training. "
-    "DATA is a folder of images or one image, .npz or .pt (x), a table (.csv, .tsv, .jsonl), or .txt (a text a line). "
-    "The run's data set must be there."
-)
-TRUST = "a package of your own that the run's configuration may import; may be given several times"
 
-
-def predict(argv: Sequence[str]) -> int:
-    """The command.
+def predict_run(
+    folder: Path, data: Path, client: str, output: Path, trust: Trust, batch_size: int = 512
+) -> tuple[int, int]:
+    """Write what a run's models say of new samples.
 
     Args:
-        argv: what follows ``predict``.
+        folder: the run's.
+        data: the samples (`data/unlabelled.py`).
+        client: a client's number, ``all``, or ``global``.
+        output: the CSV file.
+        trust: what the run's configuration may import.
+        batch_size: samples at once.
 
     Returns:
-        0.
+        Samples, and rows that were written.
 
     Raises:
-        ConfigError: if there is no such run, client or model, or the samples do not fit it.
+        ConfigError: if there is no such client or model, or the samples do not fit it.
     """
-    parser = one_line_parser("predict", description=DESCRIPTION)
-    parser.add_argument("run", type=str, help="a run's folder")
-    parser.add_argument("data", type=str, help="the samples")
-    parser.add_argument("--client", default="global", help="a client's number, all, or global (the default)")
-    parser.add_argument("--output", default="predictions.csv", help="the CSV file; default: predictions.csv")
-    parser.add_argument("--batch-size", type=int, default=512, help="samples at once")
-    parser.add_argument("--trust", metavar="PACKAGE", action="append", default=[], help=TRUST)
-    options = parser.parse_args(list(argv))
-    folder, output = Path(options.run), Path(options.output)
-    require((folder / "config.yaml").is_file(), "predict", "there is no run in that folder", options.run)
-    require(options.batch_size >= 1, "--batch-size", "must be at least 1", options.batch_size)
-    require(not output.is_dir(), "--output", "must be a file, as predictions.csv", options.output)
-    named = options.client in ("all", "global") or options.client.isdecimal()
-    require(named, "--client", "must be a client's number, all or global", options.client)
     with undisturbed():
-        loop = rebuilt(folder, Trust(tuple(options.trust)))
-        samples = read_unlabelled(Path(options.data), loop.data.dataset, loop.data.arrays)
-        models = models_of(loop, folder, options.client)
-        rows = _rows(models, samples.x, samples.names, options.batch_size, options.client == "all")
-        written = _write(output, rows)
-    print(f"{len(samples.names)} samples, {written} predictions in {output}")
-    return 0
+        loop = rebuilt(folder, trust)
+        samples = read_unlabelled(data, loop.data.dataset, loop.data.arrays)
+        rows = _rows(models_of(loop, folder, client), samples.x, samples.names, batch_size, client == "all")
+        return len(samples.names), _write(output, rows)
 
 
 def models_of(loop: FederatedLoop, folder: Path, client: str) -> Iterator[Classifier]:

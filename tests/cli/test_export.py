@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.exporting import export
+from fl_lightning.model_commands import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 

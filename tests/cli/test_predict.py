@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.predicting import predict
+from fl_lightning.model_commands import predict
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def test_all_clients_and_the_global_model(run, data, own, tmp_path):
     [
         (["nowhere", "x.npz"], "predict: there is no run in that folder, got 'nowhere'"),
         (["RUN", "nowhere.npz"], "DATA: there is no such file or folder"),
-        (["RUN", "x.npz", "--client", "some"], "--client: must be a client's number, all or global, got 'some'"),
+        (["RUN", "OWN", "--client", "some"], "--client: must be a client's number, all or global, got 'some'"),
         (["RUN", "OWN", "--client", "9"], "client: must be from 0 to 3, got 9"),
-        (["RUN", "x.npz", "--batch-size", "0"], "--batch-size: must be at least 1"),
+        (["RUN", "OWN", "--batch-size", "0"], "--batch-size: must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(run, own, tmp_path, monkeypatch, words, said):
