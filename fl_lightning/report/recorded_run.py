@@ -14,6 +14,7 @@ import yaml
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, plain_json
 from fl_lightning.identity import identity
+from fl_lightning.reading import DEEPEST
 from fl_lightning.report.record import Row, read_rows
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -105,11 +106,25 @@ def class_name(node: Any) -> str:
     return path.rpartition(".")[2] if isinstance(path, str) else ""
 
 
+def _plain_yaml(text: str) -> Any:
+    """What a YAML text says; libyaml's constructor would end the whole process over thousands of brackets.
+
+    Raises:
+        ValueError: if it is nested too deep.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_FAST_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError("it is nested too deep")
+    return yaml.load(text, Loader=_FAST_LOADER)
+
+
 def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """A YAML or JSON file that holds a mapping; else empty, and a note says why."""
     try:
         text = content_of(path).decode()
-        content = plain_json(text) if path.suffix == ".json" else yaml.load(text, Loader=_FAST_LOADER)
+        content = plain_json(text) if path.suffix == ".json" else _plain_yaml(text)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
