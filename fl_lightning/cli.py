@@ -191,7 +191,8 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
                 say(f"fl-lightning: error: {error}; {experiment.last_good}")
             return 1
     loop = experiment.loop
-    code = 0 if loop.round >= loop.settings.rounds else exit_code(loop.agreement.asked_by)
+    whole = loop.round >= loop.settings.rounds or loop.ended
+    code = 0 if whole else exit_code(loop.agreement.asked_by)
     if summary is None:  # not the main process: it has nothing to tell
         return code
     if not summary["finished"]:

@@ -14,7 +14,9 @@ from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
 from fl_lightning.shipped import path_of
 
-SECTIONS = ("seed", "name", "output", "method", "model", "optimizer", "data", "federation", "trainer", "logger")
+SECTIONS = (
+    "seed", "name", "output", "method", "model", "optimizer", "data", "federation", "metrics", "trainer", "logger"
+)  # fmt: skip
 ENTRY_KEYS = ("class_path", "init_args", "clients")
 """What an entry of a list of models may hold."""
 CLASS_KEYS = {

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.files import WriteError, read_json, write_json, write_text
+from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
@@ -61,7 +63,10 @@ class Experiment:
         check_name(self.name)
         self.folder = Path(config["output"]) / self.name
         self.data = build_data(config["data"])
-        self.loop = FederatedLoop(build_as(Federation, config["federation"], "federation"))
+        nodes = config.get("metrics") or []
+        self.loop = FederatedLoop(
+            build_as(Federation, config["federation"], "federation"), partial(build_metrics, nodes) if nodes else None
+        )
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         self.identity = identity(config)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 from fl_lightning import catalog, static
 from fl_lightning.command_line import CLASS_KEYS
 from fl_lightning.errors import ConfigError, refuse
-from fl_lightning.precheck import METHOD_SKIPS, MODEL_SKIPS, trainer_skips
+from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, trainer_skips
 from fl_lightning.schema import Parameter, classes_of, dataclass_of, find_class, parameters
 from fl_lightning.source import UnreadableError
 from fl_lightning.trust import Trust, import_name
@@ -27,6 +27,8 @@ HELP = {
     "method": "what the federation runs; --method.NAME VALUE sets one of its arguments",
     "model": "the clients' model; in a file also a list of models, each for some of the clients",
     "optimizer": "of the local fits (default: SGD with lr 0.01)",
+    "metrics": "torchmetrics' classes, or your own, beside accuracy: a name or a list (class_path and init_args); "
+    "every client's value at every moment is a column, e.g. F1Score/Local-T",
     "logger": "one of Lightning's loggers, or a list of them (class_path and init_args); they receive the values of "
     "metrics.csv, and write into the run's folder unless they are given a save_dir",
 }
@@ -36,6 +38,7 @@ _ROOTS = {
     "method": (catalog.KINDS["methods"][1], METHOD_SKIPS),
     "model": (catalog.KINDS["models"][1], MODEL_SKIPS),
     "optimizer": ("torch.optim.Optimizer", {"params"}),
+    "metrics": ("torchmetrics.Metric", METRIC_SKIPS),
     "logger": ("lightning.pytorch.loggers.Logger", set[str]()),
 }
 """Keys of a class -> its base, and the arguments that no configuration gives."""

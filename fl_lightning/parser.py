@@ -16,7 +16,7 @@ from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
-from fl_lightning.precheck import METHOD_SKIPS, MODEL_SKIPS, check_names, trainer_skips
+from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.wandb_name import CLASS_PATH, takes_place_of
 from fl_lightning.schema import Checker
@@ -133,6 +133,7 @@ def _resolved(tree: Mapping[str, Any], trust: Trust, load: Load | None) -> Confi
         "optimizer": _optimizer(checker, tree.get("optimizer")),
         "data": _data(checker, tree.get("data")),
         "federation": _group(checker, "federation", tree.get("federation")),
+        "metrics": _metrics(checker, tree.get("metrics")),
         "trainer": _trainer(checker, tree.get("trainer")),
         "logger": _loggers(checker, tree.get("logger")),
     }
@@ -211,6 +212,31 @@ def _trainer(checker: Checker, given: Any) -> dict[str, Any]:
     return checker.arguments(
         _class(checker, "lightning.Trainer"), {"devices": 1, **_section("trainer", given)}, "trainer", trainer_skips()
     )
+
+
+def _metrics(checker: Checker, given: Any) -> list[dict[str, Any]]:
+    """Metrics of torchmetrics' kind, of one or of a list; what the data say of them is left out."""
+    given = given.parsed if isinstance(given, Text) else given
+    if given is None or given == []:
+        return []
+    if checker.load is not None:
+        raise UnreadableError("metrics")
+    from torchmetrics import Metric, classification
+
+    known = [name for name in classification.__all__ if not name.startswith(("Binary", "Multilabel"))]
+    found = []
+    for index, node in enumerate(given if isinstance(given, list) else [given]):
+        key = f"metrics.{index}" if isinstance(given, list) else "metrics"
+        arguments = node.get("init_args") if isinstance(node, Mapping) else None
+        for own in METRIC_SKIPS & {*arguments} if isinstance(arguments, Mapping) else ():
+            raise ConfigError(f"{key}.init_args.{own}", "comes from the data; leave it out")
+        name = node.get("class_path") if isinstance(node, Mapping) else node
+        if isinstance(name, str) and "." not in name:
+            require(name in known, key, f"there is no metric of that name; {suggest(name, known)}", name)
+            path = f"torchmetrics.classification.{name}"
+            node = {**(node if isinstance(node, Mapping) else {}), "class_path": path}
+        found.append(checker.node([Metric], node, key, METRIC_SKIPS))
+    return found
 
 
 def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:

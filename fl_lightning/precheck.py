@@ -24,7 +24,11 @@ FILLED_IN = ("model", "input_shape", "num_classes", "vocabulary_size", "params")
 """Constructor parameters that come from the data or the experiment, never from a configuration."""
 MODEL_SKIPS = {*FILLED_IN, "body", "embedding_size", "terms"}
 METHOD_SKIPS = {"model", "terms"}
-"""Those of a model, and of a method, that no configuration gives."""
+METRIC_SKIPS = {
+    "task", "num_classes", "num_labels", "validate_args", "multidim_average", "process_group", "sync_on_compute",
+    "distributed_available_fn", "dist_sync_on_step", "dist_sync_fn", "compute_on_cpu", "compute_with_cache",
+}  # fmt: skip
+"""Those of a model, of a method, and of a metric, that no configuration gives."""
 _IN_A_LIST = re.compile(r"(model|federation\.wire|method(?:\.init_args)?\.(extra_terms))\.\d+(?=\.|$)")
 """A key of a list's entry, be it a model, a filter or a term."""
 

@@ -176,6 +176,8 @@ class Checker:
                     deep = deep or error
             except ConfigError as error:
                 deep = deep or error
+        if deep is not None and deep.allowed.startswith("must hold") and {*wanted} - {"null"}:
+            raise MismatchError(key, _parsed(given), *wanted, deep.allowed.removeprefix("must "))
         raise deep or MismatchError(key, _parsed(given), *wanted or ["left out: nothing that can be written here fits"])
 
     def _one(self, hint: Any, given: Any, key: str, doc: str) -> Any:

@@ -178,7 +178,8 @@ def set_up_federation(make_data, sgd):
         architecture = loop_options.pop("architecture", None)
         diary = Diary()
         callbacks = [diary, *loop_options.pop("callbacks", ())]
-        loop = FederatedLoop(Federation(rounds=rounds, callbacks=callbacks, **loop_options))
+        make_metrics = loop_options.pop("make_metrics", None)
+        loop = FederatedLoop(Federation(rounds=rounds, callbacks=callbacks, **loop_options), make_metrics)
         loop.setup(
             method if architecture is not None else lambda _: method(),
             make_data() if data is None else data,

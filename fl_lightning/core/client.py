@@ -23,6 +23,7 @@ from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateS
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import Term
+from fl_lightning.core.workload import Workload
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -33,16 +34,39 @@ __all__ = ["ClientModule", "FitSettings"]
 
 
 class Planned(NamedTuple):
-    """A phase of a fit with its epochs and its parameters, by part."""
+    """A phase of a fit with its epochs and its parameters, by part; `last` mini-batches in the last epoch, None all."""
 
     phase: Phase
     epochs: int
     parts: dict[str, list[nn.Parameter]]
+    last: int | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All that is trained in it."""
         return list({id(p): p for own in self.parts.values() for p in own}.values())
+
+
+class Plan(tuple[Planned, ...]):
+    """The phases of a fit, one after another."""
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all phases together, those that are cut short among them."""
+        return sum(planned.epochs for planned in self)
+
+    def at(self, epoch: int) -> tuple[int, int, int | None]:
+        """The phase that an epoch of the fit belongs to, its place there, and its mini-batches; None for all."""
+        for index, planned in enumerate(self):
+            if epoch < planned.epochs:
+                return index, epoch, planned.last if epoch == planned.epochs - 1 else None
+            epoch -= planned.epochs
+        raise IndexError(epoch)
+
+    def passes(self, batches: int) -> float:
+        """Passes over the training part, of so many mini-batches each."""
+        cut = sum(1 - planned.last / batches for planned in self if planned.last is not None)
+        return self.epochs - cut
 
 
 class ClientModule(L.LightningModule):
@@ -78,13 +102,14 @@ class ClientModule(L.LightningModule):
         self.share_buffers = share_buffers
         self.drop_last = drop_last
         self.lr_factor = 1.0
+        self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
         self.private: PrivateFit | None = None
         self.own = method.model.own
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()
-        self._plan: list[Planned] = []
+        self._plan = Plan()
         check_extra_terms(method)
         check_own_steps(method)
 
@@ -163,31 +188,30 @@ class ClientModule(L.LightningModule):
 
     # --- the local fit ------------------------------------------------------------------------------------------------
 
-    def plan(self) -> list[Planned]:
-        """The phases with their parameters and epochs; those without either are left out."""
+    def plan(self) -> Plan:
+        """The phases with their parameters and epochs under the present workload; those without either are left out."""
         assert self.settings is not None, "`settings` is set by the runner"
         planned = []
         for phase in self.method.phases():
-            epochs = self.settings.local_epochs if phase.epochs is None else phase.epochs
+            epochs, last = self.workload.of(phase.epochs)
             parts = {name: self._trained(own) for name, own in (phase.parts or {phase.name: phase.trains}).items()}
             parts = {name: own for name, own in parts.items() if own}
             if epochs > 0 and parts:
-                planned.append(Planned(phase, epochs, parts))
-        return planned
+                planned.append(Planned(phase, epochs, parts, last))
+        return Plan(planned)
 
     def _trained(self, prefixes: tuple[str, ...]) -> list[nn.Parameter]:
         return [p for name, p in self.method.named_parameters() if p.requires_grad and matches(name, prefixes)]
 
-    @property
-    def fit_epochs(self) -> int:
-        """Epochs of one local fit, all phases together."""
-        return sum(planned.epochs for planned in self.plan())
+    def limit(self, epoch: int) -> int | None:
+        """How many mini-batches an epoch of the present fit may have; None for all."""
+        return self._plan.at(epoch)[2]
 
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
         """Fresh optimizers, one for each part of each phase: neither momentum nor moments cross a round."""
         assert self.settings is not None, "`settings` is set by the runner"
         self._plan = self.plan()
-        epochs, own = sum(planned.epochs for planned in self._plan), self.own
+        epochs, own = self._plan.epochs, self.own
         make = own.optimizer(
             self.settings.optimizer, self.settings.accumulate, self.lr_factor, self.settings.clip_value is not None
         )
@@ -225,10 +249,7 @@ class ClientModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
-        epoch, index = self.current_epoch, 0
-        while epoch >= self._plan[index].epochs:
-            epoch -= self._plan[index].epochs
-            index += 1
+        index, epoch, _ = self._plan.at(self.current_epoch)
         planned, method = self._plan[index], self.method
         trained = {id(p) for p in planned.parameters}
         for parameter in self._trainable:
@@ -257,7 +278,7 @@ class ClientModule(L.LightningModule):
         divide = divide if machine.devices is None else machine.devices.part
         for index, (x, y) in enumerate(steps):
             waiting += 1
-            is_last = index == len(steps) - 1 and self.trainer.is_last_batch
+            is_last = index == len(steps) - 1 and (batch.is_last or self.trainer.is_last_batch)
             steps_now = is_last or waiting >= self.settings.accumulate
             make(self._bench, divide(x, y), epoch, begins and index == 0, is_last, steps_now).take()
             fit.num_batches += 1

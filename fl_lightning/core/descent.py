@@ -26,7 +26,7 @@ class FitSettings:
 
     Args:
         optimizer: makes an optimizer for some parameters; called anew for every phase of every fit.
-        local_epochs: epochs of a phase that names none.
+        local_epochs: epochs of a phase that names none, until a fit has a workload of its own.
         clip_value: largest gradient norm (or value); None does not clip.
         clip_algorithm: ``norm`` or ``value``.
         accumulate: local mini-batches an optimizer step.

@@ -48,6 +48,11 @@ class Term(Wide):
     """What its value is made of: a mini-batch as a whole; each ``sample`` by itself, of which it is the mean; or the
     ``weights`` alone. Record-level privacy needs one of the latter."""
 
+    @property
+    def needs_whole_epochs(self) -> bool:
+        """Whether it averages over the last epoch of a fit, which may then not be cut short."""
+        return False
+
     def __init__(self, weight: float = 1.0) -> None:
         super().__init__()
         if not weight >= 0:

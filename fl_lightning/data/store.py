@@ -119,11 +119,13 @@ class Bundle(NamedTuple):
         x: inputs [B1 + B2 + …, ...].
         y: labels [B1 + B2 + …].
         batch_size: size of each mini-batch, of which the last one may be smaller; or all their sizes.
+        is_last: whether none follows in its pass.
     """
 
     x: Tensor
     y: Tensor
     batch_size: int | list[int]
+    is_last: bool = False
 
     def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The mini-batches in order, as views."""
@@ -170,7 +172,8 @@ class Epoch(Sequence[Bundle]):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
         augment = None if self._augment is None else partial(self._augmented, index)
-        return Bundle(*self._store.gather(self._chunks[index], augment), self._sizes(index))
+        is_last = index == len(self) - 1
+        return Bundle(*self._store.gather(self._chunks[index], augment), self._sizes(index), is_last)
 
     def _sizes(self, bundle: int) -> int | list[int]:
         """Sizes of a bundle's mini-batches."""
@@ -196,6 +199,7 @@ class PoissonEpoch(Epoch):
         steps_per_bundle: mini-batches in a bundle.
         augment: as an `Epoch` has it.
         seed: of the draws and of the augmentation.
+        limit: only so many of the mini-batches, the first ones; None takes all.
     """
 
     def __init__(
@@ -206,11 +210,12 @@ class PoissonEpoch(Epoch):
         steps_per_bundle: int,
         augment: Callable[[Tensor, int], Tensor] | None = None,
         seed: int = 0,
+        limit: int | None = None,
     ) -> None:
         num_steps, rate = -(-len(train) // batch_size), min(1.0, batch_size / len(train))
         draws = torch.rand(num_steps, len(train), generator=torch.Generator().manual_seed(seed)) < rate
-        drawn = [train[taken].to(store.device) for taken in draws]
-        together = [drawn[start : start + steps_per_bundle] for start in range(0, num_steps, steps_per_bundle)]
+        drawn = [train[taken].to(store.device) for taken in draws[:limit]]
+        together = [drawn[start : start + steps_per_bundle] for start in range(0, len(drawn), steps_per_bundle)]
         super().__init__(store, train[:0], batch_size, steps_per_bundle, augment, seed)
         self._chunks = tuple(torch.cat(own) for own in together)
         self._batch_sizes = [[len(batch) for batch in own] for own in together]
@@ -282,6 +287,7 @@ class ClientData:
         drop_last: bool = False,
         drop_single: bool = False,
         share: float = 1.0,
+        limit: int | None = None,
     ) -> Epoch:
         """One epoch over the training part in an order, and augmented in a way, that depends on `epoch_seed` only.
 
@@ -295,24 +301,29 @@ class ClientData:
             drop_single: drop a last batch of one sample (batch norm cannot train on it), but never the client's only
                 one.
             share: take only so much of the training part, in (0, 1], drawn at random; at least one sample.
+            limit: take only so many mini-batches, the first ones; None takes all.
 
         Returns:
             The bundles; a sequence that gathers each one when it is asked for.
         """
         order = torch.randperm(self.num_train, generator=torch.Generator().manual_seed(epoch_seed))
         taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
-        order = self.train[order[: _num_used(taken, batch_size, drop_last, drop_single)]]
+        used = _num_used(taken, batch_size, drop_last, drop_single)
+        order = self.train[order[: used if limit is None else min(used, limit * batch_size)]]
         return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle, self.augment, epoch_seed)
 
-    def poisson_bundles(self, epoch_seed: int, batch_size: int, steps_per_bundle: int = 1) -> PoissonEpoch:
+    def poisson_bundles(
+        self, epoch_seed: int, batch_size: int, steps_per_bundle: int = 1, limit: int | None = None
+    ) -> PoissonEpoch:
         """As many mini-batches as `bundles` gives, each of samples taken by chance (see `PoissonEpoch`).
 
         Args:
             epoch_seed: seed of the draws and of the augmentation.
             batch_size: samples in a mini-batch in the mean, at least 1.
             steps_per_bundle: mini-batches gathered at once, at least 1; it changes no mini-batch.
+            limit: only so many of them, the first ones; None takes all.
         """
-        return PoissonEpoch(self.store, self.train, batch_size, steps_per_bundle, self.augment, epoch_seed)
+        return PoissonEpoch(self.store, self.train, batch_size, steps_per_bundle, self.augment, epoch_seed, limit)
 
     def batches(
         self, split: Literal["train", "validation", "test"], batch_size: int = 512

@@ -13,11 +13,22 @@ class Agreement:
     def __init__(self) -> None:
         self.asked_by = 0
         """The signal by which somebody asked to stop; 0 where nobody did."""
+        self.asked_why = ""
+        """Why somebody asked to end the run as a whole one; empty where nobody did."""
+        self.reason = ""
+        """The same, once all processes know it."""
         self.stops = False
         """Whether all processes know it."""
         self.waited = 0.0
         """Seconds since something was saved, by the main process's clock."""
         self.note_save()
+
+    def ask(self, number: int, reason: str) -> None:
+        """Note that somebody asked to stop: by a signal, or, where its number is 0, for a reason."""
+        if number:
+            self.asked_by = number
+        else:
+            self.asked_why = reason
 
     def note_save(self) -> None:
         """Something was saved now, or there is nothing yet to be saved."""
@@ -25,8 +36,9 @@ class Agreement:
 
     def settle(self, workers: Workers) -> None:
         """Tell each other. Who is asked to stop later stops after the next round, with the others."""
-        said = workers.everyone_says((self.asked_by, time.monotonic() - self._saved))
-        asked = max(number for number, _ in said)
+        said = workers.everyone_says((self.asked_by, time.monotonic() - self._saved, self.asked_why))
+        asked = max(number for number, _, _ in said)
+        self.reason = self.reason or next((why for _, _, why in said if why), "")
         self.stops = asked != 0
         self.asked_by = self.asked_by or asked
         self.waited = said[MAIN][1]

@@ -3,30 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
-from fl_lightning.core.method import Seen, headline
+from fl_lightning.core.method import Figure, Seen, headline
+from fl_lightning.federation.measures import Measures, Outcome
+from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.report.columns import is_measure
 from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
 
 Moment = Literal["trained", "received"]
-Correct = dict[str, Tensor]
-"""Prediction name -> [n] bool, whether each test sample is predicted right."""
-CorrectBatches = dict[str, list[Tensor]]
+Outcomes = dict[str, Outcome]
+"""Prediction name -> what came out for some samples."""
+Batches = dict[str, list[Outcome]]
 """The same in batches."""
 Scores = dict[str, float]
-"""Column -> accuracy in [0, 1] of one client."""
+"""Column -> accuracy in [0, 1], or another measure, of one client."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of every client's samples that models are tested on.
+
+    Args:
+        letter: ``T`` for the test parts, ``V`` for the validation parts: the end of the figures' names.
+        own: each client's indices.
+        union: sorted indices of all clients'; under ``split: global`` the server's.
+        local: whether clients have samples of their own in it.
+        globally: whether clients are tested on the union, too.
+    """
+
+    letter: Literal["T", "V"]
+    own: Sequence[Tensor]
+    union: Tensor
+    local: bool = True
+    globally: bool = False
+
+    def indices(self, client: int) -> Tensor:
+        """What a client is tested on."""
+        return self.union if self.globally else self.own[client]
+
+    def positions(self, client: int) -> Tensor:
+        """Places of the client's samples in the union, on the CPU."""
+        return torch.searchsorted(self.union.cpu(), self.own[client].cpu())
+
+
+def parts_of(data: FederatedData, globally: bool, validation: bool) -> list[Part]:
+    """The test parts, and the validation parts where there are any beside them.
+
+    Args:
+        data: the federation's data.
+        globally: whether clients are tested on all test parts together.
+        validation: whether they are tested on their validation parts, too.
+    """
+    parts = [Part("T", [client.test for client in data.clients], data.server_test, data.local_test, globally)]
+    if validation and has_validation(data):
+        own = [client.validation for client in data.clients]
+        parts.append(Part("V", own, torch.cat(own).sort().values))
+    return parts
+
+
+def has_validation(data: FederatedData) -> bool:
+    """Whether clients have validation parts that are not what Local-T is measured on."""
+    return data.evaluate_on == "test" and any(len(client.validation) for client in data.clients)
 
 
 class Evaluator:
@@ -34,59 +84,105 @@ class Evaluator:
 
     Args:
         data: the federation's data, on the training device.
-        batch_size: test samples a batch.
+        policy: what is tested.
         context: the trainer's autocast context.
         seed: the run's seed; adaptation before an evaluation draws from streams of its own.
-        globally: whether to evaluate on the union of all clients' test splits, too.
+        measures: what is read off predictions beside accuracy.
     """
 
     def __init__(
         self,
         data: FederatedData,
-        batch_size: int,
+        policy: EvaluationPolicy,
         context: Callable[[], AbstractContextManager[None]],
         seed: int,
-        globally: bool = True,
+        measures: Measures,
     ) -> None:
         self.data = data
-        self.batch_size = batch_size
+        self.batch_size = policy.batch_size
         self.context = context
         self.seed = seed
-        self.globally = globally
-        self._positions: dict[int, Tensor] = {}
+        self.measures = measures
+        self.parts = parts_of(data, policy.globally, policy.validation)
+        self._positions: dict[tuple[str, int], Tensor] = {}
+        self._balances: dict[tuple[str, int], Tensor] = {}
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
-        indices = self.data.server_test if self.globally else self.data.clients[client].test
-        correct = self.correct(module, indices, client, moment)
-        return self.scores(module, client, moment, correct) if self.globally else self._local(module, moment, correct)
+        found = self.outcomes(module, [part.indices(client) for part in self.parts], client, moment)
+        return self._read(module, client, moment, found, [part.globally for part in self.parts])
 
-    def scores(self, module: ClientModule, client: int, moment: Moment, correct: Correct) -> Scores:
-        """Read a client's accuracies off what its model got right on the union of all test splits."""
-        local = self._local(module, moment, {name: hit[self._own(client)] for name, hit in correct.items()})
-        return {**local, **_columns("Global-T", module, moment, correct)} if self.globally else local
+    def scores(self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes]) -> Scores:
+        """Read a client's figures off what its model makes of the union of each part."""
+        return self._read(module, client, moment, found, [True] * len(self.parts))
 
-    def _local(self, module: ClientModule, moment: Moment, correct: Correct) -> Scores:
-        return _columns("Local-T", module, moment, correct) if self.data.local_test else {}
+    def _read(
+        self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes], unions: Sequence[bool]
+    ) -> Scores:
+        """Figures of outcomes on each part, of which some are on its union and the others on the client's own."""
+        scores: Scores = {}
+        for part, outcomes, is_union in zip(self.parts, found, unions, strict=True):
+            own = outcomes
+            if is_union and part.local:
+                positions = self._own(part, client)
+                own = {name: outcome.at(positions) for name, outcome in outcomes.items()}
+            if part.local:
+                scores |= self._columns("own", part, module, moment, own, self.balance(part, client))
+            if part.globally:
+                scores |= self._columns("all", part, module, moment, outcomes, self.balance(part))
+        return scores
 
-    def correct(self, module: ClientModule, indices: Tensor, client: int, moment: Moment) -> Correct:
-        """Which of the samples a client's module predicts right, for each of its ways to predict.
+    def _columns(
+        self, whose: Whose, part: Part, module: ClientModule, moment: str, found: Outcomes, balance: Tensor
+    ) -> Scores:
+        values = {name: self.measures.of(outcome, balance) for name, outcome in found.items()}
+        return _named(whose, part.letter, module, moment, self.measures.names, values)
+
+    def balance(self, part: Part, client: int | None = None) -> Tensor:
+        """What each sample of a part counts in balanced accuracy, for a client's own or, None, for the union."""
+        key = part.letter, -1 if client is None else client
+        if key not in self._balances:
+            indices = part.union if client is None else part.own[client]
+            y = self.data.store.y[indices.to(self.data.store.device)]
+            self._balances[key] = self.measures.balance(y.to(self._device))
+        return self._balances[key]
+
+    @property
+    def _device(self) -> torch.device:
+        """Where outcomes are."""
+        return self.data.store.target or self.data.store.device
+
+    def columns(self, module: ClientModule, moments: Iterable[str]) -> list[str]:
+        """The columns that evaluations of `module` fill, in their order in a table: accuracies first."""
+        nothing = {way: dict.fromkeys(self.measures.names, math.nan) for way in module.predictors}
+        columns: list[str] = []
+        for moment in moments:
+            for part in self.parts:
+                for whose, there in (("own", part.local), ("all", part.globally)):
+                    names = _named(whose, part.letter, module, moment, self.measures.names, nothing)  # type: ignore[arg-type]
+                    columns += names if there else []
+        return sorted(columns, key=is_measure)  # in their order otherwise
+
+    def outcomes(self, module: ClientModule, parts: Sequence[Tensor], client: int, moment: Moment) -> list[Outcomes]:
+        """What a client's module makes of the samples of each part, for each of its ways to predict.
 
         Those that adapt do so on a throw-away copy.
         """
         ways = module.predictors
         adapting = [name for name, way in ways.items() if way.adapts]
         plain = [name for name in ways if name not in adapting]
-        hits = self.correct_batches(module, indices, names=plain) if plain else {}
-        if adapting:
-            with _ThrowAway(self, module, client, moment):
-                hits |= self.correct_batches(module, indices, names=adapting)
-        return {name: join_batches([hits[name]]) for name in ways}
+        found: list[Batches] = [{} for _ in parts]
+        for names, context in ((plain, nullcontext()), (adapting, _ThrowAway(self, module, client, moment))):
+            if names:
+                with context:
+                    for own, indices in zip(found, parts, strict=True):
+                        own |= self.batches(module, indices, names=names)
+        return [{name: join_batches([own[name]]) for name in ways} for own in found]
 
     @torch.no_grad()
-    def correct_batches(
+    def batches(
         self, module: ClientModule, indices: Tensor, first: int = 0, step: int = 1, names: Sequence[str] | None = None
-    ) -> CorrectBatches:
+    ) -> Batches:
         """The same, batch by batch and as the module is now, for every `step`-th batch from the `first` on.
 
         Args:
@@ -100,39 +196,33 @@ class Evaluator:
             Unsound: if a score is no number: the largest of such would pass for the first class.
         """
         ways = module.predictors
-        hits: CorrectBatches = {name: [] for name in (ways if names is None else names)}
-        broken: CorrectBatches = {name: [] for name in hits}
+        found: Batches = {name: [] for name in (ways if names is None else names)}
+        broken: dict[str, list[Tensor]] = {name: [] for name in found}
         with training(module, False), self.context():
             for part in indices.split(self.batch_size)[first::step]:
                 x, y = self.data.store.gather(part)
                 seen = Seen(x)
-                for name, found in hits.items():
+                for name, own in found.items():
                     scores = ways[name].scores(seen)
-                    found.append(scores.argmax(1) == y)
+                    own.append(self.measures.outcome(scores, y))
                     broken[name].append(scores.isnan().any())
         for name, flags in broken.items():
             if flags and bool(torch.stack(flags).any()):
                 raise Unsound(f"the scores{f' by {name}' if name else ''} are nan, so that nothing is predicted")
-        return {name: _to_cpu(batches) for name, batches in hits.items()}
+        return found
 
-    def _own(self, client: int) -> Tensor:
-        """Positions of the client's test samples in the union."""
-        if client not in self._positions:
-            own = self.data.clients[client].test.cpu()
-            self._positions[client] = torch.searchsorted(self.data.server_test.cpu(), own)
-        return self._positions[client]
+    def _own(self, part: Part, client: int) -> Tensor:
+        """Places of the client's samples in the union of a part, on the training device."""
+        key = part.letter, client
+        if key not in self._positions:
+            self._positions[key] = part.positions(client).to(self._device)
+        return self._positions[key]
 
 
-def join_batches(parts: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Put together what was right of all samples, [n] bool; batches were dealt out to workers one after another."""
+def join_batches(parts: Sequence[Sequence[Outcome]]) -> Outcome:
+    """Put together what came out for all samples; batches were dealt out to workers one after another."""
     longest = max(len(part) for part in parts)
-    batches = [part[index] for index in range(longest) for part in parts if index < len(part)]
-    return torch.cat(batches) if batches else torch.zeros(0).bool()
-
-
-def _to_cpu(batches: list[Tensor]) -> list[Tensor]:
-    """Move batches to the CPU at once."""
-    return list(torch.cat(batches).cpu().split([len(batch) for batch in batches])) if batches else []
+    return Outcome.join([part[index] for index in range(longest) for part in parts if index < len(part)])
 
 
 class _ThrowAway(AbstractContextManager[None]):
@@ -156,45 +246,37 @@ class _ThrowAway(AbstractContextManager[None]):
         self.module.load(self.saved)
 
 
-def _columns(figure: Literal["Local-T", "Global-T"], module: ClientModule, moment: str, hit: Correct) -> Scores:
-    name = figure if moment == "trained" else f"{figure}_received"
-    accuracy = {key: float(h.double().mean()) if len(h) else math.nan for key, h in hit.items()}
-    named = {f"{name}/{key}": value for key, value in accuracy.items()} if len(accuracy) > 1 else {}
-    best = headline(module.predictors, figure)
-    return {**({} if best is None else {name: accuracy[best]}), **named}
+Whose = Literal["own", "all"]
+FIGURES: dict[tuple[Whose, str], Figure | str] = {
+    ("own", "T"): "Local-T", ("all", "T"): "Global-T", ("own", "V"): "Local-V", ("all", "V"): "Global-V"
+}  # fmt: skip
+"""Whose samples, of which part -> the figure."""
 
 
-def score_columns(module: ClientModule, moments: Iterable[str], local: bool, globally: bool) -> list[str]:
-    """The columns that evaluations of `module` fill, in their order in a table."""
-    nothing = {name: torch.zeros(0).bool() for name in module.predictors}
-    columns: list[str] = []
-    for moment in moments:
-        columns += _columns("Local-T", module, moment, nothing) if local else []
-        columns += _columns("Global-T", module, moment, nothing) if globally else []
-    return columns
-
-
-def spread(values: np.ndarray, num_test: np.ndarray) -> dict[str, float]:
-    """Mean over clients and how they are spread around it; clients without a value are left out.
+def _named(
+    whose: Whose,
+    letter: Literal["T", "V"],
+    module: ClientModule,
+    moment: str,
+    names: Sequence[str],
+    values: Mapping[str, Mapping[str, float]],
+) -> Scores:
+    """Columns of what each way to predict scores: ``Local-T``, ``Local-T/prototype``, ``eval_loss/Local-T``, ….
 
     Args:
-        values: [N] accuracies of clients, NaN where a client has none.
-        num_test: [N] test samples.
-
-    Returns:
-        ``""`` the unweighted mean, ``_std`` the population standard deviation, ``_min`` the worst client,
-        ``_worst10`` the mean over the worst tenth (at least one client), ``_weighted`` the mean weighted by samples.
+        whose: the samples.
+        letter: of the part.
+        module: the client.
+        moment: when.
+        names: of the measures; the empty one is accuracy, whose columns stand alone.
+        values: prediction name -> measure -> value.
     """
-    there = ~np.isnan(values)
-    if not there.any():
-        return {}
-    known, weights = values[there], num_test[there]
-    worst = np.sort(known)[: max(1, math.ceil(len(known) / 10))]
-    weighted = {"_weighted": float((known * weights).sum() / weights.sum())} if weights.sum() else {}
-    return {
-        "": float(known.mean()),
-        "_std": float(known.std()),
-        "_min": float(known.min()),
-        "_worst10": float(worst.mean()),
-        **weighted,
-    }
+    figure = FIGURES[whose, letter] + ("" if moment == "trained" else "_received")
+    best = headline(module.predictors, cast("Figure", FIGURES[whose, "T"]))
+    scores: Scores = {}
+    for measure in names:
+        column = f"{measure}/{figure}" if measure else figure
+        scores |= {} if best is None else {column: values[best][measure]}
+        if len(values) > 1:
+            scores |= {f"{column}/{way}": own[measure] for way, own in values.items()}
+    return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,14 @@ from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Predictor, Seen, headline
 from fl_lightning.federation.calendar import Calendar
-from fl_lightning.federation.evaluation import Correct, Scores, join_batches, score_columns
+from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_batches
 from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.fairness import read_reference
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.sickness import ServerError, Ward, at
 from fl_lightning.federation.workers import Workers
+from fl_lightning.report.columns import is_measure
 from fl_lightning.seeding import isolated_streams
 
 
@@ -43,20 +46,24 @@ class Examiner:
         self.calendar = calendar
         self.policy = calendar.settings.evaluate
         template, data = runner.modules[0], runner.data
-        self.columns = score_columns(template, self.policy.moments, data.local_test, self.policy.globally)
-        num_test = np.array([client.num_test for client in data.clients])
-        self.board = ScoreBoard(self.columns, num_test, calendar.num_founders, runner.attackers.clients)
+        self.parts = runner.evaluator.parts
+        self.columns = runner.evaluator.columns(template, self.policy.moments)
+        samples = {str(part.letter): np.array([len(own) for own in part.own]) for part in self.parts}
+        self.board = ScoreBoard(self.columns, samples, calendar.num_founders, runner.attackers.clients)
+        if self.policy.reference is not None:
+            found = read_reference(self.policy.reference, data.partition_hash, len(data.clients))
+            self.board.alone = found
         sample = data.store.gather(data.server_test[:1])[0] if len(data.server_test) else None
         ways = list(template.predictors.values())
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
         server = headline(template.predictors, "Server-T")
         self.has_global_model = dict(zip(template.predictors, travel, strict=True)).get(str(server), False)
         self._received_is_global = self.has_global_model and all(travel) and not any(way.adapts for way in ways)
-        self._global_correct: Correct | None = None
+        self._global_outcomes: list[Outcomes] | None = None
 
     def forget(self) -> None:
         """The global model is another one now."""
-        self._global_correct = None
+        self._global_outcomes = None
 
     # --- the global model ---------------------------------------------------------------------------------------------
 
@@ -64,34 +71,57 @@ class Examiner:
         """Whether the client may be about to predict as the global model does."""
         return self._received_is_global and self.exchange.hears_global(client)
 
-    def server_accuracy(self) -> float | None:
-        """Server-T of the present global model; None where there is none."""
-        if not self.has_global_model or self.exchange.global_message() is None:
-            return None
-        hit = self.global_hits()[str(headline(self.runner.modules[0].predictors, "Server-T"))]
-        return float(hit.double().mean()) if len(hit) else None
+    @property
+    def all_columns(self) -> tuple[list[str], list[str]]:
+        """The columns of clients, and those of the global model."""
+        return self.columns, self.server_columns
 
-    def global_hits(self) -> Correct:
-        """What the global model gets right on the union of all test splits; computed once a round, in parts.
+    @property
+    def server_columns(self) -> list[str]:
+        """The columns of the global model: on the union of the test parts, and on that of the validation parts."""
+        measures = self.runner.evaluator.measures.names
+        names = [f"{measure}/Server-{part.letter}".lstrip("/") for part in self.parts for measure in measures]
+        return sorted(names, key=lambda name: (is_measure(name), names.index(name)))
+
+    def server_scores(self) -> dict[str, float | None]:
+        """Figures of the present global model, by column; None where there is none."""
+        scores: dict[str, float | None] = dict.fromkeys(self.server_columns)
+        if not self.has_global_model or self.exchange.global_message() is None:
+            return scores
+        way = str(headline(self.runner.modules[0].predictors, "Server-T"))
+        for part, outcomes in zip(self.parts, self.global_outcomes(), strict=True):
+            evaluator = self.runner.evaluator
+            for measure, value in evaluator.measures.of(outcomes[way], evaluator.balance(part)).items():
+                scores[f"{measure}/Server-{part.letter}".lstrip("/")] = None if math.isnan(value) else value
+        return scores
+
+    def global_outcomes(self) -> list[Outcomes]:
+        """What the global model makes of the union of each part; computed once a round, in parts.
 
         Raises:
             ServerError: if its scores are no numbers, the same on every process.
         """
         message = self.exchange.global_message()
         assert message is not None
-        if self._global_correct is None:
+        if self._global_outcomes is None:
             module = self.runner.load_global(message)
             rank, size = self.workers.rank, self.workers.size
             try:
-                own = self.runner.evaluator.correct_batches(module, self.runner.data.server_test, rank, size)
-                parts = self.workers.gather((own, ""))
+                own = [self.runner.evaluator.batches(module, part.union, rank, size) for part in self.parts]
+                shares = self.workers.gather((own if size == 1 else _on_cpu(own), ""))
             except Unsound as error:
-                parts = self.workers.gather(({}, str(error)))
-            broken = [why for _, why in parts if why]
+                shares = self.workers.gather(([], str(error)))
+            broken = [why for _, why in shares if why]
             if broken:
                 raise ServerError(f"the server's model: {broken[0]}")
-            self._global_correct = {name: join_batches([part[name] for part, _ in parts]) for name in parts[0][0]}
-        return self._global_correct
+            self._global_outcomes = [
+                {
+                    name: join_batches([share[index][name] for share, _ in shares]).to(self.runner.device)
+                    for name in found
+                }
+                for index, found in enumerate(shares[0][0])
+            ]
+        return self._global_outcomes
 
     def global_scores(self, client: int) -> Callable[[ClientModule], Scores | None] | None:
         """What gives a client's scores right after its receive without testing it; None where nothing can.
@@ -106,14 +136,19 @@ class Examiner:
         def read_off(module: ClientModule) -> Scores | None:
             if not holds(module, self.runner.global_entries(message)):
                 return None
-            return self.runner.evaluator.scores(module, client, "received", self.global_hits())
+            return self.runner.evaluator.scores(module, client, "received", self.global_outcomes())
 
         return read_off
 
     def prepare(self, round: int, participants: Sequence[int]) -> None:
         """Test the global model now, if the round needs it: clients' own states are about to enter its module."""
         if self.tests_received(round) and any(map(self.may_predict_as_global, participants)):
-            self.global_hits()
+            self.global_outcomes()
+
+    def is_alone(self, round: int) -> bool:
+        """Whether participants of a round have heard of nobody yet, and what they reach alone is not known."""
+        known = self.policy.reference is not None
+        return round == 1 and not known and not self.exchange.in_turn and self.calendar.is_evaluated(round)
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +159,12 @@ class Examiner:
     def tests_trained(self, round: int, client: int) -> bool:
         """Whether a participant is tested after its fit."""
         return self.policy.trained and self.calendar.is_last_before_evaluation(client, round)
+
+    def cost(self, client: int, round: int) -> float:
+        """About how long a client's round takes, in forward passes of one sample; a step is three of them."""
+        moments = len(self.policy.moments) if self.calendar.is_evaluated(round) else 0
+        tested = moments * sum(len(part.indices(client)) for part in self.parts)
+        return 3.0 * self.runner.passes(client, round) * self.runner.data.clients[client].num_train + tested
 
     def test_strangers(self, round: int) -> None:
         """Clients that never took part count with their initial model, once they have joined."""
@@ -142,23 +183,26 @@ class Examiner:
         """The accuracies of an evaluated round, by column."""
         self.test_strangers(round)
         row = self.board.figures(participants, self.calendar.is_evaluated(round - 1))
-        return {**row, "Server-T": self.server_accuracy() if self.policy.server else None}
+        return {**row, **(self.server_scores() if self.policy.server else dict.fromkeys(self.server_columns))}
 
-    def receive_once_more(self, holders: Mapping[int, int], inbox: Callable[[int], Message]) -> dict[str, np.ndarray]:
+    def receive_once_more(
+        self, holders: Mapping[int, int], inbox: Callable[[int], Message], round: int
+    ) -> dict[str, np.ndarray]:
         """What every client's model scores after one more receive, without a fit, by column: [N] each.
 
         Args:
             holders: client -> the worker that has its state.
             inbox: what a client hears.
+            round: the one that does not come.
         """
         if not self.policy.received:
             return {}
         if any(map(self.may_predict_as_global, holders)):
-            self.global_hits()
+            self.global_outcomes()
         own = {}
         for client in (client for client in holders if holders[client] == self.workers.rank):
-            with self.ward.care(client), at(self.calendar.settings.rounds + 1, client, "receive"):
-                own[client] = self._received(client, inbox(client))
+            with self.ward.care(client), at(round, client, "receive"):
+                own[client] = self._received(client, inbox(client), round)
         self.ward.agree()
         scores = {name: np.full(len(holders), np.nan) for name in self.columns if is_received(name)}
         for client, values in union(self.workers.gather(own)).items():
@@ -166,9 +210,8 @@ class Examiner:
                 scores[name][client] = value
         return scores
 
-    def _received(self, client: int, message: Message) -> Scores:
-        settings = self.calendar.settings
-        facts = replace(self.runner.facts, round=settings.rounds + 1)
+    def _received(self, client: int, message: Message, round: int) -> Scores:
+        facts = replace(self.runner.facts, round=round)
         return self.runner.evaluate_received(client, message, facts, self.global_scores(client))
 
 
@@ -223,6 +266,11 @@ def holds(module: ClientModule, weights: Mapping[str, torch.Tensor]) -> bool:
     """Whether a client's entries are these, bit for bit."""
     entries = module.entries
     return all(name in entries and torch.equal(entries[name], tensor) for name, tensor in weights.items())
+
+
+def _on_cpu(found: Sequence[Batches]) -> list[Batches]:
+    """Outcomes as they can be sent to other processes."""
+    return [{name: [outcome.to("cpu") for outcome in own] for name, own in batches.items()} for batches in found]
 
 
 def union(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:

@@ -11,6 +11,7 @@ from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.scores import loss_column, mean_losses
+from fl_lightning.report.columns import is_measure, spreads_of
 
 
 class Absent(NamedTuple):
@@ -58,19 +59,24 @@ class Ledger:
         """Values and bytes that were sent so far, by column."""
         self.seconds = 0.0
 
-    def columns(self, accuracies: Sequence[str], losses: Sequence[str]) -> list[str]:
-        """The columns of a round's row, in their order in `metrics.csv`.
+    def columns(self, scores: Sequence[str], servers: Sequence[str], losses: Sequence[str]) -> list[str]:
+        """The columns of a round's row, in their order in `metrics.csv`: measures beside accuracy come last.
 
         Args:
-            accuracies: columns that evaluations of clients fill.
+            scores: columns that evaluations of clients fill.
+            servers: those of the global model.
             losses: names of the losses that are taken down.
         """
-        suffixes = ("", "_std", "_min", "_worst10", "_weighted", *(["_newcomers"] if self.has_newcomers else ()))
-        spread = [name + suffix for name in accuracies for suffix in suffixes]
+        later = ("_newcomers",) if self.has_newcomers else ()
+        spread = [name + suffix for name in scores for suffix in (*spreads_of(name), *later)]
+        spread += servers
+        accuracies = [name for name in spread if not is_measure(name)]
+        measures = [name for name in spread if is_measure(name)]
         lost = [*map(loss_column, losses), *(["loss_newcomers"] if self.has_newcomers else ())]
         present = ("participants", "missing", *(["skipped"] if self.skips else ()))
         spent = [*(["epsilon"] if self.account else ()), *(["record_epsilon"] if self.records else ())]
-        return ["round", *spread, "Server-T", "receive_drop", *spent, *self.traffic, *present, "seconds", *lost]
+        traffic = [*spent, *self.traffic, *present, "seconds", *lost]
+        return ["round", *accuracies, "receive_drop", *traffic, *measures]
 
     def write(
         self,

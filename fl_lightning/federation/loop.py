@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,9 +20,11 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.collusion import Collusion, Held
+from fl_lightning.federation.early_stopping import Patience
 from fl_lightning.federation.examiner import Examiner, union
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.ledger import Absent, Ledger
+from fl_lightning.federation.measures import Measures, MetricsFactory
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
@@ -46,10 +47,12 @@ class FederatedLoop:
 
     Args:
         settings: how it runs.
+        make_metrics: makes further metrics of a number of classes, by the names of their columns; None for none.
     """
 
-    def __init__(self, settings: Federation) -> None:
+    def __init__(self, settings: Federation, make_metrics: MetricsFactory | None = None) -> None:
         self.settings = settings
+        self.make_metrics = make_metrics
         self.callbacks = list(settings.callbacks or ())
         self.round = 0
         self.agreement = Agreement()
@@ -94,7 +97,8 @@ class FederatedLoop:
         self.checkpoints = storage.checkpoints
         settings.failures.check(self.num_clients, None if storage.has_begun else settings.rounds)
         architecture = architecture or [0] * self.num_clients
-        self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed)
+        measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
+        self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self._set_up_exchange()
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes)
         self.models_folder = storage.models(self.runner.model_bytes()) if self.workers.writes else None
@@ -111,6 +115,7 @@ class FederatedLoop:
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
+        self.patience = Patience(settings.early_stopping, self.row_columns, data.evaluate_on == "validation")
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
@@ -135,21 +140,28 @@ class FederatedLoop:
 
     @property
     def done(self) -> bool:
-        """All rounds are done, or all processes know that somebody asked to stop."""
-        return self.round >= self.settings.rounds or self.agreement.stops
+        """All rounds are done, the run has ended before, or all processes know that somebody asked to stop."""
+        return self.round >= self.settings.rounds or self.agreement.stops or bool(self.ended)
+
+    @property
+    def ended(self) -> str:
+        """Why the run has ended before its last round, as one that is whole; empty where it has not."""
+        return "" if self.round >= self.settings.rounds else self.patience.reason or self.agreement.reason
 
     @property
     def stopping(self) -> bool:
         """Whether somebody asked to stop."""
         return self.agreement.asked_by != 0
 
-    def stop(self, number: int = signal.SIGINT) -> None:
+    def stop(self, number: int = 0, reason: str = "a callback asked for it") -> None:
         """Ask the loop to stop once the present round is done and saved.
 
         Args:
             number: the signal by which somebody asked; a process that ran the loop alone ends with 128 + this number.
+                0 for none: the run ends as if this had been its last round.
+            reason: of the latter.
         """
-        self.agreement.asked_by = number
+        self.agreement.ask(number, reason)
 
     def run(self) -> dict[str, Any] | None:
         """All rounds that are left; then one more receive. Returns `final_received`, None if stopped before the end.
@@ -167,7 +179,7 @@ class FederatedLoop:
             while not self.done:
                 self.advance()
             report_profile(self.runner.trainer)
-            if self.round < self.settings.rounds:
+            if self.round < self.settings.rounds and not self.ended:
                 return None
             final = self.receive_once_more()
             self._call("on_run_end", final)
@@ -222,20 +234,12 @@ class FederatedLoop:
         if self.exchange.in_turn or self.workers.size == 1:
             owners = dict.fromkeys(self.participants, MAIN)
         else:
-            owners = self.workers.share_out(self._costs(round), self.holders)
+            costs = {c: self.examiner.cost(c, round) for c in self.participants}
+            owners = self.workers.share_out(costs, self.holders)
         self.workers.move(self.holders, owners, self.runner.pool)
         self.holders |= owners
         self.exchange.address(owners)
         return owners
-
-    def _costs(self, round: int) -> dict[int, float]:
-        """About how long each participant's round takes, in forward passes of one sample; a step is three of them."""
-        evaluate = self.settings.evaluate
-        passes = len(evaluate.moments) if self.calendar.is_evaluated(round) else 0
-        tested = [len(self.data.server_test)] * self.num_clients if evaluate.globally else self.num_test
-        epochs = [module.fit_epochs for module in self.runner.modules]
-        steps = {c: epochs[self.runner.architecture[c]] * int(self.num_train[c]) for c in self.participants}
-        return {client: 3.0 * own + passes * int(tested[client]) for client, own in steps.items()}
 
     def _gather(self, own: list[ClientReport]) -> list[ClientReport]:
         """Every worker's reports, in the order of clients; the main one tells its callbacks of the others'."""
@@ -248,11 +252,12 @@ class FederatedLoop:
 
     def _end_round(self, reports: Sequence[ClientReport], start: float) -> None:
         for report in reports:
-            self.board.record(report.client, report.scores, report.losses)
+            self.board.record(report.client, report.scores, report.losses, self.examiner.is_alone(self.round))
         evaluated = self.calendar.is_evaluated(self.round)
         figures = self.examiner.figures(self.round, self.participants) if evaluated else {}
         absent = Absent(len(self.calendar.missing(self.round)), len(self.ward.skipped), self.ward.heard)
         row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, start)
+        self.patience.see(self.round, row if evaluated else None)
         self._call("on_round_end", row)
         self.agreement.settle(self.workers)
         if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):
@@ -269,7 +274,7 @@ class FederatedLoop:
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
-        keeps = self.models_folder is not None and self.calendar.is_last_fit(client, round)
+        keeps = self.models_folder is not None and self.calendar.may_be_last_fit(client, round)
         return Job(
             facts,
             client,
@@ -289,14 +294,13 @@ class FederatedLoop:
         def inbox(client: int) -> Message:
             return self.wire.down(self.exchange.inbox(client))
 
-        self.final_scores = self.examiner.receive_once_more(self.holders, inbox)
-        board = self.examiner.board
-        return {n: v for name, values in self.final_scores.items() for n, v in board.spread(name, values).items()}
+        self.final_scores = self.examiner.receive_once_more(self.holders, inbox, self.round + 1)
+        return self.examiner.board.spreads(self.final_scores)
 
     @property
     def row_columns(self) -> list[str]:
         """The columns of a round's row, in their order in `metrics.csv`."""
-        return self.ledger.columns(self.examiner.columns, self.runner.modules[0].loss_names)
+        return self.ledger.columns(*self.examiner.all_columns, self.runner.modules[0].loss_names)
 
     @property
     def board(self) -> ScoreBoard:

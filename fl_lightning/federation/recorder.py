@@ -21,7 +21,7 @@ from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.report.record import read_rows, summarise
+from fl_lightning.report.record import chosen_by, read_rows, summarise
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.terminal import say
 
@@ -140,12 +140,14 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         summary = {
             **self.about,
             "finished": finished,
+            **({"stopped": loop.ended} if finished and loop.ended else {}),
             "rounds": loop.round,
             "clients": loop.num_clients,
             "participants_per_round": sum(row["participants"] for row in rows) / max(len(rows), 1),
             "partition_hash": loop.data.partition_hash,
             "seconds": loop.seconds,
-            **summarise(rows),
+            **summarise(rows, loop.patience.monitor, loop.patience.less),
+            "best_on": "validation" if chosen_by(rows) or loop.data.evaluate_on == "validation" else "test",
             "final_received": dict(final_received),
             "communication": communication(loop.traffic, rows),
             "parameters": loop.runner.num_parameters(),

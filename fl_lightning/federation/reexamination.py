@@ -42,9 +42,7 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
     rows = {row.get("round"): row for row in read_rows(folder / "metrics.csv")}
     finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
     now = _trained_again(loop, folder / "models") if finished else {}
-    server = loop.examiner.server_accuracy()
-    if server is not None:
-        now["Server-T"] = server
+    now |= {name: value for name, value in loop.examiner.server_scores().items() if value is not None}
     written: dict[str, Any] = dict(rows.get(loop.round, {}))
     figures: list[Figure] = [(name, written.get(name), value) for name, value in now.items()]
     if loop.exchange.in_turn and not finished:
@@ -72,4 +70,4 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             found = loop.runner.evaluate_resting(client)
         for name, value in found.items():
             scores[name][client] = value
-    return {n: v for name, values in scores.items() for n, v in loop.board.spread(name, values).items()}
+    return loop.board.spreads(scores)

@@ -19,18 +19,21 @@ from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
+from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.flags import check_batches, check_flags
+from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
 from fl_lightning.federation.trainers import check_callbacks, make_trainer, start_anew
 from fl_lightning.federation.wire import MEMORY, Wire
+from fl_lightning.federation.workloads import cuts_epochs, workload_of
 from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.seeding import derive_seed, seed_global_streams
@@ -86,6 +89,7 @@ class Runner:
         settings: of the federation.
         trainer: flags of `lightning.pytorch.Trainer`.
         seed: the run's seed.
+        measures: what is read off predictions.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Runner:
         settings: Federation,
         trainer: Mapping[str, Any],
         seed: int,
+        measures: Measures | None = None,
     ) -> None:
         self.make_method = make_method
         self.architecture = list(architecture)
@@ -107,11 +112,11 @@ class Runner:
         check_flags(flags)
         fit_settings = FitSettings(
             optimizer,
-            settings.local_epochs,
             clip_value=flags.pop("gradient_clip_val", None),
             clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
             accumulate=flags.pop("accumulate_grad_batches", 1),
         )
+        _check_workload(settings, flags)
         self.trainer = make_trainer(flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(_COUNT_BATCHES & flags.keys())
@@ -124,14 +129,16 @@ class Runner:
         _check_interfaces(self.modules, self.architecture)
         total, *parts = self.modules[0].loss_names
         check_callbacks(self.trainer, (total, *(f"{total}/{part}" for part in parts)))
+        _check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
-        evaluate = settings.evaluate
-        self.evaluator = Evaluator(data, evaluate.batch_size, self._autocast, seed, evaluate.globally)
+        measures = Measures(len(data.arrays.classes)) if measures is None else measures
+        self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures)
         self.pool = ClientPool(None)
         self.keeps_shared = False
+        self._passes: dict[tuple[int, Workload], float] = {}
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
         self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
@@ -281,11 +288,29 @@ class Runner:
         with self._autocast():
             module.receive(message, data)
 
+    def workload(self, client: int, round: int) -> Workload:
+        """How much a client trains in a round in phases that do not say."""
+        settings, single = self.settings, self._has_batch_norm[self.architecture[client]]
+        samples = self.attackers.samples[client]
+        drops = (False, False) if self.private is not None else (self.data.drop_last, single)
+        batches = samples.num_steps(self.data.batch_size, *drops)
+        return workload_of(settings.local_epochs, settings.local_steps, self.seed, round, client, batches)
+
+    def passes(self, client: int, round: int) -> float:
+        """How often a client's fit passes over its training part in a round."""
+        module, workload = self.module(client), self.workload(client, round)
+        key = self.architecture[client], workload
+        if key not in self._passes:
+            module.workload = workload
+            self._passes[key] = module.plan().passes(workload.batches)
+        return self._passes[key]
+
     def fit(self, module: ClientModule, data: ClientData, round: int) -> None:
         """One local fit with the one Trainer."""
         seed_global_streams(self.seed, "fit", round, data.client)
         module.train()
-        epochs = module.fit_epochs
+        module.workload = self.workload(data.client, round)
+        epochs = module.plan().epochs
         if epochs == 0:  # nothing to train: every phase is off
             module.meter = LossMeter()
             return
@@ -299,6 +324,7 @@ class Runner:
             drop_last=self.data.drop_last,
             drop_single=self._has_batch_norm[self.architecture[data.client]],
             by_chance=self.private is not None,
+            limit=lambda: module.limit(self.trainer.current_epoch),
         )
         module.own.steps = data.num_steps(*bundles.rules[:1], *bundles.rules[2:])
         module.private = None if self.private is None else self.private.of(module, data, round)
@@ -351,8 +377,10 @@ class EpochBundles:
         drop_last: bool,
         drop_single: bool,
         by_chance: bool = False,
+        limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.data = data
+        self.limit = limit
         self.by_chance = by_chance
         self.epoch_seed = epoch_seed
         self.rules = (batch_size, steps_per_bundle, drop_last, drop_single)
@@ -366,9 +394,9 @@ class EpochBundles:
     def __iter__(self) -> Iterator[Bundle]:
         seed = self.epoch_seed()
         if self.by_chance:
-            yield from self.data.poisson_bundles(seed, *self.rules[:2])
+            yield from self.data.poisson_bundles(seed, *self.rules[:2], limit=self.limit())
         else:
-            yield from self.data.bundles(seed, *self.rules)
+            yield from self.data.bundles(seed, *self.rules, limit=self.limit())
 
 
 def full_state(module: ClientModule) -> dict[str, Tensor]:
@@ -406,6 +434,23 @@ def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[in
                 where = f"{shapes[0]} at client {clients[0]} and {shapes[1]} at client {clients[1]}"
                 who = f"{type(module.method).__name__} exchanges {name!r}"
                 raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")
+
+
+def _check_workload(settings: Federation, flags: Mapping[str, Any]) -> None:
+    """Fits are cut short by one key alone."""
+    cut = {name for name in _COUNT_BATCHES - {"max_time"} if flags.get(name) not in (None, False, 0, 1.0, -1)}
+    if cut and cuts_epochs(settings.local_epochs, settings.local_steps):
+        key = f"federation.local_{'epochs' if settings.local_steps is None else 'steps'}"
+        raise ConfigError(key, f"trainer.{min(cut)} counts the mini-batches of a fit, too; leave one out")
+
+
+def _check_whole_epochs(modules: Sequence[ClientModule], settings: Federation) -> None:
+    """Refuse to cut the last epoch of a fit where a term averages over all of it."""
+    if cuts_epochs(settings.local_epochs, settings.local_steps):
+        key = f"federation.local_{'epochs' if settings.local_steps is None else 'steps'}"
+        for term in (term for module in modules for term in module.method.terms if term.needs_whole_epochs):
+            rule = f"{type(term).__name__} averages over a fit's last epoch, which must be whole; use whole epochs"
+            raise ConfigError(key, rule)
 
 
 def _check_optimizer(module: ClientModule) -> None:

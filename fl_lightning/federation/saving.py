@@ -21,6 +21,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "callbacks": {name: own for name, callback in _named(loop) if (own := callback.state_dict())},
         "exchange": loop.exchange.state_dict(),
         "board": loop.board.state_dict(),
+        "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
 
@@ -60,6 +61,7 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     require(same, "--resume", "the checkpoint evaluates other columns")
     loop.board.load_state_dict(state["board"])
     loop.ledger.load_state_dict(state)
+    loop.patience.load_state_dict(state["patience"])
     loop.examiner.forget()
     for name, callback in _named(loop):
         if name in state["callbacks"]:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.federation.evaluation import Scores, spread
+from fl_lightning.federation.evaluation import Scores
+from fl_lightning.federation.fairness import hurt, spread
+from fl_lightning.report.columns import HURT, spreads_of
 
 
 class ScoreBoard:
@@ -16,7 +18,7 @@ class ScoreBoard:
 
     Args:
         columns: the columns that evaluations fill.
-        num_test: [N] test samples of each client.
+        samples: ``T`` and ``V`` -> [N] each client's test and validation samples.
         num_founders: the first so many are there from the start, the others join later; None for all.
         hostile: clients that attack: they count in no mean.
     """
@@ -24,11 +26,12 @@ class ScoreBoard:
     def __init__(
         self,
         columns: Sequence[str],
-        num_test: np.ndarray,
+        samples: Mapping[str, np.ndarray],
         num_founders: int | None = None,
         hostile: Collection[int] = (),
     ) -> None:
-        self.num_test = num_test
+        num_test = samples["T"]
+        self.samples = samples
         founders = len(num_test) if num_founders is None else num_founders
         honest = [client for client in range(len(num_test)) if client not in hostile]
         self._founders = np.array([client for client in honest if client < founders], dtype=int)
@@ -38,14 +41,27 @@ class ScoreBoard:
         self.took_part = np.zeros(len(num_test), dtype=bool)
         self.last_trained = np.full(len(num_test), np.nan)
         """[N] Local-T of the last evaluated round."""
+        self.alone = np.full(len(num_test), np.nan)
+        """[N] what every client reaches by itself, as far as it is known."""
 
-    def record(self, client: int, scores: Scores, losses: Mapping[str, float] | None = None) -> None:
-        """Take in what a client scored; with `losses` it took part in the round."""
+    def record(
+        self, client: int, scores: Scores, losses: Mapping[str, float] | None = None, alone: bool = False
+    ) -> None:
+        """Take in what a client scored; with `losses` it took part in the round.
+
+        Args:
+            client: 0-based.
+            scores: by column.
+            losses: of its fit.
+            alone: whether nobody had told it anything yet.
+        """
         for name, value in scores.items():
             self.scores[name][client] = value
         if losses is not None:
             self.losses[client] = losses.get("loss", np.nan)
             self.took_part[client] = True
+        if alone and "Local-T" in scores:
+            self.alone[client] = scores["Local-T"]
 
     def strangers(self, num_clients: int) -> list[int]:
         """Those of the first `num_clients` that never took part and were not evaluated either."""
@@ -74,17 +90,29 @@ class ScoreBoard:
             self.last_trained = self.scores["Local-T"].copy()
         return figures
 
-    def spread(self, name: str, values: np.ndarray) -> dict[str, float]:
+    def spread(self, name: str, values: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
         """A column's mean and spread over the honest founders, and its mean over those who joined later.
 
         Args:
             name: the column.
             values: [N] of clients, NaN where a client has none.
+            others: the other columns of the same moment; None takes the present ones.
         """
         founders, later = self._founders, self._later
-        figures = {name + suffix: v for suffix, v in spread(values[founders], self.num_test[founders]).items()}
-        joined = spread(values[later], self.num_test[later])
+        num_samples, wanted = self.samples["V" if "-V" in name else "T"], spreads_of(name)
+        found = spread(values[founders], num_samples[founders])
+        figures = {name + suffix: value for suffix, value in found.items() if suffix in wanted}
+        if "_undefined" in wanted:
+            tested = (self.scores if others is None else others)[name.partition("/")[2]]
+            figures[f"{name}_undefined"] = int((np.isnan(values) & ~np.isnan(tested))[founders].sum())
+        share = hurt(values[founders], self.alone[founders]) if HURT in wanted else None
+        figures |= {} if share is None else {name + HURT: share}
+        joined = spread(values[later], num_samples[later])
         return {**figures, **({f"{name}_newcomers": joined[""]} if joined else {})}
+
+    def spreads(self, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Means and spreads of columns of one moment, [N] each."""
+        return {n: v for name, values in scores.items() for n, v in self.spread(name, values, scores).items()}
 
     def _fill_resting(self, name: str, values: np.ndarray, participants: Sequence[int]) -> None:
         trained = self.scores.get(name.replace("_received", ""))
@@ -96,6 +124,7 @@ class ScoreBoard:
     def state_dict(self) -> dict[str, Any]:
         """All of it, as tensors."""
         arrays = {"losses": self.losses, "took_part": self.took_part, "last_trained": self.last_trained}
+        arrays["alone"] = self.alone
         return {
             "scores": {name: torch.from_numpy(values.copy()) for name, values in self.scores.items()},
             **{name: torch.from_numpy(values.copy()) for name, values in arrays.items()},
@@ -107,6 +136,7 @@ class ScoreBoard:
         self.losses = state["losses"].numpy().copy()
         self.took_part = state["took_part"].numpy().copy()
         self.last_trained = state["last_trained"].numpy().copy()
+        self.alone = state["alone"].numpy().copy()
 
 
 def is_received(column: str) -> bool:

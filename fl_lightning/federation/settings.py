@@ -12,38 +12,14 @@ from fl_lightning.errors import require, require_choices
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import CheckpointPolicy
+from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.policy import EvaluationPolicy as EvaluationPolicy
 from fl_lightning.federation.wire import WireFilter
+from fl_lightning.federation.workloads import Draw, check_workload
 
 MOST_THREADS = 1024
-
-
-@dataclass(frozen=True)
-class EvaluationPolicy:
-    """What is evaluated, in the rounds that are.
-
-    Args:
-        trained: clients' models after the local fit (`Local-T`, `Global-T`).
-        received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
-        globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
-        server: the global model on that union, where the method has one (`Server-T`).
-        batch_size: test samples a batch, >= 1.
-    """
-
-    trained: bool = True
-    received: bool = True
-    globally: bool = True
-    server: bool = True
-    batch_size: int = 512
-
-    def __post_init__(self) -> None:
-        require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
-
-    @property
-    def moments(self) -> list[str]:
-        """The moments at which clients are evaluated."""
-        return [moment for moment in ("trained", "received") if getattr(self, moment)]
 
 
 @dataclass(frozen=True)
@@ -78,9 +54,14 @@ class Federation:
         sampling: how they are drawn, from the seed: ``fixed`` draws ``max(1, int(participation * N))`` of them without
             replacement; ``poisson`` takes each with that chance by itself, so that a round may have none: what
             privacy by sampling asks for.
-        local_epochs: epochs of a local fit, >= 1, where the method does not say otherwise.
+        local_epochs: passes over the client's training part in a local fit, > 0, where the method does not say
+            otherwise: 2, or 0.5 for half of its mini-batches; ``{uniform: [2, 5]}`` draws them for every client and
+            round (FedNova's setting).
+        local_steps: local mini-batches of a fit instead, >= 1, or a draw of them; null counts epochs.
         lr_decay: factor on the learning rate from round to round, in (0, 1].
         evaluate: what is evaluated.
+        early_stopping: ends the run once a figure on the validation parts has not become better for some time; null
+            runs all rounds.
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         exchange: how messages travel; null takes the method's own way (mostly a star around a server).
         server_optimizer: what the server makes of the mean of the weights; null takes the mean itself.
@@ -117,9 +98,11 @@ class Federation:
     rounds: int = 20
     participation: float = 1.0
     sampling: Literal["fixed", "poisson"] = "fixed"
-    local_epochs: int = 1
+    local_epochs: int | float | Draw = 1
+    local_steps: int | Draw | None = None
     lr_decay: float = 1.0
     evaluate: EvaluationPolicy = field(default_factory=EvaluationPolicy)
+    early_stopping: EarlyStopping | None = None
     evaluate_every: int = 1
     exchange: Exchange | None = None
     server_optimizer: ServerOptimizer | None = None
@@ -146,7 +129,9 @@ class Federation:
         require(self.rounds >= 1, "federation.rounds", "must be >= 1", self.rounds)
         require(0 < self.participation <= 1, "federation.participation", "must be in (0, 1]", self.participation)
         require(self.sampling in ("fixed", "poisson"), "federation.sampling", "must be fixed or poisson", self.sampling)
-        require(self.local_epochs >= 1, "federation.local_epochs", "must be >= 1", self.local_epochs)
+        some = not isinstance(self.local_epochs, (int, float)) or self.local_epochs > 0
+        require(some, "federation.local_epochs", "must be > 0", self.local_epochs)
+        check_workload(self.local_epochs, self.local_steps)
         require(0 < self.lr_decay <= 1, "federation.lr_decay", "must be in (0, 1]", self.lr_decay)
         require(self.evaluate_every >= 1, "federation.evaluate_every", "must be >= 1", self.evaluate_every)
         require_choices("federation", on_client_error=(self.on_client_error, Literal["stop", "skip"]))

@@ -330,6 +330,11 @@ class ClassRelation(Term):
         weight, how = host.model.classification_layer.weight, self.relation
         return class_relation_loss(weight, self.soft_labels, valid, how.temperature, how.exclude_diagonal)
 
+    @property
+    @override
+    def needs_whole_epochs(self) -> bool:
+        return self.exchanges and self.options.source == "running"
+
     @torch.no_grad()
     @override
     def observe(self, host: Host, out: Forward) -> None:

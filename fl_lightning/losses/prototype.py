@@ -280,6 +280,11 @@ class PrototypeTerm(Term, ABC):
     def exchanges(self) -> bool:
         return self.weight > 0 or self.predicts
 
+    @property
+    @override
+    def needs_whole_epochs(self) -> bool:
+        return self.exchanges and self.collection == "running" and not self.whole_fit
+
     @override
     def setup(self, host: Host) -> None:
         for other in host.terms:

@@ -15,11 +15,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fl_lightning.report.columns import SPREADS, is_measure, measure_of
+
 FIGURES = {"Local-T": "Local-T", "Local-T_received": "received", "Global-T": "Global-T", "Server-T": "Server-T"}
 """Accuracies shown while a run goes on: column -> label."""
-HEADLINES = ("Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T")
+HEADLINES = (
+    "Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T",
+    "Local-V", "Local-V_received", "Server-V",
+)  # fmt: skip
 """Accuracies of the table at a run's end, in its order; named inferences follow the headline that they belong to."""
-SPREADS = ("_std", "_min", "_worst10", "_weighted", "_newcomers")
 PLAIN_WIDTH = 100
 WIDE, WIDEST = 78, 92
 """Characters that all columns of the accuracies, and of what was communicated, need."""
@@ -288,14 +292,24 @@ def _print_summary(summary: Mapping[str, Any], console: Console, places: Sequenc
     final = summary.get("final_received")
     untested = summary.get("clients_without_test") or []
     split = "validation" if summary.get("evaluate_on") == "validation" else "test"
-    notes = [f'"best" is chosen on the {split} split, so it flatters. ± is the spread over clients.']
+    chosen = summary.get("best_by")
+    honest = f'"best" is the round in which {chosen} is best: chosen on the validation parts, reported on all.'
+    flatters = f'"best" is chosen on the {split} split, so it flatters.'
+    notes = [f"{honest if chosen else flatters} ± is the spread over clients."]
     notes += ["All figures are on validation parts; the test parts were laid aside."] if split == "validation" else []
     final_note = "; final received: after one more receive, without a fit." if final else "."
     notes.append(f"Worst client: in the last round{final_note}")
     notes += [_untested_line(untested)] if untested else []
+    notes += [*fairness_lines(summary), *_undefined_lines(summary)]
     console.print()
+    if summary.get("stopped"):
+        console.print(Text(f"Ended after round {summary['rounds']}: {summary['stopped']}"), soft_wrap=True)
+        console.print()
     console.print(summary_table(summary, console.width))
     console.print()
+    if measured := measures_table(summary):
+        console.print(measured)
+        console.print()
     for note in notes:
         console.print(Text(note, style="dim"))
     console.print()
@@ -322,6 +336,59 @@ def accuracy_columns(names: Iterable[str]) -> list[str]:
     there = dict.fromkeys(names)
     own = [name for name in there if not any(name.endswith(s) and name.removesuffix(s) in there for s in SPREADS)]
     return [name for headline in HEADLINES for name in own if name == headline or name.startswith(f"{headline}/")]
+
+
+def measures_table(summary: Mapping[str, Any]) -> Table | None:
+    """Measures beside accuracy in the last evaluated round; None where there are none.
+
+    Args:
+        summary: a run's ``summary.json``.
+    """
+    last = summary.get("last", {})
+    names = list(dict.fromkeys(measure_of(name) for name in last if is_measure(name)))
+    figures = [figure for figure in HEADLINES if any(f"{name}/{figure}" in last for name in names)]
+    if not names or not figures:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("measure, last", overflow="fold")
+    for figure in figures:
+        table.add_column(figure.replace("_", "\n"), justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(name, *(measure_text(last.get(f"{name}/{figure}")) for figure in figures))
+    return table
+
+
+def fairness_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How evenly accuracy is shared out among clients in the last evaluated round."""
+    last, lines = summary.get("last", {}), []
+    for name in ("Local-T", "Local-T_received"):
+        if not _is_number(last.get(f"{name}_gini")):
+            continue
+        worst = f"worst tenth {percent(last.get(f'{name}_worst10'))}"
+        said = f"{worst}, Gini {last[f'{name}_gini']:.3f}, Jain {last[f'{name}_jain']:.3f}"
+        share = last.get(f"{name}_hurt")
+        hurt = f", {percent(share)} % of clients below what they reach alone" if _is_number(share) else ""
+        lines.append(f"{name} over clients: {said}{hurt}.")
+    return lines
+
+
+def _undefined_lines(summary: Mapping[str, Any]) -> list[str]:
+    last = summary.get("last", {})
+    found = {
+        name.removesuffix("_undefined"): int(count)
+        for name, count in last.items()
+        if name.endswith("_undefined") and is_measure(name) and count
+    }
+    return [f"{name} is not defined for {count} of the clients, and left out there." for name, count in found.items()]
+
+
+def measure_text(value: float | None) -> str:
+    """A measure with four digits; ``-`` if there is none.
+
+    >>> measure_text(0.93141), measure_text(None)
+    ('0.9314', '-')
+    """
+    return f"{value:.4g}" if value is not None and _is_number(value) else "-"
 
 
 def _with_spread(values: Mapping[str, Any], name: str) -> str:
@@ -377,7 +444,8 @@ def print_evaluation(
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, then, now in figures:
         if not name.endswith(SPREADS):
-            table.add_row(name, "–" if then is None else f"{100 * then:.2f} %", f"{100 * now:.2f} %")
+            shown = measure_text if is_measure(name) else _percents
+            table.add_row(name, "–" if then is None else shown(then), shown(now))
     (console or Console()).print(table)
     compared = sum(then is not None for _, then, _ in figures)
     different = [name for name, then, now in figures if then is not None and then != now]
@@ -385,6 +453,10 @@ def print_evaluation(
     if different:
         print(f"different: {', '.join(different)}", file=sys.stderr)
     return not different
+
+
+def _percents(fraction: float | None) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.2f} %"
 
 
 def _communication_table(summary: Mapping[str, Any], width: int) -> Table:

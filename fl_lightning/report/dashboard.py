@@ -71,6 +71,17 @@ SECTIONS = (
             Panel("Clients", ("clients/table",), "table"),
         ),
     ),
+    Section(
+        "Fairness and other measures",
+        (
+            _share("Worst tenth, Local-T", "Local-T_worst10"),
+            _share("Clients below what they reach alone", "Local-T_hurt", "Local-T_received_hurt"),
+            Panel("Gini and Jain, Local-T", ("Local-T_gini", "Local-T_jain")),
+            Panel("Test loss", ("eval_loss/Local-T", "eval_loss/Local-T_received", "eval_loss/Server-T")),
+            _share("Balanced accuracy", "balanced_accuracy/Local-T", "balanced_accuracy/Local-T_received"),
+            _share("Validation", "Local-V", "Local-V_received", "Server-V"),
+        ),
+    ),
     Section("Losses", (Panel("Loss", ("loss",)), Panel("Loss terms", ("loss/*",)))),
     Section(
         "Communication and time",

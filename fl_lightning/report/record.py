@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.files import append_text, content_of, holds, write_text
+from fl_lightning.report.columns import is_score, less_is_better
 
 Row = dict[str, Any]
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
@@ -74,16 +75,22 @@ def _number(cell: str) -> float | int | None:
             return None
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) -> dict[str, Any]:
     """The last evaluated round, the best round and the mean of the last ten evaluated rounds, by column.
 
-    ``best`` is the highest value over rounds, and so chosen on the test split: a column of its own beside the others.
+    Where there are figures on validation parts, ``best`` is the round in which one of them, ``best_by``, is best: its
+    test figures are honest. Without, it is each column's own best round, chosen on what it is reported on.
 
     Args:
         rows: rows of `metrics.csv`.
+        monitor: the column that chooses the best round; empty takes the first of `CHOOSERS` that there is.
+        less: whether less of it is better; None goes by its name.
     """
-    names = [name for name in (rows[0] if rows else {}) if name.startswith(ACCURACIES)]
-    summary: dict[str, dict[str, Any]] = {"last": {}, "best": {}, "mean_last_10": {}}
+    names = [name for name in (rows[0] if rows else {}) if is_score(name)]
+    summary: dict[str, Any] = {"last": {}, "best": {}, "mean_last_10": {}}
+    chooser = monitor if monitor in names else chosen_by(rows)
+    chosen = best_round(rows, chooser, less) if chooser else None
+    summary |= {"best_by": chooser} if chosen else {}
     for name in names:
         known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
         if not known:
@@ -91,7 +98,29 @@ def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         last_ten = [value for value, _ in known[-10:]]
         summary["last"][name] = known[-1][0]
         summary["mean_last_10"][name] = math.fsum(last_ten) / len(last_ten)
-        if not name.endswith("_std"):
-            value, round = max(known, key=lambda pair: (pair[0], -pair[1]))
-            summary["best"][name] = {"value": value, "round": round}
+        own = chosen if chosen is not None else best_round(rows, name)
+        if not name.endswith("_std") and own is not None and own.get(name) is not None:
+            summary["best"][name] = {"value": own[name], "round": own["round"]}
     return summary
+
+
+CHOOSERS = ("Local-V", "Local-V_received", "Server-V")
+"""The figure on validation parts that chooses the best round: the first that there is."""
+
+
+def chosen_by(rows: Sequence[Row]) -> str:
+    """The column on validation parts that chooses a run's best round; empty where there is none."""
+    return next((name for name in CHOOSERS if any(row.get(name) is not None for row in rows)), "")
+
+
+def best_round(rows: Sequence[Row], column: str, less: bool | None = None) -> Row | None:
+    """The row in which a column is best, the earliest of equals; None where it has no number.
+
+    Args:
+        rows: of `metrics.csv`.
+        column: the column.
+        less: whether less of it is better; None goes by its name.
+    """
+    sign = -1 if (less_is_better(column) if less is None else less) else 1
+    known = [row for row in rows if row.get(column) is not None and math.isfinite(row[column])]
+    return max(known, key=lambda row: (sign * row[column], -row["round"]), default=None)

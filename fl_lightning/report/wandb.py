@@ -19,8 +19,9 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, plain_json, write_text
 from fl_lightning.report import wandb_access, wandb_media
+from fl_lightning.report.columns import less_is_better
 from fl_lightning.report.patience import Patience
-from fl_lightning.report.record import summarise
+from fl_lightning.report.record import best_round, chosen_by, summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 
@@ -335,11 +336,19 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             self._note_best(rows)
             self._experiment.summary.update(last)
 
+    def _improves(self, row: Row | None, chooser: str) -> bool:
+        """Whether a round is better than all before it in the figure on validation parts that chooses the best."""
+        return row is not None and row[chooser] > self._best.get(chooser, -math.inf)
+
     def _note_best(self, rows: Sequence[Row]) -> None:
         """Keep the best value in W&B's summary, with its round: an accuracy's highest, a cost's lowest."""
         if self._experiment is None:
             return
-        highest = summarise([dict(row) for row in rows])["best"]
+        plain = [dict(row) for row in rows]
+        chooser = chosen_by(plain)
+        if chooser and not self._improves(best_round(plain, chooser), chooser):
+            return
+        highest = summarise(plain)["best"]
         found = {name: (best["value"], best["round"]) for name, best in highest.items()}
         for name in [name for name in (rows[0] if rows else ()) if name.startswith(BEST_IS_LOWEST)]:
             known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
@@ -347,8 +356,8 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             found |= {name: min(finite)} if finite else {}
         better: dict[str, Any] = {}
         for name, (value, round) in found.items():
-            merit = -value if name.startswith(BEST_IS_LOWEST) else value
-            if merit > self._best.get(name, -math.inf):
+            merit = -value if name.startswith(BEST_IS_LOWEST) or less_is_better(name) else value
+            if chooser or merit > self._best.get(name, -math.inf):
                 self._best[name] = merit
                 better |= {f"best/{name}": value, f"best_round/{name}": round}
         if better:

@@ -106,8 +106,8 @@ class Cell:
     def finished(self) -> bool:
         """Whether all rounds are done and its tables are what it wrote; a damaged one is gone on with, and mended."""
         summary = self.summary()
-        done = bool(summary.get("finished")) and summary.get("rounds", 0) >= self.rounds
-        return done and not altered(self.folder, summary)
+        ended = summary.get("rounds", 0) >= self.rounds or bool(summary.get("stopped"))
+        return bool(summary.get("finished")) and ended and not altered(self.folder, summary)
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:

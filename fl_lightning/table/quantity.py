@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.errors import require, suggest
+from fl_lightning.report.columns import SPREADS, is_score, less_is_better
 from fl_lightning.report.record import Row as Record
+from fl_lightning.report.record import best_round as best_by
+from fl_lightning.report.record import chosen_by
 
 REPORTS = ("last", "best", "mean_last_10", "mean", "final_received")
-"""The moment of a run that a figure is of: its last evaluated round, its best one (chosen on the test split), the mean
-of the last ten or of all evaluated rounds, or one more receive after the last round."""
+"""The moment of a run that a figure is of: its last evaluated round, its best one (chosen on validation parts where the
+run has figures on them, else on the very split that it is reported on), the mean of the last ten or of all evaluated
+rounds, or one more receive after the last round."""
 SUMMARY = "summary"
 STD = "_std"
 _LESS = ("receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "communication.", "parameters.")
@@ -46,13 +50,14 @@ class Figure:
 
     @property
     def less_is_better(self) -> bool:
-        """Spreads, losses, times and what is sent."""
-        return self.column.startswith(_LESS) or self.column.endswith(STD)
+        """Spreads, losses, errors, times and what is sent."""
+        return self.column.startswith(_LESS) or (is_score(self.column) and less_is_better(self.column))
 
     @property
     def of_clients(self) -> str:
         """The column of `clients.csv` that it is the mean of; empty where it is none."""
-        return "" if self.less_is_better or self.report == SUMMARY else self.column.removesuffix("_weighted")
+        mean = self.column.removesuffix("_weighted")
+        return mean if self.report != SUMMARY and is_score(mean) and not mean.endswith(SPREADS) else ""
 
 
 def read_figure(node: Any, key: str) -> Figure:
@@ -106,10 +111,8 @@ def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) 
 
 def best_round(figure: Figure, rows: Sequence[Record]) -> Record | None:
     """The row of the round that ``best`` means, the earliest of equals; None before there is one."""
-    by = figure.by or figure.column.removesuffix(STD)
-    sign = -1 if Figure(by, "best").less_is_better else 1
-    known = [row for row in rows if is_number(row.get(by))]
-    return max(known, key=lambda row: (sign * row[by], -row["round"])) if known else None
+    by = figure.by or chosen_by(rows) or figure.column.removesuffix(STD)
+    return best_by(rows, by, Figure(by, "best").less_is_better)
 
 
 def is_number(value: Any) -> bool:

@@ -55,7 +55,7 @@ def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> st
             lines.append(f"| {row.name} | " + " | ".join(map(_marked, cells)) + " |")
     lines += ["", *_explained(table, values), LEGEND, ""]
     lines += ["## The same figures at other moments", ""]
-    lines += ["`best` is chosen on the split that it is reported on.", ""]
+    lines += ["`best` is chosen on validation parts where a run has figures on them, else on the test split.", ""]
     lines += ["| | moment | " + " | ".join(map(str, heads)) + " |", "|---|---|" + "---|" * len(heads)]
     for row in table.rows:
         for moment in BESIDE:

@@ -135,7 +135,7 @@ VALUES = [
     ("federation.participation", 1.5, ["federation.participation", "(0, 1]", "1.5"]),
     ("federation.rounds", 0, ["federation.rounds", ">= 1", "0"]),
     ("federation.rounds", 2.5, ["federation.rounds", "int", "2.5"]),
-    ("federation.local_epochs", 0, ["federation.local_epochs", ">= 1", "0"]),
+    ("federation.local_epochs", 0, ["federation.local_epochs", "> 0", "0"]),
     ("federation.lr_decay", 0.0, ["federation.lr_decay", "(0, 1]", "0.0"]),
     ("federation.evaluate_every", 0, ["federation.evaluate_every", ">= 1", "0"]),
     ("federation.evaluate.batch_size", 0, ["federation.evaluate.batch_size", ">= 1", "0"]),

@@ -89,7 +89,7 @@ def test_evaluate_reports_a_figure_that_differs(finished, workplace):
     assert code == 1
     assert "Local-T" in err
     assert "Traceback" not in err
-    assert "of 20 figures are equal" in out
+    assert "of 62 figures are equal" in out
 
 
 def test_evaluate_works_after_the_folder_was_moved(finished, workplace):

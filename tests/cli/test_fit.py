@@ -16,7 +16,9 @@ from fl_lightning import catalog
 from fl_lightning.command_line import SECTIONS
 
 ACCURACIES = ("Local-T", "Global-T", "Local-T_received", "Global-T_received")
-SPREADS = ("", "_std", "_min", "_worst10", "_weighted")
+SPREADS = ("", "_std", "_min", "_worst10", "_weighted", "_gini", "_jain")
+MEASURES = [f"{measure}/{name}" for measure in ("eval_loss", "balanced_accuracy") for name in ACCURACIES]
+OF_MEASURES = ("", "_std", "_weighted", "_undefined")
 OWN_METHOD = """\
 from fl_lightning.core.method import Method
 
@@ -312,7 +314,9 @@ def test_metrics_have_the_columns_of_the_design(finished):
     wanted = {name + spread for name in ACCURACIES for spread in SPREADS} | {
         "round", "Server-T", "receive_drop", "uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes",
         "participants", "missing", "seconds", "loss", "loss/cross_entropy",
+        "Local-T_hurt", "Local-T_received_hurt", "eval_loss/Server-T", "balanced_accuracy/Server-T",
     }  # fmt: skip
+    wanted |= {name + spread for name in MEASURES for spread in OF_MEASURES}
     assert set(rows[0]) == wanted
     for row in rows:
         for name in ACCURACIES:
@@ -333,7 +337,7 @@ def test_metrics_have_the_columns_of_the_design(finished):
 
 def test_clients_have_the_columns_of_the_design_and_agree_with_the_metrics(finished):
     rows = table(finished.run / "clients.csv")
-    wanted = {"round", "client", "participated", "failed", "num_train", "num_test", *ACCURACIES, "loss"}
+    wanted = {"round", "client", "participated", "failed", "num_train", "num_test", *ACCURACIES, *MEASURES, "loss"}
     assert set(rows[0]) == wanted
     assert len(rows) == 3 * 6
     metrics = table(finished.run / "metrics.csv")
@@ -373,7 +377,10 @@ def test_summary_says_last_best_and_mean(finished):
         assert summary["best"][name]["value"] == max(values)
         assert summary["best"][name]["round"] == values.index(max(values)) + 1
         assert summary["mean_last_10"][name] == pytest.approx(math.fsum(values) / 3)
-    assert set(summary["final_received"]) == {n + s for n in ("Local-T_received", "Global-T_received") for s in SPREADS}
+    received = {n + s for n in ("Local-T_received", "Global-T_received") for s in SPREADS} | {"Local-T_received_hurt"}
+    received |= {n + s for n in MEASURES if n.endswith("_received") for s in OF_MEASURES}
+    assert set(summary["final_received"]) == received
+    assert (summary["best_on"], "best_by" in summary, "stopped" in summary) == ("test", False, False)
     assert "Server-T" not in summary["last"]
     sent = summary["communication"]
     assert sent["uplink_params"] == sum(int(row["uplink_params"]) for row in rows)

@@ -210,7 +210,7 @@ def test_server_gets_the_rules_of_terms_below_its_own(mlp, make_client):
 def test_phases_without_epochs_or_parameters_are_left_out(mlp, make_client, sgd):
     client = make_client(TwoPhases(mlp()), sgd(), local_epochs=3)
     assert [(p.phase.name, p.epochs) for p in client.plan()] == [("head", 2), ("body", 3)]
-    assert client.fit_epochs == 5
+    assert client.plan().epochs == 5
 
 
 def test_every_phase_has_an_optimizer_of_its_own_parameters(mlp, make_client, sgd):

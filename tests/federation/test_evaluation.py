@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from fl_lightning.core.method import Method, Predictor, Seen
-from fl_lightning.federation.evaluation import score_columns, spread
+from fl_lightning.federation.fairness import spread
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.report.columns import is_measure
 
 NAN = float("nan")
 
@@ -36,11 +37,17 @@ class Tuned(Method):
 def evaluated(mlp, set_up_federation):
     """A loop that is set up, its evaluator and its module."""
 
-    def make(method=None, **options):
+    def make(method=None, evaluate=None, **options):
+        options["evaluate"] = evaluate or alone()
         loop = set_up_federation(method or (lambda: FedAvg(mlp())), **options)
         return loop, loop.runner.evaluator, loop.runner.modules[0]
 
     return make
+
+
+def alone(**options):
+    """A policy of accuracies, without other measures."""
+    return EvaluationPolicy(loss=False, balanced_accuracy=False, **options)
 
 
 def accuracy(module, data, indices):
@@ -57,7 +64,7 @@ def accuracy(module, data, indices):
 
 @pytest.mark.parametrize("batch_size", [1, 5, 512])
 def test_local_and_global_accuracy_equal_a_pass_by_hand(evaluated, batch_size):
-    loop, evaluator, module = evaluated(evaluate=EvaluationPolicy(batch_size=batch_size))
+    loop, evaluator, module = evaluated(evaluate=alone(batch_size=batch_size))
     union = torch.cat([client.test for client in loop.data.clients])
     for client in range(4):
         scores = evaluator.client(module, client, "trained")
@@ -67,9 +74,9 @@ def test_local_and_global_accuracy_equal_a_pass_by_hand(evaluated, batch_size):
 
 def test_local_accuracy_is_the_same_without_the_union(evaluated, mlp):
     _, with_union, module = evaluated()
-    _, alone, other = evaluated(evaluate=EvaluationPolicy(globally=False))
+    _, without, other = evaluated(evaluate=alone(globally=False))
     for client in range(4):
-        scores = alone.client(other, client, "trained")
+        scores = without.client(other, client, "trained")
         assert set(scores) == {"Local-T"}
         assert scores["Local-T"] == with_union.client(module, client, "trained")["Local-T"]
 
@@ -85,7 +92,7 @@ def test_all_ways_to_predict_are_scored(evaluated, mlp):
     bases = ("Local-T", "Global-T")
     assert set(scores) == {base + way for base in bases for way in ("", "/prototype", "/classifier")}
     assert scores["Local-T"] == scores["Local-T/prototype"]
-    assert score_columns(module, ["trained"], local=True, globally=True) == list(scores)
+    assert evaluator.columns(module, ["trained"]) == list(scores)
 
 
 def test_client_without_test_samples_has_a_global_accuracy_only(make_data, evaluated):
@@ -175,12 +182,16 @@ def test_client_that_never_took_part_is_tested_as_itself(mlp, run_federation):
 def test_spread_matches_hand_computed_values():
     """Mean 0.6, deviations 0.4, 0.2, 0.2, 0.4 -> variance 0.1; weights 1, 2, 3, 4 -> (0.2 + 0.8 + 2.4 + 4) / 10."""
     found = spread(np.array([0.2, 0.4, 0.8, 1.0]), np.array([1, 2, 3, 4]))
-    assert found == pytest.approx({"": 0.6, "_std": np.sqrt(0.1), "_min": 0.2, "_worst10": 0.2, "_weighted": 0.74})
+    hand = {"": 0.6, "_std": np.sqrt(0.1), "_min": 0.2, "_worst10": 0.2, "_weighted": 0.74}
+    pairs = 2 * (0.2 + 0.6 + 0.8 + 0.4 + 0.6 + 0.2)  # Gini: of all pairs, over 2 · 4² · 0.6
+    hand |= {"_gini": pairs / (32 * 0.6), "_jain": 2.4**2 / (4 * (0.04 + 0.16 + 0.64 + 1))}
+    assert found == pytest.approx(hand)
 
 
 def test_spread_leaves_out_clients_without_a_value():
     found = spread(np.array([NAN, 0.5, 1.0, NAN]), np.array([0, 10, 30, 0]))
-    assert found == pytest.approx({"": 0.75, "_std": 0.25, "_min": 0.5, "_worst10": 0.5, "_weighted": 0.875})
+    hand = {"": 0.75, "_std": 0.25, "_min": 0.5, "_worst10": 0.5, "_weighted": 0.875, "_gini": 1 / 6, "_jain": 0.9}
+    assert found == pytest.approx(hand)
 
 
 def test_spread_of_nobody_is_empty():
@@ -213,7 +224,10 @@ def test_spread_of_one_client_has_no_deviation():
 )
 def test_policy_says_what_is_evaluated(mlp, run_federation, policy, columns):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=2, evaluate=EvaluationPolicy(**policy))
-    assert set(loop.scores) == columns
+    assert {name for name in loop.scores if not is_measure(name)} == columns
+    assert {name for name in loop.scores if is_measure(name)} == {
+        f"{measure}/{column}" for measure in ("eval_loss", "balanced_accuracy") for column in columns
+    }
     filled = {name for name, value in loop.diary.rows[-1].items() if value is not None and name in ALL}
     assert filled == columns | {"Server-T"}
     assert loop.final.keys() <= set(loop.row_columns)

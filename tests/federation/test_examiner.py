@@ -191,7 +191,7 @@ def test_methods_whose_predictions_travel_have_a_global_model(make, has_one, mlp
     loop = run_federation(lambda: make(mlp()), rounds=1)
     assert loop.examiner.has_global_model == has_one
     assert (loop.diary.rows[-1]["Server-T"] is not None) == has_one
-    assert (loop.examiner.server_accuracy() is not None) == has_one
+    assert (loop.examiner.server_scores()["Server-T"] is not None) == has_one
 
 
 @pytest.mark.parametrize("make", [FedBABU, Starts])

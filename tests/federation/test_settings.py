@@ -30,7 +30,7 @@ def test_sections_of_two_federations_are_their_own():
         ("participation", 0.0, r"must be in \(0, 1\]"),
         ("participation", 1.01, r"must be in \(0, 1\]"),
         ("participation", math.nan, r"must be in \(0, 1\]"),
-        ("local_epochs", 0, "must be >= 1"),
+        ("local_epochs", 0, "must be > 0"),
         ("lr_decay", 0.0, r"must be in \(0, 1\]"),
         ("lr_decay", 1.5, r"must be in \(0, 1\]"),
         ("evaluate_every", 0, "must be >= 1"),

@@ -22,13 +22,13 @@ def close(a, b):
 
 
 def differences(there, here, equal):
-    """Where two trajectories differ: (round, name, recorded, now)."""
+    """Where two trajectories differ in what was recorded: (round, name, recorded, now)."""
     pairs = [*enumerate(zip(there["rounds"], here["rounds"], strict=True), 1)]
     pairs.append(("final", (there["final_received"] or {}, here["final_received"] or {})))
     return [
         (where, name, old.get(name), new.get(name))
         for where, (old, new) in pairs
-        for name in sorted({*old, *new})
+        for name in sorted(old)
         if not equal(old.get(name), new.get(name))
     ]
 

@@ -60,11 +60,20 @@ def test_ten_rounds_of_many():
 def test_what_is_less_and_what_is_of_clients():
     assert read_figure("Local-T_received_weighted.best", "f").of_clients == "Local-T_received"
     assert read_figure("Local-T/classifier.last", "f").of_clients == "Local-T/classifier"
-    less = ["receive_drop.mean", "seconds.mean", "A_std.last", "loss/x.last", "summary.communication.uplink_params"]
+    less = [
+        "receive_drop.mean",
+        "seconds.mean",
+        "Local-T_std.last",
+        "Global-T_gini.last",
+        "loss/x.last",
+        "summary.communication.uplink_params",
+    ]
     for text in less:
         figure = read_figure(text, "f")
         assert figure.less_is_better, text
         assert figure.of_clients == "", text
+    loss = read_figure("eval_loss/Local-T_weighted.last", "f")
+    assert (loss.less_is_better, loss.of_clients) == (True, "eval_loss/Local-T")
 
 
 def test_a_figure_may_have_a_scale_of_its_own():

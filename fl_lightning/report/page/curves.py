@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.report.columns import HURT, SPREADS, is_measure, is_score, validated
 from fl_lightning.report.page.figure import (
     DASH,
     THIRD,
@@ -73,6 +74,42 @@ def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
         "forgotten of the client's own."
     )
     yield from _single(lines, "receive_drop", "Accuracy", "Receive drop", text, "points")
+
+
+def measures(lines: Sequence[Series]) -> Iterator[Figure]:
+    """Test loss, balanced accuracy and the run's own metrics, validation and fairness: one at a time, as chosen."""
+    rows, picks = Rows("s", "pick", "x", "y", "sl", "sh"), list[str]()
+    for column in _measured(lines):
+        for place, line in enumerate(lines):
+            curve = line.curve(column)
+            if len(curve.rounds) and column not in picks:
+                picks.append(column)
+            for point in thinned(len(curve.rounds), MOST_OF_A_TERM):
+                y, std = curve.mean[point], curve.std[point]
+                ends = {"sl": y - std, "sh": y + std}
+                rows.add(s=place, pick=picks.index(column), x=curve.rounds[point], y=y, **ends)
+    if len(rows):
+        text = (
+            "The mean over clients of a measure beside accuracy (eval_loss is the cross-entropy of what is predicted); "
+            "V stands for the validation parts. Gini is 0 and Jain 1 where all clients are equal; hurt is the share of "
+            "clients below what they reach alone."
+        )
+        heads = {"label": "run", "pick": "measure", "x": "round", "y": "mean", "sl": "− std over seeds"}
+        heads |= {"sh": "+ std over seeds"}
+        spec = over_rounds(None, rows, True)
+        yield Figure("measures", "Accuracy", "Other measures", text, spec, rows.columns, heads, {}, picks)
+
+
+FAIRNESS = ("_worst10", "_gini", "_jain", HURT)
+
+
+def _measured(lines: Sequence[Series]) -> list[str]:
+    """The columns that are chosen among: measures and validation figures, then fairness of Local-T."""
+    names = dict.fromkeys(name for line in lines for run in line.runs for name in (run.rows[0] if run.rows else ()))
+    other = [name for name in names if is_score(name) and not name.endswith(SPREADS)]
+    other = [name for name in other if is_measure(name) or validated(name) == name]
+    fair = [f"{name}{suffix}" for name in ("Local-T", "Local-T_received") for suffix in FAIRNESS]
+    return [*other, *(name for name in fair if name in names)]
 
 
 def seconds(lines: Sequence[Series]) -> Iterator[Figure]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.report.columns import FIGURES
 from fl_lightning.report.page.figure import known
-from fl_lightning.report.record import ACCURACIES, summarise
+from fl_lightning.report.record import chosen_by, summarise
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
-COLUMNS = tuple(name + moment for name in ACCURACIES for moment in ("", "_received"))
+COLUMNS = tuple(name + moment for name in FIGURES for moment in ("", "_received"))
 MOMENTS = {"last": "last", "mean_last_10": "mean of last ten", "best": "best"}
 MOST_NAMED = 500  # lines of a run's configuration
 
@@ -95,7 +96,7 @@ def moments(lines: Sequence[Series]) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = []
     for line in lines:
-        said = [summarise(run.rows) for run in line.runs]
+        said = [summarise(run.rows, str(run.summary.get("best_by", ""))) for run in line.runs]
         for moment, title in MOMENTS.items():
             cells = "".join(f"<td>{_spread(_at(said, moment, name))}</td>" for name in columns)
             label = escape(line.label) + (f'<br><span class="small">{escape(line.setting)}</span>' if many else "")
@@ -122,6 +123,13 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _best_is_chosen(lines: Sequence[Series]) -> str:
+    chosen = {str(run.summary.get("best_by") or chosen_by(run.rows)) for line in lines for run in line.runs}
+    if all(chosen):
+        by = escape(" or ".join(sorted(chosen)))
+        return (
+            f"<p>“Best” is the round in which {by} is best: chosen on the validation parts, reported on all; “last” "
+            "and the mean of the last ten evaluated rounds are not chosen at all.</p>"
+        )
     on = {_evaluated_on(run) for line in lines for run in line.runs}
     where = " or ".join(sorted(on)) or "test"
     return (

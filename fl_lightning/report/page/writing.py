@@ -19,6 +19,7 @@ def figures_of(lines: Sequence[Series]) -> Iterator[Figure]:
     """Every figure that the runs have something for."""
     yield from curves.accuracies(lines)
     yield from curves.receive_drop(lines)
+    yield from curves.measures(lines)
     yield from clients.both_moments(lines)
     yield from clients.spread(lines)
     yield from clients.bars(lines)

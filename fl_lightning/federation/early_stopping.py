@@ -1,0 +1,112 @@
+"""Stopping once a figure on the validation parts has not become better for some time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fl_lightning.errors import ConfigError, require, require_choices, suggest
+from fl_lightning.report.columns import is_score, less_is_better, validated
+
+KEY = "federation.early_stopping"
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a run ends before its last round.
+
+    Args:
+        monitor: a column of `metrics.csv` on the validation parts, e.g. ``Local-V``, ``Server-V``,
+            ``eval_loss/Local-V_received``, ``Local-V_worst10``; null takes Local-V. Never one on the test parts. Where
+            `data.evaluate_on` is validation, all figures are on the validation parts.
+        patience: evaluated rounds without a better value after which the run ends, >= 1.
+        min_delta: by how much more a value must be better to count, >= 0.
+        mode: whether more is better (``max``) or less (``min``); ``auto`` knows accuracies, losses and errors.
+    """
+
+    monitor: str | None = None
+    patience: int = 10
+    min_delta: float = 0.0
+    mode: Literal["auto", "max", "min"] = "auto"
+
+    def __post_init__(self) -> None:
+        require(self.patience >= 1, f"{KEY}.patience", "must be >= 1 evaluated rounds", self.patience)
+        require(self.min_delta >= 0, f"{KEY}.min_delta", "must be >= 0", self.min_delta)
+        require_choices(KEY, mode=(self.mode, Literal["auto", "max", "min"]))
+
+
+class Patience:
+    """Watches the monitored figure, the same on every process.
+
+    Args:
+        settings: of the stopping; None never stops.
+        columns: of `metrics.csv`.
+        on_validation: whether all figures are on the validation parts.
+    """
+
+    def __init__(self, settings: EarlyStopping | None, columns: Sequence[str], on_validation: bool) -> None:
+        self.settings = settings
+        self.monitor = "" if settings is None else monitored(settings, columns, on_validation)
+        mode = "auto" if settings is None else settings.mode
+        self.less = less_is_better(self.monitor) if mode == "auto" else mode == "min"
+        self.best = math.nan
+        self.round = 0
+        """The round of the best value; 0 before there is one."""
+        self.waited = 0
+        """Evaluated rounds since then."""
+
+    def see(self, round: int, row: Mapping[str, Any] | None) -> None:
+        """Take in an evaluated round's row; a cell without a number counts as one that is no better."""
+        if self.settings is None or row is None:
+            return
+        value = row.get(self.monitor)
+        number = math.nan if value is None else float(value)
+        gain = self.best - number if self.less else number - self.best
+        if gain > self.settings.min_delta or (math.isnan(self.best) and not math.isnan(number)):
+            self.best, self.round, self.waited = number, round, 0
+        else:
+            self.waited += 1
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends; empty while it goes on."""
+        if self.settings is None or self.waited < self.settings.patience:
+            return ""
+        since = f"since round {self.round} ({self.best:.4g})" if self.round else "in any round"
+        return f"early stopping: {self.monitor} has not become better {since}, for {self.waited} evaluated rounds"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen."""
+        return {"monitor": self.monitor, "best": self.best, "round": self.round, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; of another monitor nothing is taken up."""
+        if state["monitor"] == self.monitor:
+            self.best, self.round, self.waited = state["best"], state["round"], state["waited"]
+
+
+def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bool) -> str:
+    """The column that is watched.
+
+    Raises:
+        ConfigError: if there is none of that name, or it is not on the validation parts.
+    """
+    allowed = [name for name in columns if is_score(name) and (on_validation or validated(name) == name)]
+    if not allowed:
+        rule = "watches validation parts, and there are none: set data.validation_fraction above 0"
+        if any(map(is_score, columns)):
+            raise ConfigError(KEY, rule)
+        raise ConfigError(KEY, "watches evaluations, and federation.evaluate switches all of them off")
+    wanted = settings.monitor or next((name for name in DEFAULTS if name in allowed), allowed[0])
+    if wanted in columns and is_score(wanted) and wanted not in allowed:
+        there = validated(wanted) if validated(wanted) in allowed else "Local-V"
+        rule = f"is on the test parts, on which nothing is chosen; take {there}"
+        raise ConfigError(f"{KEY}.monitor", rule, wanted)
+    require(wanted in allowed, f"{KEY}.monitor", f"there is no such column; {suggest(wanted, allowed)}", wanted)
+    return wanted
+
+
+DEFAULTS = ("Local-V", "Local-V_received", "Server-V", "Local-T", "Local-T_received", "Server-T")
+"""What is watched where nothing is said: the first that there is; the latter where test parts are laid aside."""

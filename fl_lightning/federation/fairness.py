@@ -1,0 +1,105 @@
+"""How clients' figures are spread: means, the worst, and how evenly they are shared out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import read_json
+from fl_lightning.report.record import read_rows
+
+KEY = "federation.evaluate.reference"
+
+
+def spread(values: np.ndarray, num_samples: np.ndarray) -> dict[str, float]:
+    """Mean over clients and how they are spread around it; clients without a value are left out.
+
+    Args:
+        values: [N] accuracies of clients, or another measure, NaN where a client has none.
+        num_samples: [N] their samples.
+
+    Returns:
+        ``""`` the unweighted mean, ``_std`` the population standard deviation, ``_min`` the worst client,
+        ``_worst10`` the mean over the worst tenth (at least one client), ``_weighted`` the mean weighted by samples,
+        ``_gini`` and ``_jain``.
+    """
+    there = ~np.isnan(values)
+    if not there.any():
+        return {}
+    known, weights = values[there], num_samples[there]
+    worst = np.sort(known)[: max(1, math.ceil(len(known) / 10))]
+    weighted = {"_weighted": float((known * weights).sum() / weights.sum())} if weights.sum() else {}
+    return {
+        "": float(known.mean()),
+        "_std": float(known.std()),
+        "_min": float(known.min()),
+        "_worst10": float(worst.mean()),
+        **weighted,
+        "_gini": gini(known),
+        "_jain": jain(known),
+    }
+
+
+def gini(values: np.ndarray) -> float:
+    """Gini coefficient of [N] values >= 0: Σ|x_i − x_j| / (2 N² mean), 0 where all are equal.
+
+    >>> gini(np.array([0.5, 0.5])), gini(np.array([0.0, 1.0])), gini(np.array([0.0, 0.0]))
+    (0.0, 0.5, 0.0)
+    """
+    ordered, count = np.sort(values), len(values)
+    total = float(ordered.sum())
+    if total == 0:
+        return 0.0
+    ranks = 2 * np.arange(1, count + 1) - count - 1
+    return max(0.0, float((ranks * ordered).sum()) / (count * total))
+
+
+def jain(values: np.ndarray) -> float:
+    """Jain's index of [N] values: (Σx)² / (N Σx²), from 1/N (one has all) to 1 (all are equal).
+
+    Jain, Chiu and Hawe, "A Quantitative Measure of Fairness and Discrimination", DEC-TR-301, 1984.
+
+    >>> jain(np.array([0.5, 0.5])), jain(np.array([0.0, 1.0])), jain(np.array([0.0, 0.0]))
+    (1.0, 0.5, 1.0)
+    """
+    squares = float(np.square(values).sum())
+    return 1.0 if squares == 0 else float(values.sum() ** 2 / (len(values) * squares))
+
+
+def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:
+    """The share of clients that do worse than alone, of those of whom both are known; None where there are none.
+
+    Args:
+        values: [N] accuracies.
+        alone: [N] accuracies that clients reach by themselves.
+    """
+    known = ~(np.isnan(values) | np.isnan(alone))
+    return float((values[known] < alone[known]).mean()) if known.any() else None
+
+
+def read_reference(folder: str, partition_hash: str, num_clients: int) -> np.ndarray:
+    """Each client's last Local-T in another run, [N], NaN where it has none: what clients reach alone.
+
+    Args:
+        folder: of a run of `Local`, mostly.
+        partition_hash: of this run's clients, who must be that run's.
+        num_clients: N.
+
+    Raises:
+        ConfigError: if it is no such run.
+    """
+    there = Path(folder)
+    require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
+    other = read_json(there / "partition.json", KEY).get("hash")
+    require(other == partition_hash, KEY, "that run's clients hold other samples: take the same data and seed", folder)
+    rows = [row for row in read_rows(there / "clients.csv") if row.get("Local-T") is not None]
+    require(bool(rows), KEY, "that run has no Local-T", folder)
+    alone = np.full(num_clients, np.nan)
+    for row in rows:  # the last round's come last
+        if not isinstance(client := row.get("client"), int) or not 0 <= client < num_clients:
+            raise ConfigError(KEY, "that run's clients.csv is damaged", folder)
+        alone[client] = row["Local-T"]
+    return alone

@@ -1,0 +1,44 @@
+"""What a configuration's section `federation.evaluate` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_lightning.errors import require
+
+
+@dataclass(frozen=True)
+class EvaluationPolicy:
+    """What is evaluated, in the rounds that are.
+
+    Args:
+        trained: clients' models after the local fit (`Local-T`, `Global-T`).
+        received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
+        globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
+        server: the global model on that union, where the method has one (`Server-T`).
+        validation: all of that on clients' validation parts, too, where they have some (`Local-V`, `Server-V`).
+        loss: the mean cross-entropy of what is predicted, beside accuracy (`eval_loss/Local-T` and so on).
+        balanced_accuracy: the mean accuracy over the classes that are there, too (`balanced_accuracy/Local-T`).
+        reference: folder of a run of the same data and seed in which clients trained alone (`Local`): `Local-T_hurt` is
+            the share of clients below their own figure there; null compares with their first fit, where it was in round
+            1, before they had heard of each other.
+        batch_size: test samples a batch, >= 1.
+    """
+
+    trained: bool = True
+    received: bool = True
+    globally: bool = True
+    server: bool = True
+    validation: bool = True
+    loss: bool = True
+    balanced_accuracy: bool = True
+    reference: str | None = None
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
+
+    @property
+    def moments(self) -> list[str]:
+        """The moments at which clients are evaluated."""
+        return [moment for moment in ("trained", "received") if getattr(self, moment)]

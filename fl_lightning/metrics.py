@@ -1,0 +1,101 @@
+"""The metrics that a configuration names, built and tried once."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fl_lightning.building import build
+from fl_lightning.configuration import short_name
+from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.measures import Measures, Reading
+from fl_lightning.report.columns import BALANCED, FIGURES, LOSS
+from fl_lightning.seeding import isolated_streams
+from fl_lightning.trust import import_name
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+_USUAL = ("Accuracy", "F1Score", "AUROC", "CalibrationError")
+_TRIED = 64
+"""Samples that a metric is tried on."""
+
+
+def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[str, Reading]:
+    """The metrics, by the names of their columns: the class's, with the arguments where a class comes twice.
+
+    Args:
+        nodes: the configuration's section `metrics`.
+        num_classes: C, which a metric is given, as it is the task and that arguments need no checks.
+
+    Raises:
+        ConfigError: for a metric that cannot be built, or gives no number for predictions of that many classes.
+    """
+    names = column_names(nodes)
+    metrics = {}
+    for index, (name, node) in enumerate(zip(names, nodes, strict=True)):
+        key = f"metrics.{index}"
+        takes = inspect.signature(import_name(node["class_path"], key)).parameters
+        facts = {"task": "multiclass", "num_classes": num_classes, "validate_args": False}
+        given = {argument: value for argument, value in facts.items() if argument in takes}
+        metrics[name] = _tried(build(node, key, **given), key, num_classes)
+    return metrics
+
+
+def column_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the columns of each metric begin with.
+
+    >>> column_names([{"class_path": "torchmetrics.AUROC"}])
+    ['AUROC']
+
+    Raises:
+        ConfigError: if a metric is there twice, or would take another column's name.
+    """
+    names: list[str] = []
+    classes = [short_name(node) for node in nodes]
+    for index, (node, name) in enumerate(zip(nodes, classes, strict=True)):
+        if classes.count(name) > 1:
+            arguments = node.get("init_args") or {}
+            others = [other.get("init_args") or {} for other in nodes if short_name(other) == name]
+            differ = [key for key in arguments if any(other.get(key) != arguments[key] for other in others)]
+            name = "_".join([name, *(f"{key}_{arguments[key]}" for key in differ)])
+        name = "".join(letter if letter.isalnum() or letter in "_-." else "-" for letter in name)
+        free = name not in (*names, "loss", LOSS, BALANCED, *FIGURES)
+        require(free, f"metrics.{index}", "is there already, with the same arguments", name)
+        names.append(name)
+    return names
+
+
+def _tried(metric: Metric, key: str, num_classes: int) -> Reading:
+    """The metric, if it is one of classification and gives one number for made-up predictions."""
+    kind = type(metric)
+    ours = kind.__module__.partition(".")[0] != "torchmetrics"
+    fits = ours or (kind.__module__.startswith("torchmetrics.classification") and kind.__name__ not in _others())
+    require(fits, key, f"must be a metric of single-label classification ({', '.join(_USUAL)}, …)", kind.__name__)
+    reading = Reading(metric, num_classes)
+    with isolated_streams(0, "metrics"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        measures = Measures(num_classes, loss=False, balanced=False, metrics={key: reading})
+        try:
+            y = torch.arange(_TRIED) % num_classes
+            measures.of(measures.outcome(torch.randn(_TRIED, num_classes), y), measures.balance(y))
+        except Exception as error:  # whatever somebody's metric raises
+            said = " ".join(str(error).split())
+            rule = "must give one number for class scores [n, C] and classes [n]"
+            many = "one element" in said or "scalar" in said or "float()" in said
+            rule += "; choose an average" if many else f" ({type(error).__name__}: {said[:120]})"
+            raise ConfigError(key, f"{kind.__name__} {rule}") from error
+        finally:
+            metric.reset()
+    return reading
+
+
+def _others() -> list[str]:
+    """Names of torchmetrics' classes for other tasks: two classes by one score, several labels a sample."""
+    from torchmetrics import classification
+
+    return [name for name in vars(classification) if name.startswith(("Binary", "Multilabel"))]

@@ -1,0 +1,79 @@
+"""What a column of `metrics.csv` is, by its name.
+
+``Local-T_received/prototype_std`` is an accuracy (of clients' own models on their own test parts, right after the
+receive, by one of several ways to predict) and how it is spread; ``eval_loss/Local-T_weighted`` is another measure of
+the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+FIGURES = ("Local-T", "Global-T", "Server-T", "Local-V", "Server-V")
+"""Whose model, on which part: T for the test parts, V for the validation parts."""
+ACCURACY_SPREADS = ("", "_std", "_min", "_worst10", "_weighted", "_gini", "_jain")
+"""What is written of an accuracy over clients."""
+MEASURE_SPREADS = ("", "_std", "_weighted", "_undefined")
+"""What is written of another measure over clients; `_undefined` counts those that have samples and no value."""
+HURT = "_hurt"
+"""Of an accuracy on clients' own test parts: the share of clients below what they reach alone."""
+SPREADS = (*ACCURACY_SPREADS[1:], "_undefined", HURT, "_newcomers")
+LOSS, BALANCED = "eval_loss", "balanced_accuracy"
+"""The measures that are there by default."""
+_WHOSE = "(?:Loc|Glob)al|Server"
+_MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
+_LESS = re.compile(r"[^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)[^/]*/")
+
+
+def is_measure(column: str) -> bool:
+    """Whether a column is of another measure than accuracy: ``F1Score/Local-T``.
+
+    >>> [is_measure(name) for name in ("Local-T", "Local-T/prototype", "eval_loss/Local-T_std", "loss/proximal")]
+    [False, False, True, False]
+    """
+    return _MEASURE.match(column) is not None
+
+
+def is_score(column: str) -> bool:
+    """Whether a column is read off predictions: an accuracy or another measure, a mean or a spread."""
+    return column.startswith(FIGURES) or is_measure(column)
+
+
+def measure_of(column: str) -> str:
+    """The name of the measure; empty for accuracy.
+
+    >>> measure_of("F1Score/Server-T"), measure_of("Local-T/prototype")
+    ('F1Score', '')
+    """
+    return column.partition("/")[0] if is_measure(column) else ""
+
+
+def spreads_of(column: str) -> tuple[str, ...]:
+    """What is written over clients of one of their columns.
+
+    >>> spreads_of("F1Score/Local-T"), spreads_of("Local-T_received")[-3:], spreads_of("Local-V")[-1]
+    (('', '_std', '_weighted', '_undefined'), ('_gini', '_jain', '_hurt'), '_jain')
+    """
+    if is_measure(column):
+        return MEASURE_SPREADS
+    return (*ACCURACY_SPREADS, HURT) if column in ("Local-T", "Local-T_received") else ACCURACY_SPREADS
+
+
+def less_is_better(column: str) -> bool:
+    """Whether a smaller value of a score is the better one, as its name says.
+
+    >>> [less_is_better(name) for name in ("Local-T", "Local-T_std", "eval_loss/Local-T", "CalibrationError/Server-T")]
+    [False, True, True, True]
+    """
+    return column.endswith(("_std", "_gini", HURT, "_undefined")) or (
+        is_measure(column) and _LESS.match(column) is not None
+    )
+
+
+def validated(column: str) -> str:
+    """The same figure on the validation parts: ``Local-V`` for ``Local-T``.
+
+    >>> validated("eval_loss/Local-T_received"), validated("Global-T")
+    ('eval_loss/Local-V_received', 'Global-V')
+    """
+    return re.sub(rf"((?:^|/)(?:{_WHOSE})-)T(?![^_/])", r"\1V", column, count=1)

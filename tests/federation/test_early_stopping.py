@@ -1,0 +1,140 @@
+"""Runs that end before their last round, by a figure on validation parts."""
+
+import math
+
+import pytest
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.early_stopping import EarlyStopping, Patience
+from fl_lightning.federation.settings import EvaluationPolicy
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.report.record import summarise
+
+COLUMNS = ["round", "Local-T", "Local-V", "Local-V_worst10", "eval_loss/Local-T", "eval_loss/Local-V", "loss"]
+
+
+def watched(values, on_validation=False, **options):
+    """The round after which a run with these values ends; None for not at all."""
+    settings = EarlyStopping(**options)
+    patience = Patience(settings, COLUMNS, on_validation)
+    for round, value in enumerate(values, 1):
+        patience.see(round, {patience.monitor: value})
+        if patience.reason:
+            return round
+    return None
+
+
+def test_a_run_ends_once_nothing_has_become_better_for_so_many_rounds():
+    assert watched([0.1, 0.3, 0.2, 0.3, 0.4], patience=2) == 4
+    assert watched([0.1, 0.3, 0.2, 0.31, 0.4], patience=2) is None
+    assert watched([0.1, 0.3, 0.31, 0.32, 0.4], patience=2, min_delta=0.05) == 4
+    assert watched([0.5, 0.4, 0.45, 0.46], patience=2, monitor="eval_loss/Local-V") == 4
+    assert watched([0.5, 0.4, 0.45, 0.46], patience=2, mode="min") == 4
+    assert watched([None, math.nan, 0.1, None], patience=2) == 2
+    assert watched([None, 0.2, None, 0.3], patience=2) is None
+    assert watched([0.3, 0.2], patience=1, monitor="Local-T", on_validation=True) == 2
+
+
+def test_nothing_is_seen_between_evaluations():
+    patience = Patience(EarlyStopping(patience=1), COLUMNS, False)
+    patience.see(1, {"Local-V": 0.5})
+    patience.see(2, None)
+    assert (patience.waited, patience.reason) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "columns", "line"),
+    [
+        (
+            {"monitor": "Local-T"},
+            COLUMNS,
+            "federation.early_stopping.monitor: is on the test parts, on which",
+        ),
+        ({"monitor": "loss"}, COLUMNS, "federation.early_stopping.monitor: there is no such column"),
+        ({"monitor": "Local-W"}, COLUMNS, "federation.early_stopping.monitor: there is no such column; did you mean L"),
+        ({}, ["round", "Local-T"], "federation.early_stopping: watches validation parts, and there are none: set data"),
+        ({}, ["round", "loss"], "federation.early_stopping: watches evaluations, and federation.evaluate switches"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_in_one_line(options, columns, line):
+    with pytest.raises(ConfigError) as caught:
+        Patience(EarlyStopping(**options), columns, False)
+    assert str(caught.value).startswith(line)
+
+
+@pytest.mark.parametrize(("name", "value"), [("patience", 0), ("min_delta", -1.0), ("mode", "most")])
+def test_numbers_are_checked(name, value):
+    with pytest.raises(ConfigError, match=rf"^federation\.early_stopping\.{name}: "):
+        EarlyStopping(**{name: value})
+
+
+def test_a_run_without_a_validation_part_is_refused_before_it_begins(mlp, set_up_federation, make_data):
+    with pytest.raises(ConfigError, match=r"data\.validation_fraction"):
+        set_up_federation(lambda: FedAvg(mlp()), early_stopping=EarlyStopping())
+    off = {"early_stopping": EarlyStopping(), "evaluate": EvaluationPolicy(validation=False)}
+    with pytest.raises(ConfigError, match=r"validation"):
+        set_up_federation(lambda: FedAvg(mlp()), data=make_data(validation_fraction=0.25), **off)
+
+
+@pytest.fixture
+def stopping(make_data, sgd):
+    """Options of a run that does not learn, and so ends in round 3."""
+    data = make_data(validation_fraction=0.25)
+    return {"data": data, "optimizer": sgd(lr=0.0), "early_stopping": EarlyStopping(patience=2)}
+
+
+def test_a_run_ends_early_as_a_whole_one(mlp, run_federation, stopping):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=9, **stopping)
+    assert loop.round == 3
+    assert loop.ended.startswith("early stopping: Local-V has not become better since round 1")
+    short = run_federation(lambda: FedAvg(mlp()), rounds=3, **{**stopping, "early_stopping": None})
+    assert loop.final == short.final
+    assert short.ended == ""
+
+
+def test_patience_survives_a_stop(mlp, set_up_federation, stopping, tmp_path):
+    options = {"rounds": 9, "folder": tmp_path, **stopping}
+    first = set_up_federation(lambda: FedAvg(mlp()), **options)
+    first.advance()
+    first.advance()
+    second = set_up_federation(lambda: FedAvg(mlp()), **options)
+    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
+    assert (second.patience.waited, second.done) == (1, False)
+    assert second.run() is not None
+    assert second.round == 3
+    third = set_up_federation(lambda: FedAvg(mlp()), **options)
+    third.load_state_dict(third.checkpoints.load(third.checkpoints.find("auto")))
+    assert third.done
+    assert third.run() is not None
+    assert third.round == 3
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [f"{c:05d}.pt" for c in range(4)]
+
+
+# --- the best round ---------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"round": 1, "Local-T": 0.9, "Local-V": 0.5, "eval_loss/Local-V": 0.3, "Local-T_std": 0.1},
+    {"round": 2, "Local-T": 0.7, "Local-V": 0.8, "eval_loss/Local-V": 0.5, "Local-T_std": 0.2},
+    {"round": 3, "Local-T": 0.8, "Local-V": 0.8, "eval_loss/Local-V": 0.2, "Local-T_std": 0.3},
+]
+
+
+def test_best_round_is_chosen_on_validation_with_its_test_figure():
+    said = summarise(ROWS)
+    assert said["best_by"] == "Local-V"
+    assert said["best"]["Local-T"] == {"value": 0.7, "round": 2}
+    assert said["last"]["Local-T"] == 0.8
+    by_loss = summarise(ROWS, "eval_loss/Local-V")
+    assert by_loss["best"]["Local-T"] == {"value": 0.8, "round": 3}
+    assert summarise(ROWS, "eval_loss/Local-V", less=False)["best"]["Local-T"] == {"value": 0.7, "round": 2}
+
+
+def test_without_validation_each_column_has_its_own_best_round():
+    rows = [{name: value for name, value in row.items() if name != "Local-V"} for row in ROWS]
+    rows = [{("eval_loss/Local-T" if "loss" in name else name): value for name, value in row.items()} for row in rows]
+    said = summarise(rows)
+    assert "best_by" not in said
+    assert said["best"] == {
+        "Local-T": {"value": 0.9, "round": 1},
+        "eval_loss/Local-T": {"value": 0.2, "round": 3},
+    }

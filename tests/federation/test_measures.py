@@ -1,0 +1,264 @@
+"""Measures beside accuracy: test loss, balanced accuracy, torchmetrics' metrics, validation parts, fairness."""
+
+import csv
+import math
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from fl_lightning.core.method import Seen
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.measures import Measures
+from fl_lightning.federation.settings import EvaluationPolicy
+from fl_lightning.files import write_json
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.metrics import build_metrics, column_names
+from fl_lightning.parser import resolve
+from fl_lightning.trust import Trust
+
+CLASSES = 5
+MACRO = {"class_path": "torchmetrics.F1Score", "init_args": {"average": "macro"}}
+AUROC = {"class_path": "torchmetrics.AUROC"}
+ERROR = {"class_path": "torchmetrics.CalibrationError"}
+
+
+class ShareOfTheFirst(Metric):
+    """A metric of somebody's own: how often the first class is predicted."""
+
+    full_state_update = False
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.add_state("first", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, scores, y):
+        self.first += (scores.argmax(1) == 0).sum()
+        self.total += len(y)
+
+    def compute(self):
+        return self.factor * self.first / self.total
+
+
+OWN = {"class_path": f"{__name__}.ShareOfTheFirst"}
+
+
+@pytest.fixture
+def predicted():
+    """Scores and classes of samples; the last class does not occur."""
+    draw = torch.Generator().manual_seed(3)
+    y = torch.randint(CLASSES - 1, (40,), generator=draw)
+    scores = 2 * torch.randn(40, CLASSES, generator=draw)
+    return scores + 2 * torch.nn.functional.one_hot(y, CLASSES), y
+
+
+def measured(scores, y, *nodes, **options):
+    measures = Measures(CLASSES, metrics=build_metrics(nodes, CLASSES), **options)
+    return measures.of(measures.outcome(scores, y), measures.balance(y))
+
+
+# --- what is computed -------------------------------------------------------------------------------------------------
+
+
+def test_measures_equal_torch_scikit_learn_and_torchmetrics(predicted):
+    scores, y = predicted
+    found = measured(scores, y, MACRO, AUROC, {"class_path": "torchmetrics.Accuracy"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a class is predicted that does not occur
+        balanced = balanced_accuracy_score(y, scores.argmax(1))
+    guess, probabilities = scores.argmax(1), scores.double().softmax(1).numpy()
+    there = range(CLASSES - 1)
+    areas = [roc_auc_score(y == each, probabilities[:, each]) for each in there]
+    assert found[""] == float((guess == y).double().mean()) == found["Accuracy"]
+    assert found[""] == pytest.approx(float(MulticlassAccuracy(CLASSES, average="micro")(guess, y)))
+    assert found["balanced_accuracy"] == pytest.approx(balanced, abs=1e-12)
+    assert found["eval_loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(scores, y)), rel=1e-6)
+    assert found["F1Score"] == pytest.approx(f1_score(y, guess, average="macro"), abs=1e-12)
+    assert found["AUROC"] == pytest.approx(np.mean(areas), abs=1e-6)  # torchmetrics adds in single precision
+
+
+def test_batches_and_samples_of_a_client_are_those_of_a_whole(predicted):
+    scores, y = predicted
+    measures = Measures(CLASSES, metrics=build_metrics([MACRO, AUROC, ERROR], CLASSES))
+    whole = measures.outcome(scores, y)
+    parts = [measures.outcome(*part) for part in zip(scores.split(7), y.split(7), strict=True)]
+    assert measures.of(whole.join(parts), measures.balance(y)) == measures.of(whole, measures.balance(y))
+    some = torch.tensor([1, 5, 6, 30])
+    alone, balance = measures.outcome(scores[some], y[some]), measures.balance(y[some])
+    assert measures.of(whole.at(some), balance) == measures.of(alone, balance)
+
+
+def test_what_is_not_defined_is_no_number(predicted):
+    scores, y = predicted
+    one_class = measured(scores[y == 1], y[y == 1], AUROC)
+    assert math.isnan(one_class["AUROC"])
+    assert one_class[""] == pytest.approx(one_class["balanced_accuracy"], abs=1e-12)
+    nobody = measured(scores[:0], y[:0], MACRO, AUROC)
+    assert len(nobody) == 5
+    assert all(math.isnan(value) for value in nobody.values())
+    hopeless = torch.full((3, CLASSES), -math.inf)
+    hopeless[:, 0] = 0.0
+    assert math.isnan(measured(hopeless, torch.tensor([1, 2, 3]))["eval_loss"])
+
+
+def test_a_metric_of_ones_own_is_named_by_its_class_and_arguments(predicted):
+    scores, y = predicted
+    other = {**OWN, "init_args": {"factor": 2.0}}
+    assert column_names([OWN, AUROC]) == ["ShareOfTheFirst", "AUROC"]
+    assert column_names([{**OWN, "init_args": {"factor": 1.0}}, other]) == [
+        "ShareOfTheFirst_factor_1.0",
+        "ShareOfTheFirst_factor_2.0",
+    ]
+    share = float((scores.argmax(1) == 0).double().mean())
+    assert measured(scores, y, other)["ShareOfTheFirst"] == pytest.approx(2 * share)
+
+
+def test_names_are_resolved_and_what_the_data_say_is_filled_in():
+    base = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
+    nodes = ["Accuracy", {"class_path": "F1Score", "init_args": {"average": "macro"}}, OWN]
+    found = resolve({**base, "metrics": nodes}, Trust((__name__.partition(".")[0],)))["metrics"]
+    assert [node["class_path"].rpartition(".")[2] for node in found] == ["Accuracy", "F1Score", "ShareOfTheFirst"]
+    assert found[1]["init_args"]["average"] == "macro"
+    assert {"task", "num_classes", "validate_args"}.isdisjoint(found[0]["init_args"])
+    built = build_metrics(found, 3)
+    assert built["F1Score"].metric.num_classes == 3
+    assert resolve(base, Trust())["metrics"] == []
+    with pytest.raises(ConfigError, match="--trust"):
+        resolve({**base, "metrics": ["somebody.of.AMetric"]}, Trust())
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ("F1Scor", "metrics.0: there is no metric of that name; did you mean F1Score"),
+        ("BinaryAccuracy", "metrics.0: there is no metric of that name; did you mean Accuracy"),
+        ({"class_path": "F1Score", "init_args": {"averag": "macro"}}, "metrics.0.init_args.averag: there is no such"),
+        ({"class_path": "F1Score", "init_args": {"num_classes": 3}}, "metrics.0.init_args.num_classes: comes from the"),
+        ({"class_path": "F1Score", "init_args": {"average": "none"}}, "metrics.0: MulticlassF1Score must give one num"),
+        ("torchmetrics.classification.BinaryF1Score", "metrics.0: must be a metric of single-label classification"),
+        ("torchmetrics.MeanSquaredError", "metrics.0: must be a metric of single-label classification"),
+        ("ConfusionMatrix", "metrics.0: MulticlassConfusionMatrix must give one number"),
+    ],
+)
+def test_what_is_no_metric_is_refused_in_one_line(node, said):
+    base = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
+    with pytest.raises(ConfigError) as caught:
+        build_metrics(resolve({**base, "metrics": [node]}, Trust())["metrics"], CLASSES)
+    assert str(caught.value).startswith(said)
+    assert len(str(caught.value)) <= 300
+    with pytest.raises(ConfigError, match=r"^metrics\.1: is there already"):
+        column_names([AUROC, AUROC])
+
+
+# --- in a federation --------------------------------------------------------------------------------------------------
+
+ONE_CLASS = ((8, 0, 0, 0), (8, 8, 8, 8), (0, 8, 8, 0), (1, 0, 0, 0))
+"""Client 0 has one class, client 3 no test sample."""
+
+
+def by_hand(module, data, indices):
+    """Logits and classes of some samples."""
+    x, y = data.store.gather(indices)
+    module.eval()
+    with torch.no_grad():
+        return next(iter(module.predictors.values())).scores(Seen(x)), y
+
+
+def test_columns_are_means_over_the_clients_that_have_a_value(mlp, make_data, run_federation):
+    make = partial(build_metrics, [AUROC])
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2, data=make_data(ONE_CLASS), make_metrics=make)
+    row, scores = loop.diary.rows[-1], loop.scores
+    for name in ("eval_loss/Local-T", "balanced_accuracy/Local-T_received", "AUROC/Local-T"):
+        known = scores[name][~np.isnan(scores[name])]
+        weights = loop.num_test[~np.isnan(scores[name])]
+        assert row[name] == pytest.approx(known.mean())
+        assert row[f"{name}_std"] == pytest.approx(known.std())
+        assert row[f"{name}_weighted"] == pytest.approx((known * weights).sum() / weights.sum())
+    assert [row[f"{name}/Local-T_undefined"] for name in ("eval_loss", "AUROC")] == [0, 1]
+    assert np.isnan(scores["AUROC/Local-T"]).tolist() == [True, False, False, True]
+    assert set(row) - {"round"} <= set(loop.row_columns)
+    module = loop.runner.load_global(loop.exchange.global_message())
+    logits, y = by_hand(module, loop.data, loop.data.server_test)
+    assert row["eval_loss/Server-T"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)
+    assert loop.final["eval_loss/Local-T_received"] == pytest.approx(
+        np.nanmean(loop.final_scores["eval_loss/Local-T_received"])
+    )
+
+
+def test_every_way_to_predict_has_its_measures(mlp, run_federation):
+    row = run_federation(lambda: FedProto(mlp()), rounds=2).diary.rows[-1]
+    for way in ("", "/prototype", "/classifier"):
+        assert 0 <= row[f"balanced_accuracy/Local-T{way}"] <= 1
+    assert row["eval_loss/Local-T"] == row["eval_loss/Local-T/prototype"] != row["eval_loss/Local-T/classifier"]
+
+
+def test_other_measures_change_no_accuracy(mlp, run_federation):
+    quiet = EvaluationPolicy(loss=False, balanced_accuracy=False)
+    plain = run_federation(lambda: FedAvg(mlp()), rounds=2, evaluate=quiet)
+    full = run_federation(lambda: FedAvg(mlp()), rounds=2, make_metrics=partial(build_metrics, [MACRO, AUROC, ERROR]))
+    assert not any("/Local-T" in name for name in plain.row_columns)
+    for bare, rich in zip(plain.diary.rows, full.diary.rows, strict=True):
+        assert {name: rich[name] for name in bare if name != "seconds"} == {
+            name: value for name, value in bare.items() if name != "seconds"
+        }
+
+
+def test_measures_resume_exactly(mlp, assert_resumes):
+    assert_resumes(lambda: FedAvg(mlp()), make_metrics=partial(build_metrics, [AUROC]), participation=0.5)
+
+
+def test_validation_parts_are_evaluated_beside_the_test_parts(mlp, make_data, run_federation):
+    data = make_data(validation_fraction=0.25)
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2, data=data)
+    plain = run_federation(lambda: FedAvg(mlp()), rounds=2, data=data, evaluate=EvaluationPolicy(validation=False))
+    row = loop.diary.rows[-1]
+    assert not any("-V" in name for name in plain.row_columns)
+    assert row["Local-T"] == plain.diary.rows[-1]["Local-T"]
+    module = loop.runner.load_global(loop.exchange.global_message())
+    union = torch.cat([client.validation for client in data.clients])
+    logits, y = by_hand(module, data, union)
+    assert row["Server-V"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))
+    scores = loop.runner.evaluator.client(module, 1, "trained")
+    logits, y = by_hand(module, data, data.clients[1].validation)
+    assert scores["Local-V"] == pytest.approx(float((logits.argmax(1) == y).double().mean()))
+    # read off what the global model makes of everybody's, or tested by itself: the same
+    read_off = loop.runner.evaluator.scores(module, 1, "trained", loop.examiner.global_outcomes())
+    assert read_off["Local-V"] == scores["Local-V"]
+    sizes = np.array([len(client.validation) for client in data.clients])
+    assert row["Local-V_weighted"] == pytest.approx((loop.scores["Local-V"] * sizes).sum() / sizes.sum())
+
+
+# --- who was hurt -----------------------------------------------------------------------------------------------------
+
+
+def test_hurt_is_the_share_below_the_own_first_fit(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=3)
+    first = run_federation(lambda: FedAvg(mlp()), rounds=1)
+    alone = first.scores["Local-T"]
+    assert first.diary.rows[0]["Local-T_hurt"] == 0
+    for name in ("Local-T", "Local-T_received"):
+        assert loop.diary.rows[-1][f"{name}_hurt"] == (loop.scores[name] < alone).mean()
+
+
+def test_hurt_is_measured_against_a_run_of_the_same_clients(mlp, data, set_up_federation, tmp_path):
+    write_json(tmp_path / "partition.json", {"hash": data.partition_hash})
+    with (tmp_path / "clients.csv").open("w", newline="") as file:
+        rows = [[1, client, 0.0] for client in range(4)] + [[2, client, 2.0 * (client < 3)] for client in range(4)]
+        csv.writer(file, lineterminator="\n").writerows([["round", "client", "Local-T"], *rows])
+    policy = EvaluationPolicy(reference=str(tmp_path))
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1, data=data, evaluate=policy)
+    loop.run()
+    assert loop.diary.rows[0]["Local-T_hurt"] == 0.75
+    write_json(tmp_path / "partition.json", {"hash": "another"})
+    with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: that run's clients hold other samples"):
+        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: there is no run in that folder"):
+        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference="nowhere"))
