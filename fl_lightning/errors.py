@@ -88,8 +88,9 @@ def suggest(name: str, choices: Iterable[str], command: str = "") -> str:
 
 
 def is_near(name: str, other: str) -> bool:
-    """Whether a name may be meant for another: one is a part of the other, or at most a third of it is mistyped."""
-    if len(name) >= 3 and (name in other or other in name):
+    """Whether a name may be meant for another: one is a part of the other, they begin alike, or a third is mistyped."""
+    alike = name[:1] == other[:1] and difflib.SequenceMatcher(None, name, other).ratio() >= 0.5
+    if alike or (len(name) >= 3 and (name in other or other in name)):
         return True
     rows = [list(range(len(other) + 1))]  # edit distance with neighbours swapped
     for i, letter in enumerate(name, 1):

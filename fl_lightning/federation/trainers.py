@@ -6,14 +6,14 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
@@ -65,9 +65,25 @@ def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
 
 
 def _report_once(trainer: L.Trainer) -> None:
-    """Keep the profiler's report, which Lightning prints after every fit, for `report_profile`."""
+    """Let what Lightning prints at every fit be printed once: a model's summary; the profiler by `report_profile`."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, ModelSummary):
+            each.on_fit_start = _once(each.on_fit_start)
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profiler.describe_run, profiler.describe = profiler.describe, _nothing
+
+
+def _once(function: Callable[..., None]) -> Callable[..., None]:
+    """A function that does what it does when it is first called."""
+    called = False
+
+    def call(*arguments: Any) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            function(*arguments)
+
+    return call
 
 
 def report_profile(trainer: L.Trainer) -> None:

@@ -1,6 +1,7 @@
 """What a beginner mistypes or misplaces is answered with what to do instead, and nothing is left behind."""
 
 import pytest
+from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
 from fl_lightning.errors import is_near, suggest
@@ -79,6 +80,15 @@ def test_partition_needs_neither_method_nor_model(tmp_path, monkeypatch, capsys)
 def test_only_what_could_be_meant_is_suggested(name, other, near):
     assert is_near(name, other) is near
     assert ("did you mean" in suggest(name, [other, "zzzzzzzzz"])) is near
+
+
+def test_models_summary_is_printed_once_for_all_fits(monkeypatch):
+    printed = []
+    monkeypatch.setattr(ModelSummary, "on_fit_start", lambda *arguments: printed.append(arguments))
+    trainer = make_trainer({"accelerator": "cpu", "callbacks": [ModelSummary()]})
+    for _ in range(3):
+        trainer.callbacks[0].on_fit_start(trainer, None)
+    assert len(printed) == 1
 
 
 def test_profiler_reports_once_for_all_fits(caplog):
