@@ -182,6 +182,15 @@ class Process:
         assert {**vars(now), "torch": 0} == {**vars(self), "torch": 0}
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_fit_leaves_the_process_as_it_was_and_nothing_behind(trial):
     loops = []
 
@@ -190,7 +199,6 @@ def test_fit_leaves_the_process_as_it_was_and_nothing_behind(trial):
             loops.append(weakref.ref(loop))
 
     options = {"federation__rounds": 1, "federation__threads": 1}
-    torch.set_num_threads(2)
     trial(name="left-0", **options).fit()  # what is loaded once in a process
     before = Process()
     for index in range(1, 3):
