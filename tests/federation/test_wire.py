@@ -1,5 +1,6 @@
 """Filters on the wire: what arrives, what it costs, and what a client remembers of it."""
 
+import signal
 import sys
 from dataclasses import replace
 
@@ -488,7 +489,7 @@ def test_federation_resumes_bit_for_bit(set_up_case, outcome, assert_identical, 
 class Stops(FederationCallback):
     def on_round_end(self, loop, row):
         if row["round"] == 2:
-            loop.stop()
+            loop.stop(signal.SIGINT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="functions are handed to forked processes")

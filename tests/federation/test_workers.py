@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import signal
 import sys
 from functools import lru_cache
 
@@ -73,7 +74,7 @@ class StopsAfter(FederationCallback):
 
     def on_round_end(self, loop, row):
         if row["round"] == self.round:
-            loop.stop()
+            loop.stop(signal.SIGINT)
 
 
 OPTIONS = {
