@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.rebuilding import rebuilt, trained
+from fl_lightning.rebuilding import trained, with_models
 from fl_lightning.report.page.figure import Figure, Rows, Spec, tips
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def attend(folder: Path, name: str, trust: Trust) -> Attention:
         ConfigError: as `attentions`.
     """
     _captum()
-    loop = rebuilt(folder, trust, OPTION)
+    loop = with_models(folder, trust, OPTION)
     classes = [str(each) for each in loop.data.arrays.classes]
     require(name in classes, OPTION, f"must be a class of {folder.name}: {', '.join(classes[:12])}", name)
     require(len(loop.data.spec.input_shape) == 3, OPTION, "needs images", str(folder))

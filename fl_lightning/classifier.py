@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.configuration import read_config
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.message import Message
@@ -19,12 +18,10 @@ from fl_lightning.core.method import Seen, headline
 from fl_lightning.data.arrays import DataSpec
 from fl_lightning.data.store import TensorStore
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.experiment import Experiment
-from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.runner import load_full_state
 from fl_lightning.files import load_tensors
-from fl_lightning.parser import resolve
+from fl_lightning.rebuilding import rebuilt
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
@@ -118,19 +115,6 @@ def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | 
         found = classifier_of(loop, folder, client)
     found.method.fit = Fit()  # the configuration's optimizer stays behind
     return found
-
-
-def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
-    """A run's loop, built again and in the state of its newest checkpoint, where there is one."""
-    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
-    experiment.folder = folder
-    experiment.setup()
-    loop = experiment.loop
-    checkpoints = Checkpoints(folder / "checkpoints")
-    path = checkpoints.find("auto")
-    if path is not None:
-        loop.load_state_dict(checkpoints.load(path))
-    return loop
 
 
 def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Classifier:

@@ -17,7 +17,7 @@ import torch
 
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.errors import require
-from fl_lightning.rebuilding import rebuilt, trained
+from fl_lightning.rebuilding import trained, with_models
 from fl_lightning.report.page.classifier import Heads, heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
@@ -137,7 +137,7 @@ def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
     Raises:
         ConfigError: if the run cannot be built again, or keeps no models.
     """
-    loop = rebuilt(folder, trust, OPTION)
+    loop = with_models(folder, trust, OPTION)
     sums = np.zeros((len(loop.data.arrays.classes),) * 2)
     parts = [*_samples(loop, folder, sums)]
     require(bool(parts), OPTION, "no client has both a model and test samples", str(folder))

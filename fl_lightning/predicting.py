@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.classifier import Classifier, classifier_of, rebuilt
+from fl_lightning.classifier import Classifier, classifier_of
 from fl_lightning.data.unlabelled import read_unlabelled
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
+from fl_lightning.rebuilding import rebuilt
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.configuration import read_config
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import require
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.runner import load_full_state
 from fl_lightning.files import load_tensors
@@ -19,8 +19,32 @@ if TYPE_CHECKING:
     from fl_lightning.trust import Trust
 
 
-def rebuilt(folder: Path, trust: Trust, option: str) -> FederatedLoop:
-    """A run's loop as its newest checkpoint left it, data and all; nothing is written.
+def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
+    """A run's loop, built again, data and all, in the state of its newest checkpoint, where there is one.
+
+    Nothing is written.
+
+    Args:
+        folder: the run's.
+        trust: what its configuration may import.
+
+    Raises:
+        ConfigError: if it cannot be built again, or a file is damaged.
+    """
+    from fl_lightning.experiment import Experiment
+
+    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment.folder = folder
+    experiment.setup()
+    checkpoints = Checkpoints(folder / "checkpoints")
+    path = checkpoints.find("auto")
+    if path is not None:
+        experiment.loop.load_state_dict(checkpoints.load(path))
+    return experiment.loop
+
+
+def with_models(folder: Path, trust: Trust, option: str) -> FederatedLoop:
+    """The same of a run that keeps its clients' models.
 
     Args:
         folder: the run's.
@@ -28,22 +52,14 @@ def rebuilt(folder: Path, trust: Trust, option: str) -> FederatedLoop:
         option: of the command line, for messages.
 
     Raises:
-        ConfigError: if the run cannot be built again, or keeps no models or checkpoint.
+        ConfigError: if it cannot be built again, or keeps no models or no checkpoint.
     """
-    from fl_lightning.experiment import Experiment
-
     require((folder / "config.yaml").is_file(), option, "needs the run's config.yaml", str(folder))
     rule = "needs the clients' models, which this run does not keep (federation.checkpoint.models)"
     require((folder / "models").is_dir(), option, rule, str(folder))
-    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
-    experiment.folder = folder
-    experiment.setup()
-    checkpoints = Checkpoints(folder / "checkpoints")
-    path = checkpoints.find("auto")
-    if path is None:
-        raise ConfigError(option, "there is no checkpoint in that folder", str(folder))
-    experiment.loop.load_state_dict(checkpoints.load(path))
-    return experiment.loop
+    loop = rebuilt(folder, trust)
+    require(loop.round > 0, option, "there is no checkpoint in that folder", str(folder))
+    return loop
 
 
 def trained(loop: FederatedLoop, folder: Path, option: str) -> Iterator[tuple[int, Method]]:
