@@ -199,7 +199,7 @@ def test_failure_in_a_worker_shows_its_error(workplace):
     [
         (["--federation.workers", "0"], "federation.workers: must be auto or a number >= 1, got 0"),
         (["--federation.workers", "1000"], "federation.workers: must be at most the clients of a round (6), got 1000"),
-        (["--federation.threads", "0"], "federation.threads: must be >= 1, got 0"),
+        (["--federation.threads", "0"], "federation.threads: must be from 1 to 1024, got 0"),
         (["--federation.worker_timeout", "1"], "federation.worker_timeout: must be >= 5 seconds, got 1.0"),
         (
             ["--federation.workers", "2", "--trainer.devices", "2"],
@@ -209,7 +209,7 @@ def test_failure_in_a_worker_shows_its_error(workplace):
             ["--trainer.devices", "2", "--trainer.strategy", "fsdp"],
             "trainer.strategy: must be ddp where trainer.devices is above 1, got 'fsdp'",
         ),
-        ([*TWO, "--data.num_clients", "2000"], "data.partition"),
+        ([*TWO, "--data.num_clients", "2000"], "data.num_clients: must be at most 89"),
         ([*TWO, "--trainer.precision", "16-mixed"], "trainer.precision"),
     ],
 )

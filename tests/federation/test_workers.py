@@ -159,7 +159,7 @@ def read(folder, name):
     state = checkpoints.load(checkpoints.find("auto"))
     files = state.pop("clients")
     state.pop("seconds")
-    state["board"] |= {name: state["board"][name].nan_to_num(-1.0) for name in ("losses", "last_trained")}
+    state["board"] |= {name: state["board"][name].nan_to_num(-1.0) for name in ("losses", "last_trained", "alone")}
     state["board"]["scores"] = {name: value.nan_to_num(-1.0) for name, value in state["board"]["scores"].items()}
     clients = {client: torch.load(checkpoints.clients / file) for client, file in files.items()}
     models = {path.name: torch.load(path) for path in sorted((folder / name / "models").glob("*.pt"))}

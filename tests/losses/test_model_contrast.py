@@ -78,9 +78,17 @@ def test_contrast_refuses_what_does_not_fit():
         model_contrast_loss(z(2, 2), z(3, 2), [z(2, 2)], 1.0)
 
 
-@pytest.mark.parametrize("option", [{"weight": -1.0}, {"temperature": 0.0}, {"previous_models": 0}])
-def test_term_rejects_bad_values(option):
-    with pytest.raises(ConfigError, match=rf"ModelContrast\.{next(iter(option))}: must be >"):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"weight": -1.0}, ">"),
+        ({"temperature": 0.0}, ">"),
+        ({"previous_models": 0}, "from 1 to 64"),
+        ({"previous_models": 65}, "from 1 to 64"),
+    ],
+)
+def test_term_rejects_bad_values(option, said):
+    with pytest.raises(ConfigError, match=rf"ModelContrast\.{next(iter(option))}: must be {said}"):
         ModelContrast(**option)
 
 
