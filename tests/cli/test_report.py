@@ -46,15 +46,6 @@ def test_mistake_is_one_line(workplace, argv, said):
     assert workplace.files() == before
 
 
-def test_embeddings_of_a_real_run(finished, workplace):
-    page, pictures = workplace.path / "page.html", workplace.path / "pictures"
-    code, _, err = workplace.call("report", finished.run, "--output", page, "--embed", "--figures", pictures)
-    assert (code, err) == (0, "")
-    assert "Test samples and prototypes" in page.read_text(encoding="utf-8")
-    assert ">SL<" in (pictures / "class-relation-measured.svg").read_text()
-    assert (pictures / "embedding.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_embeddings_without_models_are_refused(finished, workplace):
     run = workplace.path / "bare"
     shutil.copytree(finished.run, run, ignore=shutil.ignore_patterns("models"))
@@ -78,15 +69,20 @@ def test_code_that_a_run_names_is_not_imported(finished, workplace):
     assert not (workplace.path / "harmed").exists()
 
 
-def test_attention_of_a_real_run(workplace):
+def test_embeddings_and_attention_of_a_real_run(workplace):
     pytest.importorskip("captum")
     adam = {"class_path": "Adam", "init_args": {"lr": 0.001}}
     workplace.change(method="DRDFL", optimizer=adam, federation={"rounds": 1}, data={"num_clients": 3})
     workplace.fit()
     page, pictures = workplace.path / "page.html", workplace.path / "pictures"
-    code, _, err = workplace.call("report", workplace.run, "--attention", "3", "--output", page, "--figures", pictures)
+    options = ["--embed", "--attention", "3", "--output", page, "--figures", pictures]
+    code, _, err = workplace.call("report", workplace.run, *options)
     assert (code, err) == (0, "")
-    assert "learngene: agreement" in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "Test samples and prototypes" in text
+    assert "learngene: agreement" in text
+    assert ">SL<" in (pictures / "class-relation-measured.svg").read_text()
+    assert (pictures / "embedding.png").read_bytes().startswith(b"\x89PNG")
     assert "data:image/png;base64," in (pictures / "attention.svg").read_text()
     code, _, err = workplace.call("report", workplace.run, "--attention", "bird", "--output", workplace.path / "b.html")
     assert (code, err.count("\n")) == (2, 1)
