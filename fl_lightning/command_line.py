@@ -147,7 +147,7 @@ class CommandLine:
             named = given.get(part.section, given.get(f"{part.section}.class_path"))
             if isinstance(named, (str, list)):
                 name = named.rpartition(".")[2] if isinstance(named, str) else ""
-                if self._named.get(part.section) != name or not name:
+                if self._named.get(part.section, name) != name or not name:  # a variable may say more of what is named
                     self._parts = [earlier for earlier in self._parts if earlier.section != part.section]
                 self._named[part.section] = name
                 if part.section == "model":
@@ -285,7 +285,8 @@ def merged(old: Any, new: Any, key: str) -> Any:
     if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
         new = {"init_args": new}
     inherited = {**getattr(before, "before", {}), **getattr(new, "before", {})}
-    if "class_path" in new and _short(new) != _short(before) and isinstance(before.get("init_args"), Mapping):
+    renames = "class_path" in new and "class_path" in before and _short(new) != _short(before)
+    if renames and isinstance(before.get("init_args"), Mapping):
         inherited = {**getattr(before, "before", {}), **before["init_args"], **getattr(new, "before", {})}
         before = {}
     whole: dict[str, Any] = {

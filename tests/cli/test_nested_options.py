@@ -10,6 +10,7 @@ import yaml
 from cli.test_bad_input import refused
 from fl_lightning import catalog
 from fl_lightning.building import build
+from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError
 from fl_lightning.precheck import check_argument
 from fl_lightning.schema import options
@@ -269,3 +270,17 @@ def test_build_hands_on_what_is_behind_a_constructors_keywords():
     node = {"class_path": "collections.OrderedDict", "init_args": {"a": {"b": 1}}}
     assert build(node, "x") == {"a": {"b": 1}}
     assert build({**node, "dict_kwargs": {"key": 2}}, "x")["key"] == 2
+
+
+def test_variable_says_an_argument_of_a_class_that_a_file_names(tmp_path, monkeypatch):
+    """What a file says wins; another class than the file's takes nothing of it."""
+    file = tmp_path / "exp.yaml"
+    file.write_text("method: {class_path: DRDFL, init_args: {mixture: {ema: 0.9}}}\n")
+    monkeypatch.setenv("FL_LIGHTNING_FIT__METHOD__MIXTURE__LIKELIHOOD_WEIGHT", "0.5")
+    monkeypatch.setenv("FL_LIGHTNING_FIT__METHOD__MIXTURE__EMA", "0.1")
+    prefix = "FL_LIGHTNING_FIT__"
+    given = CommandLine(["--config", str(file)], prefix).tree["method"]
+    mixture = {name: float(value) for name, value in given["init_args"]["mixture"].items()}
+    assert (given["class_path"], mixture) == ("DRDFL", {"likelihood_weight": 0.5, "ema": 0.9})
+    other = CommandLine(["--config", str(file), "--method", "FedAvg"], prefix).tree["method"]
+    assert other == {"class_path": "FedAvg"}
