@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mutations import run, warm_up
+from mutations import run, warm_up, way_to
 
 BASE = {
     "seed": 0,
@@ -96,29 +96,15 @@ def payloads(mark: str) -> dict[str, dict[str, Any]]:
 def put(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     """The configuration with a value at a place."""
     config = copy.deepcopy(config)
-    node: Any = config
-    *above, last = place.split(".")
-    for position, name in enumerate(above):
-        following = [*above, last][position + 1]
-        if isinstance(node, list):
-            node = node[int(name)]
-            continue
-        if not isinstance(node.get(name), (dict, list)):
-            node[name] = [{}] if following.isdigit() else {}
-        node = node[name]
-        here = ".".join(above[: position + 1])
-        owner = next(
-            (cls for key, cls in AROUND.items() if key == place and key.rpartition(".init_args")[0] == here), None
-        )
-        owner = owner or (AROUND[place] if place in AROUND and place.startswith(f"{here}.dict_kwargs") else None)
-        if owner and isinstance(node, dict):
-            node |= owner
-        if isinstance(node, list) and place in AROUND:
-            node[0] |= AROUND[place]
-    if isinstance(node, list):
-        node[int(last)] = value
-    else:
-        node[last] = value
+    around = AROUND.get(place, {})
+    for here, node in way_to(config, place):
+        inside = here and (place.rpartition(".init_args")[0] == here or place.startswith(f"{here}.dict_kwargs"))
+        if inside and isinstance(node, dict):
+            node |= around
+        if here and isinstance(node, list):
+            node[0] |= around
+    last = place.rpartition(".")[2]
+    node[int(last) if isinstance(node, list) else last] = value
     return config
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mutations import LONGEST, SLOWEST, _Dumper, run, warm_up
+from mutations import LONGEST, SLOWEST, _Dumper, run, warm_up, way_to
 
 BASE: dict[str, Any] = {
     "seed": 0,
@@ -119,15 +119,8 @@ def _below(cls: Any, key: str, skips: Any) -> Iterator[tuple[str, Any]]:
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     """The configuration with a value at a dotted key; what lies above it is made."""
     config = copy.deepcopy(config)
-    node: Any = config
-    *above, last = key.split(".")
-    for name, following in zip(above, [*above, last][1:], strict=True):
-        if isinstance(node, list):
-            node = node[int(name)]
-            continue
-        if not isinstance(node.get(name), (dict, list)):
-            node[name] = [{}] if following.isdigit() else {}
-        node = node[name]
+    *_, (_, node) = way_to(config, key)
+    last = key.rpartition(".")[2]
     node[int(last) if isinstance(node, list) else last] = value
     return config
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -273,6 +274,21 @@ def _without(config: Any, path: tuple[Any, ...]) -> Any:
         node = node[part]
     del node[path[-1]]
     return config
+
+
+def way_to(config: dict[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """Every container above a dotted key, with its own key, outermost first; what is not there is made."""
+    node: Any = config
+    yield "", node
+    parts = key.split(".")
+    for place, (name, following) in enumerate(itertools.pairwise(parts), start=1):
+        if isinstance(node, list):
+            node = node[int(name)]
+        else:
+            if not isinstance(node.get(name), (dict, list)):
+                node[name] = [{}] if following.isdigit() else {}
+            node = node[name]
+        yield ".".join(parts[:place]), node
 
 
 def _dumped(config: Any) -> str:

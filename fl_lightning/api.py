@@ -23,7 +23,7 @@ from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
-from fl_lightning.report.console import RoundProgress
+from fl_lightning.report.live import RoundProgress
 from fl_lightning.run import Run
 from fl_lightning.terminal import say
 from fl_lightning.trust import Trust

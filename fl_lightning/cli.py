@@ -171,7 +171,8 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
     from fl_lightning.federation.loggers import places
     from fl_lightning.federation.remarks import remarks
     from fl_lightning.federation.sickness import RoundError
-    from fl_lightning.report.console import RoundProgress, print_summary
+    from fl_lightning.report.console import print_summary
+    from fl_lightning.report.live import RoundProgress
 
     def shown() -> list[RoundProgress]:
         for remark in remarks(experiment.loop):

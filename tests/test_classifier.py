@@ -1,28 +1,14 @@
 """A run's models on their own: `fl_lightning.load` and what it gives."""
 
-import importlib
-import inspect
 import io
-import pkgutil
 
 import pytest
 import torch
+from every_method import METHODS
 
 import fl_lightning
-import fl_lightning.methods
 from fl_lightning.classifier import classifier_of
-from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
-
-
-def find_methods():
-    modules = [importlib.import_module(f"fl_lightning.methods.{info.name}") for info in METHOD_FILES]
-    found = [kind for module in modules for kind in vars(module).values() if inspect.isclass(kind)]
-    return {kind.__name__: kind for kind in found if issubclass(kind, Method) and kind is not Method}
-
-
-METHOD_FILES = list(pkgutil.iter_modules(fl_lightning.methods.__path__))
-METHODS = find_methods()
 
 
 def accuracy(model, data, indices):

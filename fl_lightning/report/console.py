@@ -1,24 +1,20 @@
-"""What a run shows in the terminal: its progress while it runs, a table of figures at its end."""
+"""What commands print in the terminal: a table of figures at a run's end, an evaluation, lists."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.report.columns import SPREADS, is_measure, measure_of
+from fl_lightning.report.numerals import duration, human, is_number, measure_text, percent
 
-FIGURES = {"Local-T": "Local-T", "Local-T_received": "received", "Global-T": "Global-T", "Server-T": "Server-T"}
-"""Accuracies shown while a run goes on: column -> label."""
 HEADLINES = (
     "Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T",
     "Local-V", "Local-V_received", "Server-V",
@@ -27,222 +23,6 @@ HEADLINES = (
 PLAIN_WIDTH = 100
 WIDE, WIDEST = 78, 92
 """Characters that all columns of the accuracies, and of what was communicated, need."""
-BAR = 20  # characters
-LONG = 15.0  # seconds of a first round of which nothing was seen
-
-
-class RoundProgress:
-    """Shows a running federation: on a terminal the present round as a live line, anywhere else one line a round.
-
-    Has the hooks of a federation callback. Use it as a context manager around the run (or call `close`), so that an
-    exception or Ctrl-C leaves the terminal in order.
-
-    Args:
-        console: where to write; None writes to the standard output.
-        interval: seconds between two plain lines, at least; the first and the last round are always written. 0 writes
-            every round. A terminal ignores it.
-        verbose: write a line for every client, too.
-    """
-
-    known: dict[str, float]
-
-    def __init__(self, console: Console | None = None, interval: float = 0.0, verbose: bool = False) -> None:
-        self.console = Console() if console is None else console
-        self.interval = interval
-        self.verbose = verbose
-        self.live = self.console.is_terminal and self.console.is_interactive
-        self._loop: Any = None
-        self._display: Live | None = None
-        self._reset(0)
-
-    def __enter__(self) -> RoundProgress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop drawing and give the cursor back; more than one call does no harm."""
-        display, self._display = self._display, None
-        if display is not None:
-            display.stop()
-
-    def on_run_start(self, loop: Any) -> None:
-        """Start the clock; a resumed run starts at `loop.round`."""
-        self.close()
-        self._loop = loop
-        self._reset(loop.round)
-        if self.verbose:
-            self._print(_setting(loop))
-        if self.live:
-            self._display = Live(
-                console=self.console, refresh_per_second=4, transient=True, get_renderable=lambda: self.present()
-            )
-            self._display.start()
-
-    def on_round_start(self, loop: Any, round: int, participants: Sequence[int]) -> None:
-        """A round begins with none of its clients done."""
-        self._fitted, self._participants = 0, len(participants)
-        self._scores.clear()
-
-    def on_client_fit_end(self, loop: Any, report: Any) -> None:
-        """One more client of the round is done."""
-        self._fitted += 1
-        self._mark = time.monotonic()
-        score = getattr(report, "scores", {}).get("Local-T", math.nan)
-        self._scores += [] if math.isnan(score) else [float(score)]
-        if self.verbose:
-            self._print(self._client_line(report))
-        elif not self.live:
-            self._warn_of_length()
-
-    def on_round_end(self, loop: Any, row: Mapping[str, Any]) -> None:
-        """A round is done: its figures are the current ones."""
-        self._round = row["round"]
-        self._done += 1
-        self._fitted = self._participants = 0
-        self._mark = time.monotonic()
-        self.known |= {name: row[name] for name in FIGURES if _is_number(row.get(name))}
-        if self.live and self._display is not None:
-            self._print(self.line(row, self.console.width))
-        elif not self.live and self._is_due():
-            self._written = time.monotonic()
-            self._print(self.line(row))
-
-    def on_run_end(self, loop: Any, summary: Mapping[str, Any]) -> None:
-        """All rounds are done: the lines stay as they are."""
-        self.close()
-
-    # --- the present state, which the live line shows ---------------------------------------------------------------
-
-    def _reset(self, round: int) -> None:
-        self._start = self._mark = time.monotonic()
-        self._round = self._first = round
-        self._done = self._fitted = self._participants = 0
-        self._written = -math.inf
-        self._scores: list[float] = []
-        self._warned = False
-        self.known = {}
-
-    @property
-    def fitted(self) -> int:
-        """Clients of the present round that are done, as far as their workers have told."""
-        watch = getattr(self._loop, "watch", None)
-        others = 0 if watch is None else watch.others_done(self._round + 1)
-        return max(0, min(self._participants, max(self._fitted, self._fitted + others)))
-
-    @property
-    def progress(self) -> float:
-        """Rounds that are done, the present one in parts."""
-        return self._round + (self.fitted / self._participants if self._participants else 0.0)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since this process began its first round."""
-        return time.monotonic() - self._start
-
-    @property
-    def left(self) -> float | None:
-        """Seconds left, from what this process has done so far; None before its first client is done."""
-        done = self.progress - self._first
-        remaining = self._loop.settings.rounds - self.progress
-        if remaining <= 0:
-            return 0.0
-        if done <= 0:
-            return None
-        return max(0.0, (self._mark - self._start) / done * remaining - (time.monotonic() - self._mark))
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether somebody asked the loop to stop before its last round."""
-        return bool(getattr(self._loop, "stopping", False)) and self._round < self._loop.settings.rounds
-
-    def present(self) -> Text:
-        """The present round in one line, as much of it as the terminal is wide: clients done, Local-T, time left."""
-        rounds, fitted = self._loop.settings.rounds, self.fitted
-        number = f"{min(self._round + 1, rounds)}/{rounds}"
-        of = str(self._participants)
-        count = f"{fitted:>{len(of)}}/{of}" if self._participants else ""
-        state = f"{count} clients" if count else "last evaluation" if self._round >= rounds else "begins"
-        local = sum(self._scores) / len(self._scores) if self._scores else self.known.get("Local-T")
-        local_t = [] if local is None else [f"Local-T {percent(local)} %"]
-        left = "stopping after this round" if self.is_stopping else f"left {clock(self.left)}"
-        short = [number, *([count] if count else []), *local_t, left.replace(" after this round", "")]
-        texts = [
-            "  ".join([f"round {number}", *bar, state, *local_t, *times, left])
-            for bar, times in (([self._bar(fitted)], [clock(self.elapsed)]), ([self._bar(fitted)], []), ([], []))
-        ]
-        shortest = [
-            number,
-            *([count] if count else []),
-            *(each.removeprefix("Local-T ") for each in local_t),
-            short[-1],
-        ]
-        fitting = [text for text in [*texts, "  ".join(short), "  ".join(shortest)] if len(text) < self.console.width]
-        text = fitting[0] if fitting else f"{number}  {count}"
-        return Text(text, style="yellow" if self.is_stopping else "cyan", no_wrap=True, overflow="crop")
-
-    def _bar(self, fitted: int) -> str:
-        full, empty = ("━", "╌") if self.console.encoding.startswith("utf") else ("#", "-")
-        done = round(BAR * fitted / self._participants) if self._participants else BAR
-        return full * done + empty * (BAR - done)
-
-    def line(self, row: Mapping[str, Any], width: int | None = None) -> str:
-        """One round as plain text; what the row does not have is left out, and what is beyond `width`."""
-        rounds = str(self._loop.settings.rounds)
-        known = {name: row[name] for name in FIGURES if _is_number(row.get(name))}
-        parts = [f"round  {row['round']:>{len(rounds)}}/{rounds}"]
-        parts += [f"{label} {percent(known[name])} %" for name, label in _labels(known).items()]
-        if row.get("loss") is not None:
-            parts.append(f"loss {loss_text(row['loss'])}")
-        if row.get("seconds") is not None:
-            parts.append(f"{row['seconds']:.2f} s")
-        parts.append(f"left {clock(self.left)}")
-        while width is not None and len(parts) > 2 and len("  ".join(parts)) > width:
-            del parts[2]
-        return "  ".join(parts)
-
-    def _client_line(self, report: Any) -> str:
-        score, loss = report.scores.get("Local-T"), report.losses.get("loss")
-        parts = [f"  client {report.client}"]
-        parts += [f"Local-T {percent(score)} %"] if _is_number(score) else []
-        parts += [f"loss {loss_text(loss)}"] if loss is not None else []
-        return "  ".join([*parts, f"{report.num_steps} steps", f"{report.seconds:.2f} s"])
-
-    def _warn_of_length(self) -> None:
-        """Say once, within a first round that takes long, how long all will take: nothing else is seen of it."""
-        if self._done == 0 and not self._warned and self.elapsed >= LONG and self.fitted < self._participants:
-            self._warned = True
-            rounds, all_of_it = self._loop.settings.rounds, self.elapsed + (self.left or 0.0)
-            said = f"{self.fitted} of {self._participants} clients after {self.elapsed:.0f} s"
-            number = f"round  {self._round + 1:>{len(str(rounds))}}/{rounds}"
-            self._print(f"{number}  {said}; the run takes about {clock(all_of_it)}")
-
-    def _is_due(self) -> bool:
-        ends = self._done == 1 or self._round >= self._loop.settings.rounds or self.is_stopping
-        return ends or time.monotonic() - self._written >= self.interval
-
-    def _print(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
-        self.console.file.flush()
-
-
-def _setting(loop: Any) -> str:
-    """What runs where, in two lines."""
-    data, runner = loop.data, loop.runner
-    sizes = [sum(each.numel() for each in module.method.model.parameters()) for module in runner.modules]
-    samples = f"{len(data.arrays.y)} samples of {type(data.dataset).__name__}, {len(data.arrays.classes)} classes"
-    workers = f"{loop.workers.size} worker{'s' * (loop.workers.size != 1)}"
-    clients = f"{loop.num_clients} clients by {type(data.partition).__name__}"
-    models = ", ".join(f"{size}" for size in sizes)
-    return (
-        f"{samples}; {clients}, {sum(loop.num_train)} for training\n"
-        f"{type(runner.modules[0].method).__name__}, model of {models} parameters; {type(loop.exchange).__name__}; "
-        f"{runner.device}, {runner.trainer.precision}, {workers}"
-    )
-
-
-# --- the end of a run -----------------------------------------------------------------------------------------------
 
 
 def summary_table(summary: Mapping[str, Any], width: int = PLAIN_WIDTH) -> Table:
@@ -362,12 +142,12 @@ def fairness_lines(summary: Mapping[str, Any]) -> list[str]:
     """How evenly accuracy is shared out among clients in the last evaluated round."""
     last, lines = summary.get("last", {}), []
     for name in ("Local-T", "Local-T_received"):
-        if not _is_number(last.get(f"{name}_gini")):
+        if not is_number(last.get(f"{name}_gini")):
             continue
         worst = f"worst tenth {percent(last.get(f'{name}_worst10'))}"
         said = f"{worst}, Gini {last[f'{name}_gini']:.3f}, Jain {last[f'{name}_jain']:.3f}"
         share = last.get(f"{name}_hurt")
-        hurt = f", {percent(share)} % of clients below what they reach alone" if _is_number(share) else ""
+        hurt = f", {percent(share)} % of clients below what they reach alone" if is_number(share) else ""
         lines.append(f"{name} over clients: {said}{hurt}.")
     return lines
 
@@ -382,23 +162,14 @@ def _undefined_lines(summary: Mapping[str, Any]) -> list[str]:
     return [f"{name} is not defined for {count} of the clients, and left out there." for name, count in found.items()]
 
 
-def measure_text(value: float | None) -> str:
-    """A measure with four digits; ``-`` if there is none.
-
-    >>> measure_text(0.93141), measure_text(None)
-    ('0.9314', '-')
-    """
-    return f"{value:.4g}" if value is not None and _is_number(value) else "-"
-
-
 def _with_spread(values: Mapping[str, Any], name: str) -> str:
     value, std = values.get(name), values.get(f"{name}_std")
-    spread = f" ± {percent(std):>4}" if _is_number(value) and _is_number(std) else ""
+    spread = f" ± {percent(std):>4}" if is_number(value) and is_number(std) else ""
     return f"{percent(value):>5}{spread}"
 
 
 def _best(best: Mapping[str, Any] | None) -> str:
-    return f"{percent(best['value']):>5} ({best['round']})" if best and _is_number(best.get("value")) else "    -"
+    return f"{percent(best['value']):>5} ({best['round']})" if best and is_number(best.get("value")) else "    -"
 
 
 def _untested_line(clients: Sequence[int]) -> str:
@@ -477,75 +248,3 @@ def _communication_table(summary: Mapping[str, Any], width: int) -> Table:
 
 def _amounts(values: float, size: float) -> str:
     return f"{human(values):>6} values, {human(size, 'B'):>7}"
-
-
-# --- numbers as text ------------------------------------------------------------------------------------------------
-
-
-def percent(fraction: float | None) -> str:
-    """A fraction as percent with one decimal; ``-`` if there is none.
-
-    >>> percent(0.9314), percent(None)
-    ('93.1', '-')
-    """
-    return f"{100 * fraction:.1f}" if fraction is not None and _is_number(fraction) else "-"
-
-
-def loss_text(loss: float) -> str:
-    """A loss with four decimals, or four digits where it is large; a loss that is no number shows as it is.
-
-    >>> loss_text(0.12345), loss_text(123456.0), loss_text(float("nan"))
-    ('0.1235', '1.235e+05', 'nan')
-    """
-    return f"{loss:.4f}" if abs(loss) < 1000 or math.isnan(loss) else f"{loss:.4g}"
-
-
-def human(number: float, unit: str = "") -> str:
-    """A count with three digits and a prefix of 10^3.
-
-    >>> human(0, "B"), human(999), human(30_720, "B"), human(999_999)
-    ('0 B', '999', '30.7 KB', '1.00 M')
-    """
-    value, prefixes = float(number), ["", "K", "M", "G", "T"]
-    while value >= 999.5 and len(prefixes) > 1:
-        value /= 1000
-        prefixes.pop(0)
-    whole = value >= 99.95 or (value == number and value.is_integer())
-    digits = f"{value:.{0 if whole else 1 if value >= 9.995 else 2}f}"
-    return f"{digits} {prefixes[0]}{unit}".rstrip()
-
-
-def clock(seconds: float | None) -> str:
-    """Hours, minutes and seconds.
-
-    >>> clock(9.4), clock(3725), clock(None)
-    ('0:00:09', '1:02:05', '-:--:--')
-    """
-    if seconds is None:
-        return "-:--:--"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def duration(seconds: float) -> str:
-    """How long something took, in the units that people would use.
-
-    >>> duration(7.31), duration(192), duration(7530)
-    ('7.3 s', '3 min 12 s', '2 h 05 min')
-    """
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    return f"{whole // 60} min {whole % 60:02} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02} min"
-
-
-def _labels(known: Mapping[str, float]) -> dict[str, str]:
-    """Labels of the accuracies that are known; ``received`` is short only where Local-T stands before it."""
-    labels = {name: label for name, label in FIGURES.items() if name in known}
-    if "Local-T" not in labels and "Local-T_received" in labels:
-        labels["Local-T_received"] = "Local-T_received"
-    return labels
-
-
-def _is_number(value: Any) -> bool:
-    return value is not None and not math.isnan(value)

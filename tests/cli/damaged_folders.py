@@ -539,27 +539,18 @@ def command(argv: list[str]) -> int:
 
 def warm_up() -> None:
     """Import all that a command could need, so that a fork has it."""
-    import matplotlib.pyplot  # noqa: F401
     import optuna  # noqa: F401
     import scipy.stats  # noqa: F401
-    import sklearn.datasets  # noqa: F401
     import torch
     import vl_convert  # noqa: F401
 
     import fl_lightning.audit.command
-    import fl_lightning.experiment
-    import fl_lightning.report.console
     import fl_lightning.report.dashboard
-    import fl_lightning.report.figures
     import fl_lightning.table.command
     import fl_lightning.tune.command  # noqa: F401
-    from fl_lightning.federation.trainers import make_trainer
-    from fl_lightning.parser import resolve
-    from fl_lightning.trust import Trust
 
     torch.set_num_threads(1)
-    make_trainer({"accelerator": "cpu"})
-    resolve({"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}, Trust())
+    from cli import warm  # noqa: F401 - one parser and one Trainer
 
 
 def clear(folder: Path) -> None:

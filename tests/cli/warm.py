@@ -7,6 +7,7 @@ import wandb.sdk.launch  # noqa: F401 - wandb.init imports it, in seconds
 import fl_lightning.experiment
 import fl_lightning.report.console
 import fl_lightning.report.figures
+import fl_lightning.report.live
 import fl_lightning.report.wandb  # noqa: F401
 from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.parser import resolve

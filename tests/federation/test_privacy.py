@@ -1,18 +1,14 @@
 """User-level differential privacy: what leaves a client, what leaves the server, and what it is worth."""
 
-import importlib
-import inspect
 import math
-import pkgutil
 import sys
 
 import pytest
 import torch
+from every_method import METHODS
 
-import fl_lightning.methods
 from fl_lightning.core.coding import Coding, clipped, deviations
 from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.method import Method
 from fl_lightning.core.private_mean import CLIPPED, PrivateMean
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.accounting import Mechanism, epsilon
@@ -26,17 +22,6 @@ from fl_lightning.federation.wire import Wire
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 
-
-def find_methods():
-    found = {}
-    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
-        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            if issubclass(kind, Method) and kind.__module__ == info.name and not inspect.isabstract(kind):
-                found[name] = kind
-    return found
-
-
-METHODS = find_methods()
 REFUSED = {
     "server": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FeSEM", "FedDistill", "FedDistillPlus"}
     | {"DRDFL", "DFedPGP", "FedCVAE"},

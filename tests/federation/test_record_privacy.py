@@ -1,18 +1,14 @@
 """Record-level privacy: what a private step does, what it is worth, and what allows it."""
 
-import importlib
-import inspect
 import math
-import pkgutil
 import sys
 import warnings
 
 import pytest
 import torch
+from every_method import METHODS
 from torch import nn
 
-import fl_lightning.methods
-from fl_lightning.core.method import Method
 from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
@@ -28,17 +24,6 @@ from fl_lightning.seeding import derive_seed
 
 HUGE = RecordPrivacy(noise_multiplier=0.0, max_grad_norm=1e6)
 
-
-def find_methods():
-    found = {}
-    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
-        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            if issubclass(kind, Method) and kind.__module__ == info.name and not inspect.isabstract(kind):
-                found[name] = kind
-    return found
-
-
-METHODS = find_methods()
 ALLOWED = {"FedAvg", "FedPer", "FedRep", "FedBN", "FedProx", "FedNova", "SCAFFOLD", "Ditto", "Local", "MOON", "FeSEM"}
 ALLOWED |= {"DFedPGP"}
 """Methods whose fits are the only place where training samples are looked at, each by itself."""

@@ -1,19 +1,15 @@
 """One run on 1, 2 or 3 processes: the same numbers, bit for bit, whatever the method."""
 
-import importlib
-import inspect
-import pkgutil
 import signal
 import sys
 from functools import lru_cache
 
 import pytest
 import torch
+from every_method import METHODS
 
-import fl_lightning.methods
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method
 from fl_lightning.core.server import Server
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
@@ -28,15 +24,6 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
-
-
-def find_methods():
-    found = {}
-    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
-        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            if issubclass(kind, Method) and kind.__module__ == info.name and not inspect.isabstract(kind):
-                found[name] = kind
-    return found
 
 
 class Keeps(Server):
@@ -92,7 +79,7 @@ OPTIONS = {
     "an attack": (FedRep, {"attack": Attack(share=0.5, kind="noise")}),
     "attackers that collude": (FedRep, {"attack": Attack(share=0.5, kind="inner_product")}),
 }
-CASES = {name: (kind, {}) for name, kind in sorted(find_methods().items())} | OPTIONS
+CASES = {name: (kind, {}) for name, kind in sorted(METHODS.items())} | OPTIONS
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,13 @@
 """What every method must obey. Methods find themselves: a new file in `methods/` is tested without a word here."""
 
-import importlib
-import inspect
 import math
-import pkgutil
 from dataclasses import replace
 
 import pytest
 import torch
+from every_method import METHODS
 
-import fl_lightning.methods
 from fl_lightning.core.coordinate_rules import TrimmedMean
-from fl_lightning.core.method import Method
 from fl_lightning.core.selection_rules import Krum
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
@@ -25,17 +21,6 @@ from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.models.mlp import MLP
 
-
-def find_methods():
-    found = {}
-    for info in pkgutil.walk_packages(fl_lightning.methods.__path__, "fl_lightning.methods."):
-        for name, kind in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
-            if issubclass(kind, Method) and kind.__module__ == info.name and not inspect.isabstract(kind):
-                found[name] = kind
-    return found
-
-
-METHODS = find_methods()
 NOT_AVERAGED = {
     "DFedPGP", "DRDFL", "DisPFL", "FeSEM", "FedCVAE", "FedDistill", "FedDistillPlus", "FedFed", "FedNova", "Local",
 }  # fmt: skip

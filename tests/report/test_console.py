@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fl_lightning.report import console as console_module
-from fl_lightning.report.console import RoundProgress, accuracy_columns, print_summary, summary_table
+from fl_lightning.report import live
+from fl_lightning.report.console import accuracy_columns, print_summary, summary_table
+from fl_lightning.report.live import RoundProgress
 
 ROW = {
     "round": 12,
@@ -66,7 +67,7 @@ def printed(summary, **options):
 def clock(monkeypatch):
     """A clock that stands still until it is moved."""
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(console_module.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(live.time, "monotonic", lambda: now.seconds)
     return now
 
 

@@ -1,0 +1,141 @@
+"""A module of a user's own that is split at its head, the layer that gives the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.models.split import Body
+
+
+class Joined:
+    """A module and the head that was taken out of it, which is back in its place for the length of a ``with`` block.
+
+    Weights that stood in both parts would be exchanged twice, or exchanged though private; but the module's own methods
+    expect the head where it was.
+
+    Args:
+        module: the whole module; loses its head.
+        head: its name.
+    """
+
+    def __init__(self, module: L.LightningModule, head: str) -> None:
+        parent, _, self.child = head.rpartition(".")
+        self.module = module
+        self.head = module.get_submodule(head)
+        self.parent = module.get_submodule(parent)
+        self.depth = 1
+        self.__exit__()
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What the head would be given of inputs [B, …]: z [B, D]."""
+        found: list[Tensor] = []
+
+        def stop(head: nn.Module, args: Any) -> None:
+            found.append(args[0])
+            raise _ReachedHead
+
+        with self:
+            handle = self.head.register_forward_pre_hook(stop)
+            try:
+                self.module(x)
+            except _ReachedHead:
+                pass
+            finally:
+                handle.remove()
+        return found[0]
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        self.parent._modules[self.child] = self.head
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.parent._modules[self.child] = nn.Identity()
+
+
+class CutBody(Body):
+    """A module up to its head: what the head would be given.
+
+    Args:
+        joined: the module.
+    """
+
+    def __init__(self, joined: Joined) -> None:
+        super().__init__(stages=[], neck=joined.module)
+        self._joined = joined
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self._joined.embed(x)
+
+    @override
+    def forward_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [], self(x)
+
+    @override
+    def append(self, *layers: nn.Module) -> None:
+        rule = "cannot put layers between body and head of a LightningModule, whose training step knows nothing of them"
+        raise ConfigError("method", rule)
+
+
+class _ReachedHead(Exception):
+    """Ends a pass at the head."""
+
+
+def _candidates(module: nn.Module, num_classes: int) -> Iterator[str]:
+    """Linear layers of one output a class, the last first."""
+    found = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    yield from (name for name in reversed(found) if module.get_submodule(name).out_features == num_classes)
+
+
+def head_of(module: L.LightningModule, num_classes: int, x: Tensor, out: Tensor) -> str:
+    """The last linear layer that gives a module's logits.
+
+    Args:
+        module: the whole module.
+        num_classes: C.
+        x: samples [B, …].
+        out: what the module makes of them: logits [B, C], their softmax, or its logarithm.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    for name in _candidates(module, num_classes):
+        if are_same(reached(module, name, x)[1], out):
+            return name
+    rule = f"name the layer of {type(module).__name__} that gives the logits; no linear layer of its own does"
+    raise ConfigError("model.head", rule)
+
+
+@torch.no_grad()
+def reached(module: nn.Module, head: str, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What a submodule takes and gives in a pass in evaluation mode; None where it is not called."""
+    seen: list[tuple[Any, Any]] = []
+    handle = module.get_submodule(head).register_forward_hook(lambda part, args, out: seen.append((args[0], out)))
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        module.eval()
+        module(x)
+    finally:
+        handle.remove()
+        for layer, training in modes.items():
+            layer.training = training
+    z, logits = seen[0] if seen else (None, None)
+    return (z if isinstance(z, Tensor) else None), (logits if isinstance(logits, Tensor) else None)
+
+
+def are_same(logits: Tensor | None, out: Tensor) -> bool:
+    """Whether an output is the logits, their softmax, or its logarithm."""
+    if logits is None or logits.shape != out.shape:
+        return False
+    forms = (logits, logits.log_softmax(1), logits.softmax(1))
+    return any(torch.allclose(form, out, rtol=1e-3, atol=1e-5, equal_nan=True) for form in forms)
