@@ -6,6 +6,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def federation(
     model: str = "CNN",
     method: Callable[..., Method] = FedAvg,
     trainer: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
     **options: Any,
 ) -> FederatedLoop:
     """A federation that never ends, on the CPU unless the Trainer's flags say otherwise; SGD 0.01."""
@@ -77,6 +79,7 @@ def federation(
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         seed=0,
         trainer={"accelerator": "cpu", **(trainer or {})},
+        folder=folder,
     )
     return loop
 

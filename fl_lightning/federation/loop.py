@@ -199,10 +199,11 @@ class FederatedLoop:
         for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
             if not self.ward.ends_round:
                 with self.ward.care(client):
-                    reports.append(self._take_part(round, client))
+                    report = self._take_part(round, client)
+                    reports.append(report.without_message())  # or memory would grow with the participants
                     if self.watch is not None:
                         self.watch.note(round, len(reports))
-                    self._call("on_client_fit_end", reports[-1])
+                    self._call("on_client_fit_end", report)
         self.participants = self.ward.leave_out(round, self.participants)
         for report in reports if self.ward.skipped else ():  # there may be fewer to send to
             report.uplink = self.exchange.uplink(report.client, report.message)
@@ -245,7 +246,7 @@ class FederatedLoop:
         """Every worker's reports, in the order of clients; the main one tells its callbacks of the others'."""
         if self.workers.size == 1:
             return sorted(own, key=lambda report: report.client)
-        parts = self.workers.gather([replace(report, message=Message()) for report in own])
+        parts = self.workers.gather(own)
         for report in [report for part in parts[1:] for report in part]:
             self._call("on_client_fit_end", report)
         return sorted((report for part in parts for report in part), key=lambda report: report.client)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.federation.evaluation import Scores
@@ -14,7 +14,8 @@ class ClientReport:
 
     Args:
         client: 0-based.
-        message: what it sends; empty where another worker fitted it, and only its size is known.
+        message: what it sends; empty where another worker fitted it, and only its size is known. It is dropped once it
+            is posted: who needs it after `on_client_fit_end` keeps it.
         scores: its accuracies, by column.
         losses: mean over its samples, by name.
         num_steps: local mini-batches.
@@ -31,3 +32,7 @@ class ClientReport:
     seconds: float
     downlink: Size = NOTHING
     uplink: Size = NOTHING
+
+    def without_message(self) -> ClientReport:
+        """The same, with no more of the message than its size."""
+        return replace(self, message=Message(num_samples=self.message.num_samples, sent=self.message.size))
