@@ -1,10 +1,12 @@
 """Crafted configurations and run folders: does any execute something that is no class of the kind that its key expects?
 
-    python benchmarks/crafted.py            # every payload at every place; about 10 minutes
-    python benchmarks/crafted.py --places 9 # every third place
+    python benchmarks/crafted.py              # every payload at every place, under every command
+    python benchmarks/crafted.py --places 9   # every third place
+    python benchmarks/crafted.py --skip 2000  # goes on where a run was ended: it says every 500 tries how far it is
 
-A payload leaves a file behind if it is called, or if its module is imported. For `fit`, a module of one's own may be
-imported where a class is expected, and nowhere else; for `evaluate` and `compare` nothing may.
+A payload leaves a file behind if it is called, or if its module is imported. For `fit` and what runs fits (`table`,
+`tune`), a module of one's own may be imported where a class is expected, and nowhere else; for commands that read a
+run's folder nothing may.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import copy
 import json
 import pickle
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -147,48 +150,80 @@ def main() -> None:
     """Try all and print what was executed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--places", type=int, default=0, help="so many of the places; 0 for all")
+    parser.add_argument("--skip", type=int, default=0, help="so many tries are left out")
     options = parser.parse_args()
     warm_up()
     every = [*CLASS_PLACES, *DATA_PLACES]
     chosen = every if not options.places else every[:: max(1, len(every) // options.places)]
-    print(json.dumps(try_all(chosen)))
+    print(json.dumps(try_all(chosen, options.skip)))
 
 
-def try_all(places: list[str]) -> dict[str, int]:
-    """Counts: tried, executed where nothing may be, own modules that `fit` imported for a class, tracebacks."""
+RUNS_FITS: dict[str, list[str]] = {
+    "fit": ["fit", "--config", "exp.yaml", "--quiet"],
+    "table": ["table", "table.yaml", "--quiet"],
+    "tune": ["tune", "tune.yaml", "--quiet"],
+}
+READS_FOLDERS: dict[str, list[str]] = {
+    "evaluate": ["evaluate", "runs/run"],
+    "compare": ["compare", "runs/run", "runs/run"],
+    "report": ["report", "runs/run", "--output", "page.html", "--embedding"],
+    "predict": ["predict", "runs/run", "x.npy"],
+    "export": ["export", "runs/run"],
+    "audit": ["audit", "runs/run", "--images", "1", "--steps", "1"],
+    "resume": ["fit", "--resume", "runs/run", "--quiet"],
+}
+READ_AS_TEXT = ("compare", "report")
+"""Commands that need no class, so that they may end well."""
+
+
+def make_run(folder: Path, config: dict[str, Any]) -> None:
+    """A run's folder as somebody else could give it away."""
+    (folder / "models").mkdir(parents=True)
+    (folder / "models" / "00000.pt").write_bytes(b"")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / ".lock").write_text("a run of fl-lightning lies here\n")
+    (folder / "metrics.csv").write_text("round,seconds\n1,1\n")
+    (folder / "clients.csv").write_text("round,client\n1,0\n")
+
+
+def make_files(folder: Path, config: dict[str, Any]) -> None:
+    """The configuration, and a table and a search over it."""
+    (folder / "exp.yaml").write_text(yaml.safe_dump(config))
+    above = {"name": "small", "seeds": [0], "base": {"files": ["exp.yaml"]}, "rows": {"A": {}}}
+    (folder / "table.yaml").write_text(yaml.safe_dump({**above, "columns": {"B": {}}}))
+    space = {"optimizer.init_args.lr": [0.1, 0.2]}
+    (folder / "tune.yaml").write_text(yaml.safe_dump({**above, "trials": 2, "space": space}))
+
+
+def try_all(places: list[str], skip: int = 0) -> dict[str, int]:
+    """Counts: tried, executed where nothing may be, own modules that a fit imported for a class, tracebacks."""
     counts = {"tried": 0, "executed": 0, "own modules imported for a class": 0, "tracebacks": 0, "accepted": 0}
+    tries = [(*case, command) for case in crafted(places) for command in (*RUNS_FITS, *READS_FOLDERS)]
     with tempfile.TemporaryDirectory() as top:
-        for index, (place, name, config) in enumerate(crafted(places)):
-            for command in ("fit", "evaluate", "compare"):
-                folder = Path(top) / f"{index}-{command}"
-                folder.mkdir()
-                lay_traps(folder)
-                (folder / "exp.yaml").write_text(yaml.safe_dump(config))
-                argv = ["fit", "--config", "exp.yaml", "--quiet"]
-                if command != "fit":
-                    run_folder = folder / "runs" / "run"
-                    run_folder.mkdir(parents=True)
-                    (run_folder / "config.yaml").write_text(yaml.safe_dump(config))
-                    (run_folder / "metrics.csv").write_text("round,seconds\n1,1\n")
-                    (run_folder / "clients.csv").write_text("round,client\n1,0\n")
-                    argv = [command, "runs/run", *(["runs/run"] if command == "compare" else [])]
-                code, err, _ = run(argv, folder, trains=False)
-                counts["tried"] += 1
-                counts["tracebacks"] += "Traceback" in err or code not in (0, 1, 2)
-                counts["accepted"] += code == 0 and command != "compare"
-                own = name.partition(".")[0] in ("evil", "package")
-                if executed(folder):
-                    said = "imports your own module" in err
-                    kind = (
-                        "own modules imported for a class"
-                        if own and said and command == "fit" and place in CLASS_PLACES
-                        else "executed"
-                    )
-                    counts[kind] += 1
-                    if kind == "executed":
-                        print(f"executed: {command} {place} {name}: {err.strip()[-200:]}", flush=True)
-                elif "Traceback" in err or (code == 0 and command != "compare"):
-                    print(f"{command} {place} {name}: {code} {err.strip()[-300:]}", flush=True)
+        for index, (place, name, config, command) in enumerate(tries[skip:], start=skip):
+            folder = Path(top) / f"{index}-{command}"
+            folder.mkdir()
+            lay_traps(folder)
+            if command in RUNS_FITS:
+                make_files(folder, config)
+            else:
+                make_run(folder / "runs" / "run", config)
+            code, err, _ = run({**RUNS_FITS, **READS_FOLDERS}[command], folder, trains=False)
+            accepted = code == 0 and command not in READ_AS_TEXT
+            counts["tried"] += 1
+            counts["tracebacks"] += "Traceback" in err or code not in (0, 1, 2)
+            counts["accepted"] += accepted
+            if executed(folder):
+                own = name.partition(".")[0] in ("evil", "package") and "imports your own module" in err
+                meant = own and command in RUNS_FITS and place in CLASS_PLACES
+                counts["own modules imported for a class" if meant else "executed"] += 1
+                if not meant:
+                    print(f"executed: {command} {place} {name}: {err.strip()[-200:]}", flush=True)
+            elif "Traceback" in err or accepted:
+                print(f"{command} {place} {name}: {code} {err.strip()[-300:]}", flush=True)
+            shutil.rmtree(folder)
+            if not (index + 1) % 500:
+                print(f"{index + 1} of {len(tries)}", flush=True)
     return counts
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from typing_extensions import Self
 
 from fl_lightning.configuration import Config
@@ -24,6 +23,7 @@ from fl_lightning.files import WriteError
 from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
 from fl_lightning.report.live import RoundProgress
+from fl_lightning.report.plain import PlainConsole
 from fl_lightning.run import Run
 from fl_lightning.terminal import say
 from fl_lightning.trust import Trust
@@ -160,7 +160,7 @@ def _showing(verbose: bool, callbacks: Sequence[FederationCallback]) -> Iterator
     if not verbose:
         yield list(callbacks)
         return
-    with RoundProgress(Console()) as display:
+    with RoundProgress(PlainConsole()) as display:
         yield [display, *callbacks]
 
 

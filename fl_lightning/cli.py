@@ -153,12 +153,11 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
 
 def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Loudness) -> int:
     """Run a federation in this process, which may be one of several."""
-    from rich.console import Console
-
     from fl_lightning.experiment import Experiment
     from fl_lightning.federation import launch
+    from fl_lightning.report.plain import PlainConsole
 
-    console = Console(quiet=loudness.quiet)
+    console = PlainConsole(quiet=loudness.quiet)
     experiment = Experiment(config)
     try:
         return _fit_and_show(experiment, resume, overwrite, console, loudness.verbose)
@@ -176,7 +175,7 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
 
     def shown() -> list[RoundProgress]:
         for remark in remarks(experiment.loop):
-            console.print(f"note: {remark}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"note: {remark}", highlight=False, soft_wrap=True)
         return [progress]
 
     with RoundProgress(console, verbose=verbose) as progress:

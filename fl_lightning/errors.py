@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn, get_args
 
+from fl_lightning.terminal import printable
+
 LONGEST = 270
 """Characters of a message; with the program's name before it, a line stays below 300."""
 
@@ -42,8 +44,7 @@ class ConfigError(ValueError):
 def shortened(text: str, limit: int) -> str:
     """A text in one line of at most `limit` printable characters; what is too long loses its middle."""
     text = text if len(text) <= 20 * limit else f"{text[: 10 * limit]}…{text[-10 * limit :]}"
-    text = " ".join(text.split())
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    text = printable(" ".join(text.split()))
     if len(text) <= limit:
         return text
     tail = limit // 3

@@ -17,6 +17,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
 from fl_lightning.rebuilding import rebuilt
+from fl_lightning.report.escaping import in_spreadsheet
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -88,7 +89,7 @@ def _write(path: Path, rows: Iterator[list[Any]]) -> int:
     writer = csv.writer(text, lineterminator="\n")
     number = -1
     for row in rows:
-        writer.writerow(row)
+        writer.writerow([in_spreadsheet(cell) if isinstance(cell, str) else cell for cell in row])
         number += 1
     try:
         write_text(path, text.getvalue())

@@ -72,11 +72,26 @@ def _open_all() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
+def printable(text: str, keep: str = "") -> str:
+    r"""A text whose letters all show themselves; one that a terminal would obey is written as in Python.
+
+    >>> print(printable("\x1b[2Jα"))
+    \x1b[2Jα
+
+    Args:
+        text: any.
+        keep: letters that stay, as line breaks.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text)
+
+
 def say(text: str) -> None:
     """Print a line on the standard error stream, from wherever: a signal may come in the middle of another line.
 
     It is written at once: the text and its end in two would let a second signal, or another process, come in between.
     """
     with suppress(OSError, RuntimeError, ValueError):
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{printable(text, chr(10))}\n")
         sys.stderr.flush()

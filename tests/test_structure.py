@@ -18,7 +18,7 @@ FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
 # What a floor may import at run time, beside itself and the modules at the root that stand below everything.
 BELOW = (
-    "errors", "files", "resuming", "identity", "seeding", "shapes", "terminal", "source", "catalog", "reading", "trust"
+    "terminal", "errors", "files", "resuming", "identity", "seeding", "shapes", "source", "catalog", "reading", "trust"
 )  # fmt: skip
 ALLOWED = {
     "models": set(),

@@ -13,10 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.audit.inversion import Inversion
-from fl_lightning.report.figures import DPI, GRID, INK
+from fl_lightning.files import write_text
+from fl_lightning.report.figures import DPI, GRID, INK, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, in both themes
 PAGE = """<!doctype html>
@@ -69,8 +71,7 @@ def draw_reconstructions(truth: Tensor, found: Sequence[Inversion], path: Path) 
         for column in range(columns):
             _image(axes[row][column], own.found.images[column], f"{own.found.curves[-1][column]:.1f} dB")
         _row_label(axes[row][0], own.label)
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def _image(axes: Axes, image: Tensor, title: str) -> None:
@@ -82,7 +83,7 @@ def _image(axes: Axes, image: Tensor, title: str) -> None:
 
 def _row_label(axes: Axes, label: str) -> None:
     text = label.replace(" + ", "\n+ ").replace(" (", "\n(")
-    axes.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=10, color=INK, labelpad=8)
+    axes.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=10, color=INK, labelpad=8, parse_math=False)
 
 
 def draw_curves(found: Sequence[Inversion], path: Path) -> Path:
@@ -94,22 +95,24 @@ def draw_curves(found: Sequence[Inversion], path: Path) -> Path:
     """
     from matplotlib.figure import Figure
 
+    from fl_lightning.report.picture import add_legend
+
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
+    lines: dict[str, Line2D] = {}
     for own, (color, dashed) in zip(found, _looks(found), strict=True):
         if own.found is None:
             continue
         curves = own.found.curves.numpy()
         steps, style = np.arange(1, len(curves) + 1), "--" if dashed else "-"
         axes.fill_between(steps, curves.min(1), curves.max(1), color=color, alpha=0.12, linewidth=0)
-        axes.plot(steps, curves.mean(1), color=color, linestyle=style, label=own.label)
+        lines[own.label] = axes.plot(steps, curves.mean(1), color=color, linestyle=style)[0]
     axes.set_xlabel("steps of the search", color=INK)
     axes.set_ylabel("PSNR, dB", color=INK)
     axes.grid(color=GRID, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path)
-    return path
+    add_legend(axes, list(lines.values()), list(lines), fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return save(figure, path)
 
 
 def write_page(said: Mapping[str, Any], truth: Tensor | None, found: Sequence[Inversion], path: Path) -> Path:
@@ -126,7 +129,7 @@ def write_page(said: Mapping[str, Any], truth: Tensor | None, found: Sequence[In
         body += _inversion_section(said, truth, found)
     if said["canaries"]:
         body += _canary_section(said["canaries"])
-    path.write_text(PAGE.format(body="\n".join(body)), encoding="utf-8")
+    write_text(path, PAGE.format(body="\n".join(body)))
     return path
 
 

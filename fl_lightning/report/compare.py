@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fl_lightning.errors import require
 from fl_lightning.reading import read_yaml
+from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.record import read_rows
 
 FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
@@ -38,16 +39,16 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
     Raises:
         ConfigError: if one of them is no run's folder.
     """
-    console = console or Console(soft_wrap=True)
+    console = console or PlainConsole(soft_wrap=True)
     for line in _differing_keys(_settings(a), _settings(b)):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
     left, right = _figures(a), _figures(b)
     rounds = _rounds(left), _rounds(right)
     both = min(rounds)
     differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
     differing.sort(key=lambda at: (at[0], list(FILES).index(at[1])))
     if rounds[0] != rounds[1]:
-        console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", markup=False, highlight=False)
+        console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", highlight=False)
     if not differing:
         figures = sum(at[0] <= both for at in left)
         console.print(f"equal: {both} rounds, {figures} figures, bit for bit", highlight=False)

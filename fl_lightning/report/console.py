@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fl_lightning.report.columns import SPREADS, is_measure, measure_of
 from fl_lightning.report.numerals import duration, human, is_number, measure_text, percent
+from fl_lightning.report.plain import PlainConsole
 
 HEADLINES = (
     "Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T",
@@ -185,13 +186,13 @@ def print_list(entries: Iterable[tuple[str, str, str]]) -> None:
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     for entry in entries:
         table.add_row(*entry)
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 def print_table(table: RenderableType) -> None:
     """Print a table as wide as the terminal, and the same width everywhere else."""
-    console = Console()
-    (console if console.is_terminal else Console(width=PLAIN_WIDTH)).print(table)
+    console = PlainConsole()
+    (console if console.is_terminal else PlainConsole(width=PLAIN_WIDTH)).print(table)
 
 
 def print_evaluation(
@@ -217,7 +218,7 @@ def print_evaluation(
         if not name.endswith(SPREADS):
             shown = measure_text if is_measure(name) else _percents
             table.add_row(name, "–" if then is None else shown(then), shown(now))
-    (console or Console()).print(table)
+    (console or PlainConsole()).print(table)
     compared = sum(then is not None for _, then, _ in figures)
     different = [name for name, then, now in figures if then is not None and then != now]
     print(f"{compared - len(different)} of {compared} figures are equal to the last bit")

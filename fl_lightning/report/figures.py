@@ -121,6 +121,8 @@ def _line(axes: Axes, rounds: np.ndarray, values: np.ndarray, label: str, color:
 def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    from fl_lightning.report.picture import add_legend
+
     axes.set_xlabel("round", color=INK)
     axes.set_ylabel(ylabel, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -135,7 +137,7 @@ def _style(axes: Axes, ylabel: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if handles:
         columns = 3 if len(handles) > 4 else 2
         where = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": columns}
-        axes.legend(handles, labels, frameon=False, fontsize=9, **where)
+        add_legend(axes, handles, labels, fontsize=9, **where)
     else:
         axes.set_xticks([])
         axes.set_yticks([])

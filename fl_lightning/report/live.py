@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fl_lightning.report.numerals import clock, is_number, loss_text, percent
+from fl_lightning.report.plain import PlainConsole
 
 FIGURES = {"Local-T": "Local-T", "Local-T_received": "received", "Global-T": "Global-T", "Server-T": "Server-T"}
 """Accuracies shown while a run goes on: column -> label."""
@@ -35,7 +36,7 @@ class RoundProgress:
     known: dict[str, float]
 
     def __init__(self, console: Console | None = None, interval: float = 0.0, verbose: bool = False) -> None:
-        self.console = Console() if console is None else console
+        self.console = PlainConsole() if console is None else console
         self.interval = interval
         self.verbose = verbose
         self.live = self.console.is_terminal and self.console.is_interactive

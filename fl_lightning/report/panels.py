@@ -46,7 +46,7 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
 
-    from fl_lightning.report.picture import Picture
+    from fl_lightning.report.picture import Picture, add_legend
 
     rows = -(-len(panels) // 4)
     labels = [_label(line) for line in runs]
@@ -63,13 +63,8 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
         axes.set_title(f"{name}, %" if is_share else name, fontsize=10, color=INK, loc="left", parse_math=False)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    handles = [
-        Line2D([], [], color=line.light, linestyle=(0, DASHES[line.dash]), linewidth=2.2, label=label)
-        for line, label in zip(runs, labels, strict=True)
-    ]
-    key = figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
-    for text in key.get_texts():
-        text.set_parse_math(False)
+    handles = [Line2D([], [], color=line.light, linestyle=(0, DASHES[line.dash]), linewidth=2.2) for line in runs]
+    add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9)
     return figure
 
 
@@ -81,6 +76,8 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
+    from fl_lightning.report.picture import add_legend
+
     names = matching(columns, (row for line in runs for run in line.runs for row in run.rows))
     styles = {name: COLUMN_STYLES[place % len(COLUMN_STYLES)] for place, name in enumerate(names)}
     drawn = [values for line in runs for name in names if len(values := _draw_line(axes, line, name, styles, factor))]
@@ -90,8 +87,8 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
     axes.tick_params(labelsize=8, length=2)
     axes.spines[["top", "right"]].set_visible(False)
     if len(styles) > 1:
-        shown = [Line2D([], [], color=INK, linestyle=s, linewidth=1.2, label=_tail(n)) for n, s in styles.items()]
-        axes.legend(handles=shown, frameon=False, fontsize=7, handlelength=2.4, labelspacing=0.25)
+        shown = [Line2D([], [], color=INK, linestyle=style, linewidth=1.2) for style in styles.values()]
+        add_legend(axes, shown, list(map(_tail, styles)), fontsize=7, handlelength=2.4, labelspacing=0.25)
     if not drawn:
         axes.set_xticks([])
         axes.set_yticks([])

@@ -1,8 +1,10 @@
-"""A picture that a notebook shows by itself, without pyplot, which would keep it."""
+"""What pictures share: a figure that a notebook shows by itself, without pyplot, which would keep it; a legend."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -15,3 +17,17 @@ class Picture(Figure):
         file = io.BytesIO()
         FigureCanvasAgg(self).print_figure(file, format="png", dpi=self.dpi)
         return file.getvalue()
+
+
+def add_legend(owner: Any, handles: Sequence[Any], labels: Sequence[str], **options: Any) -> None:
+    """Add a legend that shows names as they are: no dollar sign begins mathematics, no underscore hides one.
+
+    Args:
+        owner: a figure or axes.
+        handles: lines.
+        labels: a name each.
+        options: of matplotlib's legend.
+    """
+    shown = [f" {label}" if label.startswith("_") else label for label in labels]
+    for text in owner.legend(handles=handles, labels=shown, frameon=False, **options).get_texts():
+        text.set_parse_math(False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fl_lightning.files import append_text, content_of, holds, write_text
 from fl_lightning.report.columns import is_score, less_is_better
+from fl_lightning.terminal import printable
 
 Row = dict[str, Any]
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
@@ -59,7 +60,7 @@ def read_rows(path: Path) -> list[Row]:
         return []
     text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
     rows = [line.split(",") for line in text.split("\n")[:-1]]  # what follows the last line break was cut short
-    columns = [name.rstrip("\r") for name in rows[0]] if rows else []
+    columns = [printable(name.rstrip("\r")) for name in rows[0]] if rows else []
     return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]
 
 

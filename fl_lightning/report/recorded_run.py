@@ -14,8 +14,9 @@ import yaml
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, plain_json
 from fl_lightning.identity import identity
-from fl_lightning.reading import DEEPEST
+from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.record import Row, read_rows
+from fl_lightning.terminal import printable
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -43,7 +44,7 @@ class RecordedRun:
     @property
     def name(self) -> str:
         """The run's name."""
-        return str(self.summary.get("name") or self.config.get("name") or self.path.resolve().name)
+        return str(self.summary.get("name") or self.config.get("name") or printable(self.path.resolve().name))
 
     @property
     def method(self) -> str:
@@ -88,7 +89,7 @@ def read_run(path: Path, command: str) -> RecordedRun:
     notes: list[str] = []
     config = _mapping(path / "config.yaml", notes)
     summary = _mapping(path / "summary.json", notes)
-    partition = {key: value for key, value in _mapping(path / "partition.json", notes).items() if key != "clients"}
+    partition = _mapping(path / "partition.json", notes, left_out="clients")
     return RecordedRun(path, config, summary, partition, rows, tuple(notes))
 
 
@@ -110,18 +111,42 @@ def _plain_yaml(text: str) -> Any:
     """What a YAML text says; libyaml's constructor would end the whole process over thousands of brackets.
 
     Raises:
-        ValueError: if it is nested too deep.
+        ValueError: if it is nested too deep, or aliases make it grow to more than `MOST_VALUES` values.
     """
-    depth = 0
+    known: dict[str, int] = {}
+    open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values of what is not closed yet
     for event in yaml.parse(text, Loader=_FAST_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise ValueError("it is nested too deep")
+        anchor, count = getattr(event, "anchor", None), 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append((anchor, 1))
+            if len(open_) > DEEPEST:
+                raise ValueError("it is nested too deep")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, count = open_.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            count = known.get(str(anchor), MOST_VALUES + 1)  # of what it is a part of itself
+        elif not isinstance(event, yaml.ScalarEvent):
+            continue
+        if anchor is not None:
+            known[anchor] = count
+        open_[-1] = open_[-1][0], open_[-1][1] + count
+        if open_[-1][1] > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES} values")
     return yaml.load(text, Loader=_FAST_LOADER)
 
 
-def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    """A YAML or JSON file that holds a mapping; else empty, and a note says why."""
+def _printable(node: Any) -> Any:
+    """The same with every text such that a terminal, a page or a picture can show it."""
+    if isinstance(node, str):
+        return printable(node)
+    if isinstance(node, Mapping):
+        return {_printable(name): _printable(value) for name, value in node.items()}
+    return [_printable(value) for value in node] if isinstance(node, list) else node
+
+
+def _mapping(path: Path, notes: list[str], left_out: str = "") -> Mapping[str, Any]:
+    """A YAML or JSON file that holds a mapping, without one of its keys; else empty, and a note says why."""
     try:
         text = content_of(path).decode()
         content = plain_json(text) if path.suffix == ".json" else _plain_yaml(text)
@@ -133,4 +158,4 @@ def _mapping(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         notes.append(f"{path.name} is damaged")
         return {}
-    return content
+    return _printable({name: value for name, value in content.items() if name != left_out})

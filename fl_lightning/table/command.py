@@ -15,6 +15,7 @@ from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
+from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, Choice, cells_of
 from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import Values, values_of
@@ -59,7 +60,7 @@ def table(argv: Sequence[str], command: Command) -> int:
         for cell in distinct(shard):
             print(shlex.join(["fl-lightning", *cell.words]))
         return 0
-    console = Console(quiet=options.quiet)
+    console = PlainConsole(quiet=options.quiet)
     if options.dry_run:
         _forecast(console, distinct(shard), options.jobs)
         return 0
@@ -91,7 +92,7 @@ def _conclude(
     values = values_of(definition, kept)
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)
-    console.print(markdown(definition, values, notes), markup=False, highlight=False, soft_wrap=True)
+    console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
 
 
@@ -140,7 +141,7 @@ def _forecast(console: Console, cells: Sequence[Cell], jobs: int) -> None:
         unknown += not cell.finished and seconds is None
         total += left
         rest = "" if cell.finished or seconds is None else f", {duration(left)} left"
-        console.print(f"{cell.title}: {state}{rest}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{cell.title}: {state}{rest}", highlight=False, soft_wrap=True)
     begun, todo = len(cells) - unknown, [cell for cell in cells if not cell.finished]
     at_once = f" with {jobs} at once" if jobs > 1 else ""
     if not todo:

@@ -10,9 +10,11 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
+from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
+from fl_lightning.terminal import printable
 
 _SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
 _KEYS = (
@@ -144,12 +146,14 @@ class _Reader:
         require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
         scale = content.get("scale", 100)
         require(type(scale) in (int, float), "scale", "must be a number", scale)
+        name = str(content.get("name") or f"{path.resolve().parent.parent.name}-{path.stem}")
+        check_name(name)
         return Definition(
             path,
-            str(content.get("name") or f"{path.resolve().parent.parent.name}-{path.stem}"),
-            str(content.get("title") or path.stem),
-            str(content.get("source") or ""),
-            " ".join(str(content.get("note") or "").split()),
+            name,
+            one_line(content.get("title") or path.stem),
+            one_line(content.get("source") or ""),
+            one_line(content.get("note") or ""),
             tuple(seeds),
             spread,
             float(scale),
@@ -163,7 +167,7 @@ class _Reader:
         node = self.content.get(key)
         require(isinstance(node, Mapping) and bool(node), key, f"must name the table's {key}", node)
         assert isinstance(node, Mapping)
-        return [(str(name), {} if value is None else value) for name, value in node.items()]
+        return [(printable(str(name)), {} if value is None else value) for name, value in node.items()]
 
     def _column(self, name: str, node: Any, default: Mapping[str, Figure]) -> Column:
         key = f"columns.{name}"
@@ -215,6 +219,11 @@ class _Reader:
                 printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
                 found.setdefault(str(row), {})[str(column)] = printed
         return found
+
+
+def one_line(text: Any) -> str:
+    """A text of a table's file, as it is printed."""
+    return printable(" ".join(str(text).split()))
 
 
 def _among(name: str, choices: Iterable[str], key: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import content_of
+from fl_lightning.report.escaping import in_spreadsheet, out_of_markdown, out_of_spreadsheet
 from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import write_page
 from fl_lightning.report.recorded_run import read_run, rows_of
@@ -18,6 +19,7 @@ from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import Values
 from fl_lightning.table.writing import as_csv
+from fl_lightning.terminal import printable
 
 CELLS = "cells.csv"
 """In the folder of a table's results: which run is which cell."""
@@ -34,7 +36,7 @@ def cells_as_csv(cells: Iterable[Cell], folder: Path) -> str:
     """Row, column, seed and folder of every cell, as seen from `folder`."""
     lines = [["row", "column", "seed", "folder"]]
     lines += [[c.row.name, c.column.name, str(c.seed), os.path.relpath(c.folder, folder)] for c in cells]
-    return _as_text(lines)
+    return _as_text([list(map(in_spreadsheet, line)) for line in lines])
 
 
 def _as_text(lines: Sequence[Sequence[str]]) -> str:
@@ -63,7 +65,7 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         first = _lines(folder / "table.md")[0]
         file = folder / CELLS
         cells = list(csv.DictReader(_lines(file))) if file.is_file() else []
-        table = _published(lines, first.removeprefix("# ") or folder.name, [])
+        table = _published(lines, printable(out_of_markdown(first.removeprefix("# "))) or folder.name, [])
     except (OSError, UnicodeDecodeError, csv.Error, IndexError) as error:
         said = f"there is no whole table in {folder} ({getattr(error, 'strerror', None) or error})"
         raise ConfigError("report", said) from error
@@ -73,9 +75,10 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         if not all(isinstance(cell.get(name), str) for name in ("row", "column", "folder")):
             notes.append(f"a line of {file} is damaged")
             continue
-        run = Path(os.path.normpath(folder / cell["folder"]))
+        run = Path(os.path.normpath(folder / out_of_spreadsheet(cell["folder"])))
         if rows_of(run / "metrics.csv"):
-            members.append(Member(read_run(run, "report"), cell["row"], cell["column"]))
+            named = (printable(out_of_spreadsheet(cell[name])) for name in ("row", "column"))
+            members.append(Member(read_run(run, "report"), *named))
         else:
             missing.append(run.name)
     if missing:
@@ -93,9 +96,10 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
     rows: dict[str, dict[str, PublishedCell]] = {}
     for line in csv.DictReader(lines):
         require(line.get("row") is not None and line.get("column") is not None, "report", "table.csv is no table")
-        head = f"{line['column']} {line.get('figure') or ''}".strip()
+        named = {name: printable(out_of_spreadsheet(line.get(name) or "")) for name in ("row", "column", "figure")}
+        head = f"{named['column']} {named['figure']}".strip()
         heads[head] = None
-        rows.setdefault(line["row"], {})[head] = _cell(line)
+        rows.setdefault(named["row"], {})[head] = _cell(line)
     said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients. Below: other moments."
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
     return PublishedTable(title, [said, *notes], list(heads), body)

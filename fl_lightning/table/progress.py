@@ -124,7 +124,7 @@ class Progress:
         return f"{self._rounds.get(job.cell.name, 0)}/{job.cell.rounds}"
 
     def _write(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fl_lightning.files import write_text
+from fl_lightning.report.escaping import in_latex, in_markdown, in_spreadsheet
 from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
 
@@ -46,24 +47,25 @@ def heads_of(table: Definition, values: Values) -> list[Head]:
 def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> str:
     """The table with its spreads, and beside each figure the published one and the difference."""
     heads = heads_of(table, values)
-    lines = [f"# {table.title}", ""]
-    lines += [f"{table.note}\n"] if table.note else []
-    lines += ["| | " + " | ".join(map(str, heads)) + " |", "|---|" + "---|" * len(heads)]
+    named = " | ".join(in_markdown(str(head)) for head in heads)
+    lines = [f"# {in_markdown(table.title)}", ""]
+    lines += [f"{in_markdown(table.note)}\n"] if table.note else []
+    lines += [f"| | {named} |", "|---|" + "---|" * len(heads)]
     for row in table.rows:
         cells = [values.get((row.name, head)) for head in heads]
         if any(cell is not None for cell in cells):
-            lines.append(f"| {row.name} | " + " | ".join(map(_marked, cells)) + " |")
+            lines.append(f"| {in_markdown(row.name)} | " + " | ".join(map(_marked, cells)) + " |")
     lines += ["", *_explained(table, values), LEGEND, ""]
     lines += ["## The same figures at other moments", ""]
     lines += ["`best` is chosen on validation parts where a run has figures on them, else on the test split.", ""]
-    lines += ["| | moment | " + " | ".join(map(str, heads)) + " |", "|---|---|" + "---|" * len(heads)]
+    lines += [f"| | moment | {named} |", "|---|---|" + "---|" * len(heads)]
     for row in table.rows:
         for moment in BESIDE:
             known = [values.get((row.name, head), Value()).beside.get(moment) for head in heads]
             if any(figure is not None for figure in known):
-                lines.append(f"| {row.name} | {moment} | " + " | ".join(map(_plain, known)) + " |")
+                lines.append(f"| {in_markdown(row.name)} | {moment} | " + " | ".join(map(_plain, known)) + " |")
     if notes:
-        lines += ["", "## What is missing", "", *(f"- {note}" for note in notes)]
+        lines += ["", "## What is missing", "", *(f"- {in_markdown(note)}" for note in notes)]
     return "\n".join(lines) + "\n"
 
 
@@ -74,10 +76,10 @@ def _explained(table: Definition, values: Values) -> list[str]:
     said = f"Means of {runs} seed{many}; ± over seeds (sample deviation), in parentheses over clients."
     if any(value.published for value in values.values()):
         over = f", ± over {table.spread}" if table.spread else ""
-        said += f" In brackets: published ({table.source}){over}, and ours minus that."
+        said += f" In brackets: published ({in_markdown(table.source)}){over}, and ours minus that."
     figures = sorted({str(figure) for column in table.columns for figure in column.figures.values()})
     own = [(row, figure) for row in table.rows for figure in (row.figure, *row.figures.values()) if figure]
-    figures += sorted({f"{figure} ({row.name})" for row, figure in own})
+    figures += sorted({f"{figure} ({in_markdown(row.name)})" for row, figure in own})
     said_of = "column of `metrics.csv` and moment, or entry of `summary.json`"
     return [said, f"Figure ({said_of}): {', '.join(figures)}.", ""]
 
@@ -131,7 +133,8 @@ def as_csv(table: Definition, values: Values) -> str:
                 known += [printed.value, printed.spread, value.difference] if printed else [None] * 3
                 seeds = " ".join(f"{seed}:{figure!r}" for seed, figure in sorted(value.seeds.items()))
                 cells = ["" if figure is None else repr(figure) for figure in known]
-                writer.writerow([row.name, head.column, head.figure, *cells, value.mark, seeds])
+                names = map(in_spreadsheet, (row.name, head.column, head.figure))
+                writer.writerow([*names, *cells, value.mark, seeds])
     return buffer.getvalue()
 
 
@@ -139,12 +142,12 @@ def latex(table: Definition, values: Values) -> str:
     """A booktabs table: mean ± over seeds, the published figure below in small print."""
     heads = heads_of(table, values)
     lines = [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
-    lines.append(" & ".join(["Method", *(_escaped(str(head)) for head in heads)]) + r" \\")
+    lines.append(" & ".join(["Method", *(in_latex(str(head)) for head in heads)]) + r" \\")
     lines.append(r"\midrule")
     for row in table.rows:
         cells = [values.get((row.name, head)) for head in heads]
         if any(cell is not None for cell in cells):
-            lines.append(" & ".join([_escaped(row.name), *map(_in_latex, cells)]) + r" \\")
+            lines.append(" & ".join([in_latex(row.name), *map(_in_latex, cells)]) + r" \\")
             if any(cell is not None and cell.published for cell in cells):
                 small = [
                     rf"{{\scriptsize {cell.published.value:g}}}" if cell and cell.published else "" for cell in cells
@@ -160,8 +163,3 @@ def _in_latex(value: Value | None) -> str:
     over = "" if value.over_seeds is None else rf" \pm {value.over_seeds:.2f}"
     inner = f"{value.mean:.2f}{over}"
     return {"best": rf"$\mathbf{{{inner}}}$", "second": rf"\underline{{${inner}$}}"}.get(value.mark, f"${inner}$")
-
-
-def _escaped(text: str) -> str:
-    signs = {"\\": r"\textbackslash{}", "β": r"$\beta$", "=": "="} | {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    return "".join(signs.get(sign, sign) for sign in text)

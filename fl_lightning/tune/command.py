@@ -16,6 +16,8 @@ from rich.console import Console
 from fl_lightning.errors import require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
+from fl_lightning.report.escaping import in_markdown, in_spreadsheet
+from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
@@ -146,7 +148,7 @@ class Tuning:
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(["method", "trial", "state", str(self.search.monitor), "choice", "runs"])
         lines = [
-            f"# {self.search.title}",
+            f"# {in_markdown(self.search.title)}",
             "",
             self._explained(),
             "",
@@ -158,12 +160,14 @@ class Tuning:
             for trial in trials:
                 runs = " ".join(cell.name for cell in trial.cells)
                 value = "" if trial.value is None else repr(trial.value)
-                writer.writerow([contender.name, trial.number, trial.state, value, _said(trial.point), runs])
+                named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
+                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs])
             best = self.best(trials)
             if best is not None:
                 self._write_overlay(contender, best)
                 value = f"{100 * (best.value or 0.0):.2f}"
-                lines.append(f"| {contender.name} | {len(trials)} | {value} | {_said(best.point)} |")
+                said = in_markdown(_said(best.point))
+                lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | {value} | {said} |")
         write_text(self.folder / "trials.csv", buffer.getvalue())
         write_text(self.folder / "tune.md", "\n".join(lines) + "\n")
         return "\n".join(lines)
@@ -177,7 +181,7 @@ class Tuning:
         )
 
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
-        path = self.folder / f"{contender.name.lower().replace(' ', '_')}.yaml"
+        path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
         node: dict[str, Any] = {}
         named = {"method": best.cells[0].config["method"]["class_path"].rpartition(".")[2]}
@@ -214,7 +218,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     options = parser.parse_args(list(argv))
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     search = read_search(Path(options.file))
-    console = Console(quiet=options.quiet)
+    console = PlainConsole(quiet=options.quiet)
     tuning = Tuning(search, Path(options.output), options.jobs, command, console)
     if options.print_commands:
         require(search.kind == "grid", "--print-commands", "needs search: grid; Optuna chooses as it goes", search.kind)
@@ -226,6 +230,6 @@ def tune(argv: Sequence[str], command: Command) -> int:
         return 0
     code, found = tuning.run()
     table = tuning.write(found)
-    console.print(table, markup=False, highlight=False, soft_wrap=True)
+    console.print(table, highlight=False, soft_wrap=True)
     console.print(f"written to {tuning.folder}", soft_wrap=True, highlight=False)
     return code

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.reading import read_yaml
+from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
+from fl_lightning.table.definition import one_line
 from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
@@ -64,6 +66,11 @@ class Contender:
     name: str
     overlay: Overlay
     space: Mapping[str, Range]
+
+    @property
+    def file(self) -> str:
+        """Name of the file of what was chosen for it."""
+        return f"{self.name.lower().replace(' ', '_')}.yaml"
 
 
 @dataclass(frozen=True)
@@ -121,10 +128,12 @@ def read_search(path: Path) -> Search:
     pruning = content.get("pruning", kind == "optuna")
     require(type(pruning) is bool, "pruning", "must be true or false", pruning)
     common = _space(content.get("space") or {}, "space")
+    name = str(content.get("name") or f"{path.resolve().parent.name}-{path.stem}")
+    check_name(name)
     return Search(
         path,
-        str(content.get("name") or f"{path.resolve().parent.name}-{path.stem}"),
-        str(content.get("title") or path.stem),
+        name,
+        one_line(content.get("title") or path.stem),
         tuple(seeds),
         read_figure(content.get("monitor", "Local-T_received.last"), "monitor"),
         goal == "max",
@@ -145,7 +154,14 @@ def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Con
         overlay = read_overlay(own, f"rows.{name}", path, ("space",))
         space = {**common, **_space(own.get("space") or {}, f"rows.{name}.space")}
         require(bool(space), f"rows.{name}.space", "is empty, so that there is nothing to choose")
+        try:
+            check_name(str(name))
+        except ConfigError as error:
+            raise error.at(f"rows.{name}") from error
         found.append(Contender(str(name), overlay, space))
+    files = [contender.file for contender in found]
+    twice = next((contender.name for contender in found if files.count(contender.file) > 1), None)
+    require(twice is None, f"rows.{twice}", "another row's overlay has the same file name; give it another name")
     return tuple(found)
 
 

@@ -79,6 +79,7 @@ def test_a_column_s_name_may_hold_dots(write):
         ("spread: seeds", "spread: rounds", "spread", "clients"),
         ("figures: {L: Local-T.best, G", "figures: {L: Local-T.finest, G", "columns.B.figures.L", "best"),
         ("title: T", "titel: T", "titel", "did you mean title"),
+        ("title: T", "name: ../../up", "name", "not a path"),
         ("base: {files: [base.yaml]}", "base: {files: [other.yaml]}", "base.files", "no such file"),
         ("base: {files: [base.yaml]}", "base: {files: base.yaml}", "base.files", "list"),
         ("{A: null}", "{C: null}", "rows.Ours.columns.C", "choose from A, B"),

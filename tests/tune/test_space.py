@@ -62,6 +62,9 @@ def test_points_of_ranges():
         ("[0.1, 1.0]", "[]", "rows.FedProx.space.method.init_args.mu.values"),
         ("monitor: Local-T_received.last", "monitor: Local-T", "monitor"),
         ("rows:", "row:", "row"),
+        ("trials: 4", "trials: 4\nname: ../up", "name"),
+        ("  FedProx:", "  ../up:", "rows.../up"),
+        ("  FedProx:", "  fedavg:", "rows.FedAvg"),
     ],
 )
 def test_mistakes_name_their_key(write, old, new, key):

@@ -167,7 +167,8 @@
     const box = make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": "Data table" });
     const save = make("button", "Save as CSV", { type: "button" });
     save.addEventListener("click", () => {
-      const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
+      const formula = (text) => /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)); // a spreadsheet would run it
+      const quoted = (text) => `"${formula(String(text)) ? "'" : ""}${String(text).replaceAll('"', '""')}"`;
       const text = [fields.map(([, head]) => quoted(head)), ...rows.map((row) => fields.map(([field]) => quoted(cell(figure, row, field))))];
       const link = make("a", null, { download: `${figure.key}.csv` });
       link.href = URL.createObjectURL(new Blob([text.map((each) => each.join(",")).join("\n")], { type: "text/csv" }));

@@ -1,0 +1,59 @@
+"""Names as they are written into what other programs read: a spreadsheet, LaTeX, Markdown."""
+
+from __future__ import annotations
+
+import re
+
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+_LATEX = {"\\": r"\textbackslash{}", "β": r"$\beta$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
+_MARKDOWN = {"|": r"\|", "<": "&lt;", "\n": " "}
+
+
+def in_spreadsheet(text: str) -> str:
+    """A text as a cell of a CSV file: what a spreadsheet would compute, or run, stands behind an apostrophe.
+
+    >>> in_spreadsheet("=cmd|'/c calc'!A1"), in_spreadsheet("FedAvg"), in_spreadsheet("-1.5e-3")
+    ("'=cmd|'/c calc'!A1", 'FedAvg', '-1.5e-3')
+    """
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def out_of_spreadsheet(cell: str) -> str:
+    """The text that `in_spreadsheet` was given.
+
+    >>> out_of_spreadsheet("'=1+1"), out_of_spreadsheet("'s")
+    ('=1+1', "'s")
+    """
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell, 1) else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def in_latex(text: str) -> str:
+    r"""A text that LaTeX prints, whatever is in it.
+
+    >>> print(in_latex(r"50 % of \write18{ls} ~ 2^3"))
+    50 \% of \textbackslash{}write18\{ls\} \textasciitilde{} 2\textasciicircum{}3
+    """
+    return "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+
+
+def in_markdown(text: str) -> str:
+    r"""A text in a line or a cell of Markdown: it closes no cell and is no HTML.
+
+    >>> print(in_markdown("a | <b>"))
+    a \| &lt;b>
+    """
+    return "".join(_MARKDOWN.get(sign, sign) for sign in text)
+
+
+def out_of_markdown(text: str) -> str:
+    """The text that `in_markdown` was given."""
+    return text.replace(r"\|", "|").replace("&lt;", "<")

@@ -1,0 +1,32 @@
+"""The terminal as it shows text that others wrote: no markup, no emoji codes, no escape sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.text import Text
+
+from fl_lightning.terminal import printable
+
+
+class PlainConsole(Console):
+    """A console on which a name is a name: ``[/b]``, ``:heart:`` and an escape sequence are shown as they are written.
+
+    Args:
+        options: of rich's console.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text as rich renders it: spelled out here, so that it is measured as it is shown."""
+        return super().render_str(printable(text, "\n\t"), **options)
+
+    def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+        """Render as rich does, and let nothing through that would move the cursor or rename the window."""
+        for text, style, control in super().render(*arguments, **options):
+            yield Segment(text if control else printable(text, "\n"), style, control)
