@@ -117,13 +117,22 @@ class CrossLayerFusion(nn.Module):
         fused: list[Tensor] = [None] * len(maps)  # type: ignore[list-item]
         above: Tensor | None = None  # Cv1 of the level above
         for level in reversed(range(len(maps))):
-            own = self.lateral[level](maps[level])
-            total = own + self.enhance[level](maps[level])
+            own = None if level == 0 or self.recursive else self.lateral[level](maps[level])
+            total = self._enlarged(level, maps[level]) if own is None else own + self.enhance[level](maps[level])
             if above is not None:
                 total = total + F.interpolate(above, maps[level].shape[2:], mode="bilinear", align_corners=False)
             fused[level] = self.smooth[level](total)
-            above = self.lateral[level](fused[level]) if self.recursive else own
+            above = self.lateral[level](fused[level]) if self.recursive and level else own
         return fused
+
+    def _enlarged(self, level: int, own: Tensor) -> Tensor:
+        """Cv1 + Cv3 of a level's map where nothing else needs Cv1 of it: one convolution by the sum of both kernels."""
+        narrow, wide = self.lateral[level], self.enhance[level]
+        assert isinstance(narrow, nn.Conv2d)
+        assert isinstance(wide, nn.Conv2d)
+        assert narrow.bias is not None
+        assert wide.bias is not None
+        return F.conv2d(own, wide.weight + F.pad(narrow.weight, (1, 1, 1, 1)), wide.bias + narrow.bias, padding=1)
 
 
 def _smoothing(mid_channels: int, channels: int, convs: int) -> nn.Module:
@@ -164,8 +173,8 @@ def feature_distillation_loss(
         raise ValueError(f"feature_distillation_loss: needs levels of equal shapes, got {ours} and {theirs}")
     levels = []
     for student, teacher in zip(student_features, teacher_features, strict=True):
-        squares = (widened(student) - widened(teacher).detach()).square()
-        levels.append(squares.mean() if reduction == "mean" else squares.sum() / max(len(squares), 1))
+        distance = F.mse_loss(widened(student), widened(teacher).detach(), reduction=reduction)
+        levels.append(distance if reduction == "mean" else distance / max(len(student), 1))
     return torch.stack(levels).sum()
 
 
