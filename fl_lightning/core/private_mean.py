@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.aggregation import ExactSum, Partial
+from fl_lightning.core.aggregation import Partial
 from fl_lightning.core.coding import Coding, clipped, deviations
+from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.message import Message, Structured, accumulation_dtype, artifact
 from fl_lightning.seeding import torch_generator
 

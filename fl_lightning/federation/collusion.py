@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.core.aggregation import ExactSum
+from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.message import Message, accumulation_dtype
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import transport

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.aggregation import ArtifactRule, ExactSum, Partial
+from fl_lightning.core.aggregation import ArtifactRule, Partial
+from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.aggregation import ArtifactRule, ExactSum
+from fl_lightning.core.aggregation import ArtifactRule
+from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Artifact, Message, Structured, artifact

@@ -8,13 +8,13 @@ import torch
 from fl_lightning.core.aggregation import (
     ArtifactRule,
     ClassMeanRule,
-    ExactSum,
     KindRule,
     RunningSum,
     TensorMean,
     WeightedMean,
     default_rule,
 )
+from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.message import ClassMeans, Message, Structured, artifact
 from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError

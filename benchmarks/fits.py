@@ -1,0 +1,93 @@
+"""What small fits cost beside their steps, each figure over the plainest code for the same values, in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/fits.py [--parts sum …] [--repetitions 15] [--wall]
+
+Variants take turns; a ratio is the median over repetitions of ratios within one. The processor's time is counted, so
+that another process disturbs little; `--wall` counts the clock's. Parts:
+
+  sum    messages of 20 clients into their weighted mean, over float64 `add_` of the same float32 values: the
+         quickstart's MLP, the CNN, and four million values
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fl_lightning.core.aggregation import WeightedMean
+from fl_lightning.core.exact_sum import ExactSum
+
+Now = Callable[[], float]
+SHAPES = {
+    "quickstart's MLP": [(128, 64), (128,), (64, 128), (64,), (10, 64), (10,)],
+    "CNN": [(32, 1, 5, 5), (32,), (64, 32, 5, 5), (64,), (512, 1024), (512,), (10, 512), (10,)],
+    "4 million": [(100_000,)] * 40,
+}
+
+
+def in_turns(variants: Mapping[str, Callable[[], object]], repetitions: int, now: Now) -> dict[str, list[float]]:
+    """Seconds of each variant, once a repetition, after one that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for repetition in range(repetitions + 1):
+        for name, work in variants.items():
+            start = now()
+            work()
+            if repetition:
+                times[name].append(now() - start)
+    return times
+
+
+def printed(what: str, times: Mapping[str, list[float]], over: str, parts: int, unit: float = 1e6) -> None:
+    """A line a variant: its time a part in microseconds, and its ratio to the one that it is compared with."""
+    for name, own in times.items():
+        ratio = statistics.median(a / b for a, b in zip(own, times[over], strict=True))
+        print(f"{what}: {name}: {unit * statistics.median(own) / parts:.1f} us, {ratio:.2f} x", flush=True)
+
+
+def measure_sum(options: argparse.Namespace, now: Now) -> None:
+    for name, shapes in SHAPES.items():
+        clients = 20 if name != "4 million" else 8
+        messages = [{str(i): torch.randn(shape) * 0.05 for i, shape in enumerate(shapes)} for _ in range(clients)]
+        flat = [torch.cat([tensor.reshape(-1) for tensor in message.values()]) for message in messages]
+
+        def plain(flat: list[torch.Tensor] = flat) -> None:
+            total = torch.zeros(len(flat[0]), dtype=torch.float64)
+            for values in flat:
+                total.add_(values)
+
+        def exact(flat: list[torch.Tensor] = flat) -> None:
+            total = ExactSum()
+            for values in flat:
+                total.add(values, 49)
+
+        def mean(messages: list[dict[str, torch.Tensor]] = messages) -> None:
+            total = WeightedMean()
+            for message in messages:
+                total.add(message, 49)
+            total.result()
+
+        variants = {"plain add": plain, "exact sum": exact, "weighted mean of messages": mean}
+        printed(f"sum, {name}", in_turns(variants, options.repetitions, now), "plain add", clients)
+
+
+PARTS = {"sum": measure_sum}
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--wall", action="store_true", help="count waiting, too: for a quiet machine")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for part in options.parts:
+        PARTS[part](options, time.perf_counter if options.wall else time.thread_time)
+
+
+if __name__ == "__main__":
+    main()
