@@ -22,7 +22,7 @@ from fl_lightning.core.aggregation import WeightedMean
 from fl_lightning.core.exact_sum import ExactSum
 
 Now = Callable[[], float]
-SHAPES = {
+SHAPES: dict[str, list[tuple[int, ...]]] = {
     "quickstart's MLP": [(128, 64), (128,), (64, 128), (64,), (10, 64), (10,)],
     "CNN": [(32, 1, 5, 5), (32,), (64, 32, 5, 5), (64,), (512, 1024), (512,), (10, 512), (10,)],
     "4 million": [(100_000,)] * 40,
