@@ -257,7 +257,7 @@ def outcome():
     """All that a run leaves behind, but for seconds: rows, exchange, clients' private states, last scores."""
 
     def read(loop) -> dict:
-        rows = {row["round"]: {k: v for k, v in row.items() if k != "seconds"} for row in loop.diary.rows}
+        rows = {row["round"]: {k: v for k, v in row.items() if not k.startswith("seconds")} for row in loop.diary.rows}
         clients = {c: dict(loop.runner.pool.get(c) or {}) for c in range(loop.num_clients)}
         scores = {name: torch.nan_to_num(torch.from_numpy(v.copy()), -1) for name, v in loop.scores.items()}
         exchange = loop.exchange.state_dict()

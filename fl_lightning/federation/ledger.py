@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,8 @@ from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.scores import loss_column, mean_losses
-from fl_lightning.report.columns import is_measure, spreads_of
+from fl_lightning.federation.stopwatch import COLUMNS
+from fl_lightning.report.columns import SECONDS, is_measure, spreads_of
 
 
 class Absent(NamedTuple):
@@ -75,7 +75,7 @@ class Ledger:
         lost = [*map(loss_column, losses), *(["loss_newcomers"] if self.has_newcomers else ())]
         present = ("participants", "missing", *(["skipped"] if self.skips else ()))
         spent = [*(["epsilon"] if self.account else ()), *(["record_epsilon"] if self.records else ())]
-        traffic = [*spent, *self.traffic, *present, "seconds", *lost]
+        traffic = [*spent, *self.traffic, *present, *COLUMNS, *lost]
         return ["round", *accuracies, "receive_drop", *traffic, *measures]
 
     def write(
@@ -85,7 +85,7 @@ class Ledger:
         pulled: Size,
         absent: Absent,
         figures: Mapping[str, Any],
-        start: float,
+        lap: Mapping[str, float],
     ) -> dict[str, Any]:
         """Enter a round, and return its row.
 
@@ -95,7 +95,7 @@ class Ledger:
             pulled: what was sent beyond what they posted.
             absent: how many should have taken part and did not.
             figures: its accuracies, by column.
-            start: when it began, by `time.perf_counter`.
+            lap: where the seconds went since the row before.
         """
         traffic = _traffic(reports, pulled, absent.heard)
         present = {"participants": len(reports), "missing": absent.missing}
@@ -109,8 +109,8 @@ class Ledger:
         if self.records is not None:
             self.records.enter(reports)
             row["record_epsilon"] = self.records.of(self.records.worst())
-        row["seconds"] = time.perf_counter() - start
-        self.seconds += row["seconds"]
+        row |= lap
+        self.seconds += lap[SECONDS]
         for name, value in traffic.items():
             self.traffic[name] += value
         return row

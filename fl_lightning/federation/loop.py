@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.collusion import Collusion, Held
 from fl_lightning.federation.early_stopping import Patience
-from fl_lightning.federation.examiner import Examiner, union
+from fl_lightning.federation.examiner import Examiner
 from fl_lightning.federation.graphs import EXCHANGES
+from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
 from fl_lightning.federation.privacy import start_account
@@ -36,7 +36,8 @@ from fl_lightning.federation.trainers import report_profile
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.watch import Watch, watched
 from fl_lightning.federation.wire import Wire
-from fl_lightning.federation.workers import MAIN, Workers, shared_exchange
+from fl_lightning.federation.workers import Workers, shared_exchange
+from fl_lightning.report.columns import SECONDS
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
@@ -99,12 +100,13 @@ class FederatedLoop:
         architecture = architecture or [0] * self.num_clients
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
+        self.stopwatch = self.runner.stopwatch
         self._set_up_exchange()
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes)
         self.models_folder = storage.models(self.runner.model_bytes()) if self.workers.writes else None
         self.num_train = np.array([client.num_train for client in data.clients])
         self.num_test = np.array([client.num_test for client in data.clients])
-        self.holders = self.workers.share_out({c: float(n) for c, n in enumerate(self.num_train)}, {})
+        self.holders = Holders(self.workers, self.num_train)
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
         self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
@@ -178,6 +180,7 @@ class FederatedLoop:
             self.agreement.settle(self.workers)
             while not self.done:
                 self.advance()
+            self.ledger.seconds += self.stopwatch.lap()[SECONDS]  # the last round's save stands in no row
             report_profile(self.runner.trainer)
             if self.round < self.settings.rounds and not self.ended:
                 return None
@@ -187,14 +190,16 @@ class FederatedLoop:
 
     def advance(self) -> None:
         """One round."""
-        start = time.perf_counter()
+        self.stopwatch.start()
         round = self.round + 1
         self.participants = self.calendar.participants(round)
-        self.ward.note_outgoing()
-        self.exchange.open(round, self.participants)
-        owners = self._share_out(round)
+        with self.stopwatch.part("exchange"):
+            self.ward.note_outgoing()
+            self.exchange.open(round, self.participants)
+            owners = self._share_out(round)
         self._call("on_round_start", round, self.participants)
-        self.examiner.prepare(round, self.participants)
+        with self.stopwatch.part("evaluate"):
+            self.examiner.prepare(round, self.participants)
         reports: list[ClientReport] = []
         for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
             if not self.ward.ends_round:
@@ -204,74 +209,67 @@ class FederatedLoop:
                     if self.watch is not None:
                         self.watch.note(round, len(reports))
                     self._call("on_client_fit_end", report)
-        self.participants = self.ward.leave_out(round, self.participants)
-        for report in reports if self.ward.skipped else ():  # there may be fewer to send to
-            report.uplink = self.exchange.uplink(report.client, report.message)
-        reports = self._gather(reports)
-        if self.collusion is not None:
-            self.collusion.release(round)
-        self.exchange.close()
-        self.ward.check_outgoing(round)
+        with self.stopwatch.part("exchange"):
+            self.participants = self.ward.leave_out(round, self.participants)
+            for report in reports if self.ward.skipped else ():  # there may be fewer to send to
+                report.uplink = self.exchange.uplink(report.client, report.message)
+            reports = self._gather(reports)
+            if self.collusion is not None:
+                self.collusion.release(round)
+            self.exchange.close()
+            self.ward.check_outgoing(round)
         self.examiner.forget()
         self.round = round
-        self._end_round(reports, start)
+        self._end_round(reports)
 
     def _take_part(self, round: int, client: int) -> ClientReport:
         """One participant's round: what it hears, its fit, and what it sends."""
         self.runner.module(client).lr_factor = self.settings.lr_decay ** (round - 1)
-        job = self._job(round, client)
-        report = self.runner.run(job, self.wire)
-        report.downlink = heard(self.exchange, client, job.message)
-        report.uplink = self.exchange.uplink(client, report.message)
-        if self.collusion is not None:
-            self.collusion.hold(client, Held(report.message, self.runner.start(client, job.message), job.message))
-            return report
-        with at(round, client, "message", ServerError):  # half of it may be in the sums already
-            self.exchange.post(client, report.message)
+        with self.stopwatch.part("exchange"):
+            job = self._job(round, client)
+        with self.stopwatch.part("fit"):
+            report = self.runner.run(job, self.wire)
+        with self.stopwatch.part("exchange"):
+            report.downlink = heard(self.exchange, client, job.message)
+            report.uplink = self.exchange.uplink(client, report.message)
+            if self.collusion is not None:
+                self.collusion.hold(client, Held(report.message, self.runner.start(client, job.message), job.message))
+                return report
+            with at(round, client, "message", ServerError):  # half of it may be in the sums already
+                self.exchange.post(client, report.message)
         return report
 
     def _share_out(self, round: int) -> dict[int, int]:
         """Decide which worker fits which participant, and bring states and messages there."""
+        pool = self.runner.pool
         if self.exchange.in_turn or self.workers.size == 1:
-            owners = dict.fromkeys(self.participants, MAIN)
+            owners = self.holders.all_to_main(self.participants, pool)
         else:
-            costs = {c: self.examiner.cost(c, round) for c in self.participants}
-            owners = self.workers.share_out(costs, self.holders)
-        self.workers.move(self.holders, owners, self.runner.pool)
-        self.holders |= owners
+            owners = self.holders.share_out({c: self.examiner.cost(c, round) for c in self.participants}, pool)
         self.exchange.address(owners)
         return owners
 
     def _gather(self, own: list[ClientReport]) -> list[ClientReport]:
         """Every worker's reports, in the order of clients; the main one tells its callbacks of the others'."""
-        if self.workers.size == 1:
-            return sorted(own, key=lambda report: report.client)
         parts = self.workers.gather(own)
         for report in [report for part in parts[1:] for report in part]:
             self._call("on_client_fit_end", report)
         return sorted((report for part in parts for report in part), key=lambda report: report.client)
 
-    def _end_round(self, reports: Sequence[ClientReport], start: float) -> None:
+    def _end_round(self, reports: Sequence[ClientReport]) -> None:
         for report in reports:
             self.board.record(report.client, report.scores, report.losses, self.examiner.is_alone(self.round))
         evaluated = self.calendar.is_evaluated(self.round)
-        figures = self.examiner.figures(self.round, self.participants) if evaluated else {}
+        with self.stopwatch.part("evaluate"):
+            figures = self.examiner.figures(self.round, self.participants) if evaluated else {}
         absent = Absent(len(self.calendar.missing(self.round)), len(self.ward.skipped), self.ward.heard)
-        row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, start)
+        lap = self.stopwatch.lap()
+        row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, lap)
         self.patience.see(self.round, row if evaluated else None)
         self._call("on_round_end", row)
         self.agreement.settle(self.workers)
         if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):
-            self._save()
-
-    def _save(self) -> None:
-        if self.checkpoints is None or not self.workers.writes:
-            return
-        with Waiting.context():  # a slow disk takes its time
-            files = union(self.workers.gather(self.runner.pool.flush(self.round)))
-            if self.workers.is_main:
-                self.checkpoints.save(self.round, self.state_dict(), files, self.settings.checkpoint.keep)
-        self.agreement.note_save()
+            saving.save(self)
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
@@ -290,12 +288,13 @@ class FederatedLoop:
         """What every client's model scores after one more receive, without a fit: `final_received`."""
         if not self.settings.evaluate.received:
             return {}
-        self.exchange.address(self.holders)
+        holders = self.holders.of(range(self.num_clients))
+        self.exchange.address(holders)
 
         def inbox(client: int) -> Message:
             return self.wire.down(self.exchange.inbox(client))
 
-        self.final_scores = self.examiner.receive_once_more(self.holders, inbox, self.round + 1)
+        self.final_scores = self.examiner.receive_once_more(holders, inbox, self.round + 1)
         return self.examiner.board.spreads(self.final_scores)
 
     @property
@@ -338,6 +337,6 @@ class FederatedLoop:
         saving.restore(self, state)
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        with Waiting.context():  # somebody else's code may take its time
+        with Waiting.context(), self.stopwatch.part(None):  # somebody else's code may take its time
             for callback in self.callbacks if self.workers.is_main else ():
                 getattr(callback, hook)(self, *arguments)

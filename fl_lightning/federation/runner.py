@@ -31,6 +31,7 @@ from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
+from fl_lightning.federation.stopwatch import Stopwatch
 from fl_lightning.federation.trainers import check_callbacks, make_trainer, start_anew
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import cuts_epochs, workload_of
@@ -137,6 +138,7 @@ class Runner:
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
         self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures)
         self.pool = ClientPool(None)
+        self.stopwatch = Stopwatch()
         self.keeps_shared = False
         self._passes: dict[tuple[int, Workload], float] = {}
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
@@ -216,7 +218,7 @@ class Runner:
         with at(round, client, "receive"):
             self.receive(module, job.message, data, job.facts)
         scores: Scores = {}
-        with at(round, client, "evaluation after the receive"):
+        with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
             if job.received:
                 scores.update(self._received_scores(module, client, job.known_scores))
         with at(round, client, "fit"):
@@ -224,7 +226,7 @@ class Runner:
             losses = checkups.losses()
             entries = module.entries
             checkups.state(entries, self._own)
-        with at(round, client, "evaluation after the fit"):
+        with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:
                 scores.update(self.evaluator.client(module, client, "trained"))
         with at(round, client, "send"):

@@ -10,6 +10,8 @@ import torch
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback, Loop
+from fl_lightning.federation.examiner import union
+from fl_lightning.federation.transport import Waiting
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
@@ -24,6 +26,17 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
+
+
+def save(loop: Loop) -> None:
+    """Write a checkpoint of a round that is done, where this run keeps any; all processes together."""
+    if loop.checkpoints is None or not loop.workers.writes:
+        return
+    with Waiting.context(), loop.stopwatch.part("save"):  # a slow disk takes its time
+        files = union(loop.workers.gather(loop.runner.pool.flush(loop.round)))
+        if loop.workers.is_main:
+            loop.checkpoints.save(loop.round, loop.state_dict(), files, loop.settings.checkpoint.keep)
+    loop.agreement.note_save()
 
 
 def restore(loop: Loop, state: Mapping[str, Any]) -> None:
@@ -55,8 +68,8 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
 def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.round = state["round"]
     loop.exchange.load_state_dict(_to(state["exchange"], loop.runner.device))
-    rank = loop.workers.rank
-    loop.runner.pool.restore({c: file for c, file in state["clients"].items() if loop.holders[c] == rank})
+    rank, holders = loop.workers.rank, loop.holders.of(state["clients"])
+    loop.runner.pool.restore({c: file for c, file in state["clients"].items() if holders[c] == rank})
     same = state["board"]["scores"].keys() == loop.scores.keys()
     require(same, "--resume", "the checkpoint evaluates other columns")
     loop.board.load_state_dict(state["board"])

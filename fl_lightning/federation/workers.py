@@ -82,13 +82,13 @@ class Workers:
         """Bring clients' private states to the workers that need them.
 
         Args:
-            holders: client -> worker that has the state.
+            holders: client -> worker that has the state; a client that is not named has none yet.
             owners: client -> worker that needs it.
             pool: this process's `ClientPool`.
         """
         cpu = torch.device("cpu")
         moves: dict[tuple[int, int], list[int]] = {}
-        for client in sorted(owners):
+        for client in sorted(owners.keys() & holders.keys()):
             moves.setdefault((holders[client], owners[client]), []).append(client)
         for (there, here), clients in sorted(
             moves.items()

@@ -20,6 +20,8 @@ HURT = "_hurt"
 SPREADS = (*ACCURACY_SPREADS[1:], "_undefined", HURT, "_newcomers")
 LOSS, BALANCED = "eval_loss", "balanced_accuracy"
 """The measures that are there by default."""
+SECONDS = "seconds"
+"""How long a round took; with an underscore and a word behind it, a part of that."""
 _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
 _LESS = re.compile(r"[^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)[^/]*/")
@@ -32,6 +34,15 @@ def is_measure(column: str) -> bool:
     [False, False, True, False]
     """
     return _MEASURE.match(column) is not None
+
+
+def is_time(column: str) -> bool:
+    """Whether a column is never the same twice, because it holds seconds.
+
+    >>> [is_time(name) for name in ("seconds", "seconds_fit", "loss")]
+    [True, True, False]
+    """
+    return column == SECONDS or column.startswith(f"{SECONDS}_")
 
 
 def is_score(column: str) -> bool:

@@ -11,13 +11,13 @@ from rich.table import Table
 
 from fl_lightning.errors import require
 from fl_lightning.reading import read_yaml
+from fl_lightning.report.columns import is_time
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.record import read_rows
 
 FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
 """File -> the columns that say which row it is."""
 SHOWN = 20  # figures of the first round that differs
-NO_FIGURES = ("seconds",)
 
 Figures = dict[tuple[Any, ...], str]
 """(round, file, row, column) -> the figure, every digit of it."""
@@ -80,7 +80,7 @@ def _figures(run: Path) -> Figures:
         for row in read_rows(run / file):
             place = tuple(row.get(name) for name in names)
             for column, value in row.items():
-                if value is not None and column not in (*names, *NO_FIGURES):
+                if value is not None and column not in names and not is_time(column):
                     found[place[0], file, place, column] = repr(value)
     return found
 

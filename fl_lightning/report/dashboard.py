@@ -89,6 +89,7 @@ SECTIONS = (
             Panel("Bytes a round", ("uplink_bytes", "downlink_bytes")),
             Panel("Values a round", ("uplink_params", "downlink_params")),
             Panel("Seconds a round", ("seconds",)),
+            Panel("Where they go", ("seconds_fit", "seconds_evaluate", "seconds_exchange", "seconds_save")),
         ),
     ),
     Section(

@@ -12,6 +12,7 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import append_text, content_of, holds, sync_file, write_text
+from fl_lightning.report.columns import is_time
 from fl_lightning.report.record import MetricsFile
 
 JOURNAL = "journal.txt"
@@ -21,12 +22,10 @@ Texts = dict[str, str]
 """A table's name -> lines of it."""
 
 
-UNREPEATABLE = "seconds"
-"""A column that is never the same twice: sums over tables leave it out, so that equal runs have equal checkpoints."""
-
-
 class Sum:
     """The CRC-32 of a table's lines, its header's first.
+
+    Seconds are left out, which are never the same twice, so that equal runs have equal checkpoints.
 
     Args:
         header: the header's line.
@@ -34,14 +33,15 @@ class Sum:
 
     def __init__(self, header: str) -> None:
         columns = header.rstrip("\n").split(",")
-        self._skipped = columns.index(UNREPEATABLE) if UNREPEATABLE in columns else None
+        self._skipped = frozenset(place for place, name in enumerate(columns) if is_time(name))
         self.value = zlib.crc32(header.encode())
 
     def add(self, lines: str) -> Sum:
         """Add lines to it."""
-        if self._skipped is not None:
+        if self._skipped:
             rows = [line.split(",") for line in lines.splitlines()]
-            lines = "".join(",".join(row[: self._skipped] + row[self._skipped + 1 :]) + "\n" for row in rows)
+            kept = ([cell for place, cell in enumerate(row) if place not in self._skipped] for row in rows)
+            lines = "".join(",".join(row) + "\n" for row in kept)
         self.value = zlib.crc32(lines.encode(), self.value)
         return self
 

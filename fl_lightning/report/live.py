@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from fl_lightning.report.columns import SECONDS
 from fl_lightning.report.numerals import clock, is_number, loss_text, percent
 from fl_lightning.report.plain import PlainConsole
 
@@ -97,6 +98,8 @@ class RoundProgress:
         elif not self.live and self._is_due():
             self._written = time.monotonic()
             self._print(self.line(row))
+        if self.verbose:
+            self._print(_parts(row))
 
     def on_run_end(self, loop: Any, summary: Mapping[str, Any]) -> None:
         """All rounds are done: the lines stay as they are."""
@@ -229,6 +232,12 @@ def _setting(loop: Any) -> str:
         f"{type(runner.modules[0].method).__name__}, model of {models} parameters; {type(loop.exchange).__name__}; "
         f"{runner.device}, {runner.trainer.precision}, {workers}"
     )
+
+
+def _parts(row: Mapping[str, Any]) -> str:
+    """Where a round's seconds went."""
+    parts = {name.removeprefix(f"{SECONDS}_"): value for name, value in row.items() if name.startswith(f"{SECONDS}_")}
+    return "  " + "  ".join(f"{name} {value:.2f} s" for name, value in parts.items())
 
 
 def _labels(known: Mapping[str, float]) -> dict[str, str]:

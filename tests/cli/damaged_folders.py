@@ -180,7 +180,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         rows = list(csv.DictReader(io.StringIO(path.read_text())))
     except (OSError, ValueError, csv.Error):
         return []
-    return [{name: cell for name, cell in row.items() if name != "seconds"} for row in rows]
+    return [{name: cell for name, cell in row.items() if not name.startswith("seconds")} for row in rows]
 
 
 # --- what is right --------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import torch
 
 
 def without_seconds(path: Path) -> list[list[str]]:
-    """The cells of a metrics.csv but for its column `seconds`."""
+    """The cells of a metrics.csv but for its columns of seconds."""
     rows = [line.split(",") for line in path.read_text().splitlines()]
-    left_out = rows[0].index("seconds") if "seconds" in rows[0] else None
-    return [[cell for index, cell in enumerate(row) if index != left_out] for row in rows]
+    left_out = {index for index, name in enumerate(rows[0]) if name.startswith("seconds")}
+    return [[cell for index, cell in enumerate(row) if index not in left_out] for row in rows]
 
 
 def leaves(state, prefix=""):

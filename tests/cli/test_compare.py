@@ -36,8 +36,9 @@ def test_run_equals_its_repetition(finished, workplace):
     assert out.endswith(" figures, bit for bit\n")
 
 
-def test_equal_runs_may_differ_in_seconds_and_nan_equals_nan(runs):
-    code, out, err = runs(metrics=("1.1\n", "7.7\n"), config=("name: a", "name: b"))
+@pytest.mark.parametrize("metrics", [("1.1\n", "7.7\n"), ("seconds\n", "seconds_fit\n")])
+def test_equal_runs_may_differ_in_seconds_and_nan_equals_nan(runs, metrics):
+    code, out, err = runs(metrics=metrics, config=("name: a", "name: b"))
     assert (code, err) == (0, "")
     assert out == "name: 'a' | 'b'\nequal: 3 rounds, 11 figures, bit for bit\n"
 

@@ -313,7 +313,8 @@ def test_metrics_have_the_columns_of_the_design(finished):
     assert [row["round"] for row in rows] == ["1", "2", "3"]
     wanted = {name + spread for name in ACCURACIES for spread in SPREADS} | {
         "round", "Server-T", "receive_drop", "uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes",
-        "participants", "missing", "seconds", "loss", "loss/cross_entropy",
+        "participants", "missing", "loss", "loss/cross_entropy",
+        "seconds", "seconds_fit", "seconds_evaluate", "seconds_exchange", "seconds_save",
         "Local-T_hurt", "Local-T_received_hurt", "eval_loss/Server-T", "balanced_accuracy/Server-T",
     }  # fmt: skip
     wanted |= {name + spread for name in MEASURES for spread in OF_MEASURES}

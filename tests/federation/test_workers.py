@@ -151,7 +151,7 @@ def read(folder, name):
     clients = {client: torch.load(checkpoints.clients / file) for client, file in files.items()}
     models = {path.name: torch.load(path) for path in sorted((folder / name / "models").glob("*.pt"))}
     left = torch.load(folder / f"{name}.pt")
-    rows = {row["round"]: {k: v for k, v in row.items() if k != "seconds"} for row in left["rows"]}
+    rows = {row["round"]: {k: v for k, v in row.items() if not k.startswith("seconds")} for row in left["rows"]}
     return {"rows": rows, "final": left["final"], "state": state, "clients": clients, "models": models}
 
 

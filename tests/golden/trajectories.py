@@ -116,7 +116,9 @@ class Watch(FederationCallback):
                 squares += float(tensor.double().square().sum())
         self._sent = {}
         numbers = {
-            k: v for k, v in row.items() if k not in ("seconds", "round") and not k.endswith(("_worst10", "_min"))
+            k: v
+            for k, v in row.items()
+            if k != "round" and not k.startswith("seconds") and not k.endswith(("_worst10", "_min"))
         }
         self.rounds.append({**numbers, "sent": digest.hexdigest()[:16], "norm": math.sqrt(squares)})
 

@@ -291,7 +291,10 @@ def test_verbose_display_has_a_line_for_every_client():
     progress._loop = loop_of(0, 3)
     progress.on_round_start(progress._loop, 1, [7])
     progress.on_client_fit_end(progress._loop, report)
-    assert file.getvalue() == "  client 7  Local-T 90.0 %  loss 0.5000  12 steps  0.25 s\n"
+    progress.on_round_end(progress._loop, {"round": 1, "seconds": 2.0, "seconds_fit": 1.5, "seconds_save": 0.25})
+    client, _, parts = file.getvalue().splitlines()
+    assert client == "  client 7  Local-T 90.0 %  loss 0.5000  12 steps  0.25 s"
+    assert parts == "  fit 1.50 s  save 0.25 s"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

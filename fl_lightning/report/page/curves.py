@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.columns import HURT, SPREADS, is_measure, is_score, validated
+from fl_lightning.report.columns import HURT, SECONDS, SPREADS, is_measure, is_score, validated
 from fl_lightning.report.page.figure import (
     DASH,
     THIRD,
@@ -23,6 +23,8 @@ from fl_lightning.report.page.figure import (
 )
 from fl_lightning.report.series import Curve, Series, curve_of
 
+TIMES = tuple(SECONDS + part for part in ("", "_fit", "_evaluate", "_exchange", "_save"))
+SPREAD = {"sl": "− std over seeds", "sh": "+ std over seeds"}
 ACCURACIES = {
     "Local-T": "Each client's own model after its local fit, on its own test samples; the mean over clients.",
     "Local-T_received": "Each client's model right after the receive, before the fit, on its own test samples.",
@@ -78,8 +80,22 @@ def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
 
 def measures(lines: Sequence[Series]) -> Iterator[Figure]:
     """Test loss, balanced accuracy and the run's own metrics, validation and fairness: one at a time, as chosen."""
+    text = (
+        "The mean over clients of a measure beside accuracy (eval_loss is the cross-entropy of what is predicted); V "
+        "stands for the validation parts. Gini is 0 and Jain 1 where all clients are equal; hurt is the share of "
+        "clients below what they reach alone."
+    )
+    rows, picks = _chosen_among(lines, _measured(lines))
+    if len(rows):
+        heads = {"label": "run", "pick": "measure", "x": "round", "y": "mean", **SPREAD}
+        spec = over_rounds(None, rows, True)
+        yield Figure("measures", "Accuracy", "Other measures", text, spec, rows.columns, heads, {}, picks)
+
+
+def _chosen_among(lines: Sequence[Series], columns: Sequence[str]) -> tuple[Rows, list[str]]:
+    """Curves of columns of which one at a time is shown, and the columns that there are."""
     rows, picks = Rows("s", "pick", "x", "y", "sl", "sh"), list[str]()
-    for column in _measured(lines):
+    for column in columns:
         for place, line in enumerate(lines):
             curve = line.curve(column)
             if len(curve.rounds) and column not in picks:
@@ -88,16 +104,7 @@ def measures(lines: Sequence[Series]) -> Iterator[Figure]:
                 y, std = curve.mean[point], curve.std[point]
                 ends = {"sl": y - std, "sh": y + std}
                 rows.add(s=place, pick=picks.index(column), x=curve.rounds[point], y=y, **ends)
-    if len(rows):
-        text = (
-            "The mean over clients of a measure beside accuracy (eval_loss is the cross-entropy of what is predicted); "
-            "V stands for the validation parts. Gini is 0 and Jain 1 where all clients are equal; hurt is the share of "
-            "clients below what they reach alone."
-        )
-        heads = {"label": "run", "pick": "measure", "x": "round", "y": "mean", "sl": "− std over seeds"}
-        heads |= {"sh": "+ std over seeds"}
-        spec = over_rounds(None, rows, True)
-        yield Figure("measures", "Accuracy", "Other measures", text, spec, rows.columns, heads, {}, picks)
+    return rows, picks
 
 
 FAIRNESS = ("_worst10", "_gini", "_jain", HURT)
@@ -113,9 +120,16 @@ def _measured(lines: Sequence[Series]) -> list[str]:
 
 
 def seconds(lines: Sequence[Series]) -> Iterator[Figure]:
-    """How long rounds take."""
-    text = "Seconds of each round, evaluation included; comparable only between runs on one machine."
-    yield from _single(lines, "seconds", "Cost", "Time a round", text, "seconds")
+    """How long rounds take, and where the time goes."""
+    text = (
+        "Seconds of each round, whole or one of its parts; comparable only between runs on one machine. A checkpoint "
+        "is written after its round's row, so that it counts in the next one."
+    )
+    rows, picks = _chosen_among(lines, TIMES)
+    if len(rows):
+        heads = {"label": "run", "pick": "of", "x": "round", "y": "Time a round, seconds", **SPREAD}
+        spec = over_rounds("seconds", rows, True)
+        yield Figure("seconds", "Cost", "Time a round", text, spec, rows.columns, heads, {}, picks)
 
 
 def _single(lines: Sequence[Series], column: str, section: str, title: str, text: str, unit: str) -> Iterator[Figure]:
@@ -127,13 +141,7 @@ def _single(lines: Sequence[Series], column: str, section: str, title: str, text
             y, std = factor * curve.mean[point], factor * curve.std[point]
             rows.add(s=place, x=curve.rounds[point], y=y, sl=max(least, y - std), sh=y + std)
     if len(rows):
-        heads = {
-            "label": "run",
-            "x": "round",
-            "y": f"{title}, {unit}",
-            "sl": "− std over seeds",
-            "sh": "+ std over seeds",
-        }
+        heads = {"label": "run", "x": "round", "y": f"{title}, {unit}", **SPREAD}
         yield Figure(_key(column), section, title, text, over_rounds(unit, rows, True), rows.columns, heads)
 
 

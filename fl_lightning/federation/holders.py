@@ -1,0 +1,53 @@
+"""Which worker has which client's private state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.workers import MAIN, Workers
+
+
+class Holders:
+    """Knows the worker of every client that has been anywhere; of the others there is no state, and nothing is kept.
+
+    Args:
+        workers: the processes.
+        num_train: [N] clients' training samples, by which they are shared out where no round does it.
+    """
+
+    def __init__(self, workers: Workers, num_train: np.ndarray) -> None:
+        self.workers = workers
+        self.num_train = num_train
+        self._known: dict[int, int] = {}
+
+    def share_out(self, costs: Mapping[int, float], pool: ClientPool) -> dict[int, int]:
+        """Decide which worker takes which client, and bring their states there; all processes together.
+
+        Args:
+            costs: client -> how long it takes, in any unit.
+            pool: this process's.
+        """
+        return self.assign(self.workers.share_out(costs, self._known), pool)
+
+    def assign(self, owners: dict[int, int], pool: ClientPool) -> dict[int, int]:
+        """Bring clients' states to these workers; returns them."""
+        if self.workers.size > 1:
+            self.workers.move(self._known, owners, pool)
+            self._known |= owners
+        return owners
+
+    def all_to_main(self, clients: Iterable[int], pool: ClientPool) -> dict[int, int]:
+        """Likewise, with the main worker for all of them."""
+        return self.assign(dict.fromkeys(clients, MAIN), pool)
+
+    def of(self, clients: Iterable[int]) -> dict[int, int]:
+        """The worker of each client; those that have been nowhere yet are shared out, the same on every process."""
+        asked = list(clients)
+        if self.workers.size == 1:
+            return dict.fromkeys(asked, MAIN)
+        new = {client: float(self.num_train[client]) for client in asked if client not in self._known}
+        self._known |= self.workers.share_out(new, {})
+        return {client: self._known[client] for client in asked}
