@@ -27,7 +27,7 @@ from fl_lightning.trust import import_name
 
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
-FEWER = {"FedRoD": 3, "LGFedAvg": 3}
+FEWER = dict.fromkeys(("APFL", "FedDyn", "FedPAC", "FedRoD", "LGFedAvg", "pFedMe"), 3)
 """Cases of which three rounds tell as much as six."""
 CLIENTS = 4
 # Beside a method's defaults: what takes another way through the code. A name of the form `Method: what`.

@@ -1,0 +1,116 @@
+"""pFedMe: personal models through Moreau envelopes of the clients' risks, whose gradients move the global one.
+
+Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, Algorithm 1. Checked against
+the authors' code.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from typing_extensions import override
+
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.server import Server
+from fl_lightning.core.steps import WideCopies
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.losses.proximal import proximal_loss
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.core.step import Step
+
+
+class pFedMe(Method):
+    """Each mini-batch D moves a personal model θ near the local one w, then w towards θ.
+
+        θ ← θ − η_p (∇f(θ; D) + λ(θ − w)), K times,  w ← w − ηλ (w − θ),  w^{t+1} = mean_i w_i
+
+    The K steps are plain ones; λ(w − θ) goes to the configured optimizer, of rate η. θ starts a fit from the w that
+    came in, and goes on from mini-batch to mini-batch, as in the authors' code. `Local-T` and `Global-T` are θ's,
+    `Server-T` is w's. The paper's β, the server's step from w^t towards the mean, is `federation.server_optimizer:
+    ServerMomentum` with that rate and momentum 0. (The authors' code also decays θ, by 0.001, and weighs by samples.)
+
+    Args:
+        weight: λ, > 0; the paper's: 15, with η = 0.005.
+        inner_steps: K, >= 1.
+        personal_lr: η_p, > 0 and below 2/λ, from where on θ runs away; 0.09 in the authors' code, which overshoots.
+        extra_terms: terms added to f.
+    """
+
+    shared = ("model",)
+    paper = "Dinh et al., NeurIPS 2020"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        weight: float = 15.0,
+        inner_steps: int = 5,
+        personal_lr: float = 0.03,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(weight > 0, "method.weight", "must be > 0", weight)
+        require(inner_steps >= 1, "method.inner_steps", "must be >= 1", inner_steps)
+        rule = f"must be > 0 and below 2 / weight ({2 / weight:g}), from where on θ runs away from w"
+        require(0 < personal_lr < 2 / weight, "method.personal_lr", rule, personal_lr)
+        super().__init__(model, extra_terms=extra_terms)
+        self.weight, self.inner_steps, self.personal_lr = weight, inner_steps, personal_lr
+
+    @override
+    def setup(self) -> None:
+        self.personal = copy.deepcopy(self.model)  # θ
+
+    @override
+    def phases(self) -> list[Phase]:
+        parts = {"local": ("model", "terms"), "personal": ("personal",)}  # of which the second steps by itself
+        return [Phase("all", through="personal", parts=parts)]
+
+    @override
+    def losses(self) -> dict[str, float]:
+        return {"pull": self.weight}
+
+    @override
+    @torch.no_grad()
+    def on_fit_start(self) -> None:
+        self.personal.load_state_dict(self.model.state_dict())
+        self._theta = WideCopies([p for p in self.personal.parameters() if p.requires_grad])
+        self._inner = torch.optim.SGD(self._theta.wide, lr=self.personal_lr)
+
+    @override
+    def local_step(self, step: Step) -> None:
+        theta, w = self._theta.own, [p for p in self.model.parameters() if p.requires_grad]
+        moved = [*w, *(p for p in self.terms.parameters() if p.requires_grad)]
+        for _ in range(self.inner_steps):
+            out = step.forward()
+            values = {**step.values(out), "pull": proximal_loss(theta, w)}
+            slopes = step.gradients(step.total(values), [*theta, *moved])
+            self._theta.step(self._inner, slopes[: len(theta)])
+        step.log(values)
+        step.observe(out)
+        with torch.no_grad():
+            slopes = slopes[len(theta) :]  # of terms that see w, and of their own parameters
+            for slope, own, near in zip(slopes, w, theta, strict=False):
+                slope += self.weight * (own - near)
+        step.follow([slope / self.fit.accumulate for slope in slopes], moved)
+
+    @override
+    @torch.no_grad()
+    def on_fit_end(self) -> None:
+        for own, near in zip(self.model.buffers(), self.personal.buffers(), strict=True):
+            own.copy_(near)  # w makes no pass
+
+    @override
+    def predictors(self) -> dict[str, Predictor]:
+        return {
+            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
+            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
+        }
+
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        return Server(initial, weighting="uniform")
