@@ -19,8 +19,7 @@ from fl_lightning.data.arrays import DataSpec
 from fl_lightning.data.store import TensorStore
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
-from fl_lightning.federation.runner import load_full_state
-from fl_lightning.files import load_tensors
+from fl_lightning.federation.runner import load_model
 from fl_lightning.rebuilding import rebuilt
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import Trust
@@ -148,10 +147,7 @@ def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
     file = folder / "models" / f"{client:05d}.pt"
     module = loop.runner.load(client)
     if file.is_file():
-        try:
-            load_full_state(module, load_tensors(file, "client"))
-        except (KeyError, RuntimeError, AttributeError) as error:
-            raise ConfigError("client", f"{file} does not fit the model of the run's configuration") from error
+        load_model(module, file, "client")
     else:
         kept = "this run keeps no models (federation.checkpoint.models), or is not finished"
         took_part = loop.round == 0 or bool(loop.board.took_part[client])

@@ -350,6 +350,8 @@ def _audit(argv: list[str]) -> int:
     from fl_lightning.audit.matching import Attack
 
     output = runs[0] / "audit" if options.output is None else Path(options.output)
+    inside = options.output is not None or not output.is_symlink()
+    require(inside, "--output", f"say where to write: {output} is a link that leads out of the run's folder")
     attack = Attack(options.steps, options.objective, options.lr, options.variation)
     trust = Trust(tuple(options.trust))
     run_audit(runs, output, attack, options.images, options.noise, options.canaries, print, trust)

@@ -173,9 +173,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def holds(path: Path, text: str) -> bool:
-    """Whether a text file can be read and holds just that."""
+    """Whether a text file, no link to one, can be read and holds just that."""
     try:
-        return content_of(path) == text.encode()
+        return not path.is_symlink() and content_of(path) == text.encode()
     except OSError:
         return False
 

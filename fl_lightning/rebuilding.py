@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.configuration import read_config
 from fl_lightning.errors import require
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.runner import load_full_state
-from fl_lightning.files import load_tensors
+from fl_lightning.federation.runner import load_model
 from fl_lightning.parser import resolve
 
 if TYPE_CHECKING:
@@ -74,6 +73,6 @@ def trained(loop: FederatedLoop, folder: Path, option: str) -> Iterator[tuple[in
         file = folder / "models" / f"{client:05d}.pt"
         if file.is_file() and len(loop.data.clients[client].test):
             module = loop.runner.load(client)
-            load_full_state(module, load_tensors(file, option))
+            load_model(module, file, option)
             module.eval()
             yield client, module.method

@@ -75,6 +75,9 @@ class RunFolder:
         blocked = self._in_the_way()
         odd = "it is a folder" if blocked is not None and blocked.is_dir() else "it is no folder"
         require(blocked is None, "output", f"cannot write {blocked}: {odd}")
+        out = self._leading_out()
+        rule = "is a link that leads out of the run's folder, where a run changes nothing; link the whole folder"
+        require(out is None, "output", f"{out} {rule}")
         if not holds_run(self.path):
             foreign = occupied and not is_marked(self.path)
             why = "has no mark of fl-lightning's, so nothing in it is deleted" if overwrite else "is no run's folder"
@@ -98,6 +101,12 @@ class RunFolder:
         files = next((path for path in own if path.is_dir() and not path.is_symlink()), None)  # W&B's latest-run is one
         folders = [self.path / name for name in _OWN_FOLDERS if "*" not in name]
         return files or next((path for path in folders if os.path.lexists(path) and not path.is_dir()), None)
+
+    def _leading_out(self) -> Path | None:
+        """A folder of the run's that is a link to somewhere else; None if there is none."""
+        here = os.path.realpath(self.path)
+        links = (path for name in _OWN_FOLDERS for path in self.path.glob(name) if path.is_symlink())
+        return next((path for path in links if not os.path.realpath(path).startswith(f"{here}{os.sep}")), None)
 
     def _check_identity(self, own: Mapping[str, Any]) -> None:
         try:
@@ -160,8 +169,9 @@ class RunFolder:
             WriteError: if it cannot be made or written to.
         """
         make_folder(self.path)
-        with writing(self.path / LOCK):
-            file = (self.path / LOCK).open("a+")
+        with writing(self.path / LOCK):  # a link is not followed: what it leads to would be emptied for the mark
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+            file = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+")
         with file:
             _lock(file, self.path)
             if not is_marked(self.path):

@@ -123,6 +123,8 @@ def _is_class(hint: Any) -> bool:
     simple = (bool, int, float, complex, str, bytes, dict, NoneType, object, type, Any, _EMPTY, *_LISTS)
     if not isinstance(hint, type) or hint in simple or get_origin(hint) is not None or is_dataclass(hint):
         return False
+    if (hint.__module__, hint.__name__) == ("torch", "Tensor"):  # beside a number, as of a learning rate
+        return False
     return not issubclass(hint, (Enum, Path)) and hint.__module__ not in (
         "builtins",
         "collections.abc",

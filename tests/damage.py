@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+
+from fl_lightning import files
 
 VALUES: list[Any] = [
     None, True, -1, 0, 1, 7, 10**30, 10**400, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "abc", "é\u202e",
@@ -38,7 +41,9 @@ def damaged(path: Path, draw: random.Random, kind: str = "") -> str:
     kinds = dict(OF_FILES)
     if path.suffix in (".json", ".yaml", ".yml"):
         kinds |= OF_TREES
-    weights = [4 if kind in OF_TREES else 1 for kind in kinds]
+    if path.suffix in (".ckpt", ".pt"):
+        kinds |= OF_TENSORS
+    weights = [4 if kind in {**OF_TREES, **OF_TENSORS} else 1 for kind in kinds]
     kind = kind or draw.choices(list(kinds), weights)[0]
     said = kinds[kind](path, draw)
     return f"{kind}: {said}"[:100] if said else kind
@@ -114,6 +119,11 @@ def _instead(make: Callable[[Path], object]) -> Callable[[Path, random.Random], 
     return do
 
 
+def _elsewhere(path: Path) -> Path:
+    """A file of the user's own, outside the runs."""
+    return next((above / "exp.yaml" for above in path.parents if (above / "exp.yaml").is_file()), path)
+
+
 def _full_folder(path: Path) -> None:
     path.mkdir()
     (path / "mine.txt").write_text("mine\n")
@@ -137,6 +147,7 @@ OF_FILES: dict[str, Callable[[Path, random.Random], str | None]] = {
     "a full folder": _instead(_full_folder),
     "a link to itself": _instead(lambda path: path.symlink_to(path.name)),
     "a link to nothing": _instead(lambda path: path.symlink_to("nowhere")),
+    "a link to another file": _instead(lambda path: path.symlink_to(_elsewhere(path))),
     "a pipe": _instead(os.mkfifo),
     "no permission": lambda path, draw: path.chmod(0),
 }
@@ -159,6 +170,10 @@ def _tree(change: Callable[[Any, tuple[Any, ...], random.Random], str]) -> Calla
             node = node[name]
         said = change(node, place, draw)
         if path.suffix == ".json":
+            if isinstance(content, dict) and "checksum" in content and place != ("checksum",) and draw.random() < 0.5:
+                del content["checksum"]
+                files.write_json(path, content)  # as by somebody who means it
+                return f"sealed again: {'.'.join(map(str, place))} {said}"
             path.write_text(json.dumps(content))
         else:
             path.write_text(yaml.dump(content, Dumper=_Dumper, sort_keys=False), errors="surrogatepass")
@@ -221,6 +236,43 @@ OF_TREES: dict[str, Callable[[Path, random.Random], str]] = {
 }
 
 
+# --- files of tensors -----------------------------------------------------------------------------------------------
+
+
+def _resealed(path: Path, draw: random.Random) -> str:
+    """Another value in a file whose seal fits."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    places = [place for place in _places(content) if place]
+    place = draw.choice(places)
+    node = content
+    for name in place[:-1]:
+        node = node[name]
+    if isinstance(node, dict) and draw.random() < 0.2:
+        node.pop(place[-1])
+        said = "deleted"
+    else:
+        said, node[place[-1]] = draw.choice([*TENSORS, *((repr(value)[:30], value) for value in VALUES[:21])])
+    files.save_tensors(path, content)
+    return f"{'.'.join(map(str, place))} {said}"
+
+
+TENSORS: list[tuple[str, Any]] = [
+    ("empty", torch.zeros(0)),
+    ("a number", torch.tensor(1.0)),
+    ("NaN", torch.full((3, 3), float("nan"))),
+    ("large", torch.zeros(100, 100)),
+    ("whole numbers", torch.arange(6)),
+    ("negative", torch.full((4,), -1)),
+    ("complex", torch.zeros(2, 2, dtype=torch.complex64)),
+    ("sparse", torch.eye(3).to_sparse()),
+    ("without content", torch.zeros(3, device="meta")),
+    ("a terabyte", torch.zeros(1).expand(10**6, 10**6)),
+    ("a parameter", torch.nn.Parameter(torch.zeros(3))),
+]
+
+OF_TENSORS: dict[str, Callable[[Path, random.Random], str]] = {"sealed again": _resealed}
+
+
 # --- folders --------------------------------------------------------------------------------------------------------
 
 
@@ -243,10 +295,18 @@ def _own_link(path: Path) -> None:
     path.symlink_to(path.name)
 
 
+def _moved(path: Path) -> None:
+    """The folder lies elsewhere, and a link leads to it."""
+    there = _elsewhere(path).parent / "moved"
+    shutil.move(path, there)
+    path.symlink_to(there)
+
+
 OF_FOLDERS: dict[str, Callable[[Path], None]] = {
     "folder deleted": _gone,
     "folder emptied": _empty,
     "folder a file": _a_file,
     "folder a link to itself": _own_link,
+    "folder a link elsewhere": _moved,
     "folder without permission": lambda path: path.chmod(0),
 }

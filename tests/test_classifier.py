@@ -9,6 +9,9 @@ from every_method import METHODS
 import fl_lightning
 from fl_lightning.classifier import classifier_of
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import load_tensors, save_tensors
+from fl_lightning.report.page.classifier import heads_of
+from fl_lightning.report.recorded_run import read_run
 
 
 def accuracy(model, data, indices):
@@ -97,5 +100,31 @@ def test_load_refuses_a_damaged_model(run, tmp_path):
         file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         with pytest.raises(ConfigError, match=r"client: .* is damaged"):
             run.model(client=2)
+    finally:
+        file.write_bytes(whole)
+
+
+ODD = {
+    "of another shape": torch.zeros(1),  # which would be broadcast
+    "that claims a terabyte": torch.zeros(1).expand(10**6, 10**6),
+    "sparse": torch.zeros(10, 8).to_sparse(),
+    "complex": torch.zeros(10, 8, dtype=torch.complex64),
+    "without content": torch.zeros(10, 8, device="meta"),
+    "no tensor": 3,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*sparse.*")
+def test_model_that_is_another_one_is_refused_and_left_out_of_the_page(run):
+    file = run.folder / "models" / "00002.pt"
+    whole = file.read_bytes()
+    state = load_tensors(file, "test")
+    name = next(name for name in state if name.endswith("head.weight"))
+    try:
+        for what, odd in {**ODD, "missing": None}.items():
+            save_tensors(file, {key: odd if key == name else value for key, value in state.items() if odd is not None})
+            with pytest.raises(ConfigError, match=r"00002\.pt does not fit the model"):
+                run.model(client=2)
+            assert 2 not in heads_of(read_run(run.folder, "test")).own, what
     finally:
         file.write_bytes(whole)

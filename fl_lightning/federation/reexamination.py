@@ -10,8 +10,8 @@ import numpy as np
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
-from fl_lightning.federation.runner import load_full_state
-from fl_lightning.files import load_tensors, read_json
+from fl_lightning.federation.runner import load_model
+from fl_lightning.files import read_json
 from fl_lightning.report.record import read_rows
 
 Figure = tuple[str, "float | None", float]
@@ -62,7 +62,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
         file = folder / f"{client:05d}.pt"
         if file.is_file():
             module = loop.runner.load(client)
-            load_full_state(module, load_tensors(file, "evaluate"))
+            load_model(module, file, "evaluate")
             found = loop.runner.evaluator.client(module, client, "trained")
         elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
             found = {name: float(values[client]) for name, values in loop.scores.items() if name in scores}

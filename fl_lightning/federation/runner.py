@@ -20,7 +20,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.workload import Workload
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
@@ -35,7 +35,7 @@ from fl_lightning.federation.stopwatch import Stopwatch
 from fl_lightning.federation.trainers import check_callbacks, make_trainer, start_anew
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import cuts_epochs, workload_of
-from fl_lightning.files import save_tensors
+from fl_lightning.files import load_tensors, save_tensors
 from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
@@ -407,12 +407,33 @@ def full_state(module: ClientModule) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
 
 
-def load_full_state(module: ClientModule, state: Mapping[str, Tensor]) -> None:
-    """The inverse of `full_state`."""
+def load_model(module: ClientModule, path: Path, key: str) -> None:
+    """Load what `full_state` gave, from a file.
+
+    Args:
+        module: of the same model and method.
+        path: the file, in a run's ``models/``.
+        key: for errors.
+
+    Raises:
+        ConfigError: if the file is missing or damaged, or is of another model.
+    """
+    state = load_tensors(path, key)
     own = {**dict(module.method.named_buffers()), **module.entries}
+    known = isinstance(state, Mapping) and state.keys() == own.keys()
+    other = next((name for name in own if not _is_like(state[name], own[name])), None) if known else "all of it"
+    require(other is None, key, f"{path} does not fit the model of the run's configuration: {other}")
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(tensor)
+
+
+def _is_like(value: Any, own: Tensor) -> bool:
+    """Whether a value can stand in a tensor's place: as large, plain, and of numbers of the same kind."""
+    if not isinstance(value, Tensor) or value.shape != own.shape or value.layout != torch.strided:
+        return False
+    kinds = [(each.is_floating_point(), each.is_complex(), each.is_quantized, each.is_meta) for each in (value, own)]
+    return kinds[0] == kinds[1]
 
 
 def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:

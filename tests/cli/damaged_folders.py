@@ -399,7 +399,7 @@ def answer_of(case: Case, run: Callable[[list[str], Path], Answer]) -> tuple[Ans
     """Run a case's command; returns what it said, and what is wrong with that."""
     answer = run(list(case.command.argv), case.place)
     wrong = _judged(case, answer)
-    if not wrong:
+    if not wrong and "sealed again" not in case.what:  # who forges a file gets another result
         wrong += [said] if (said := case.command.right(case, answer)) else []
     wrong += _lost(case, answer)
     return answer, wrong

@@ -18,3 +18,10 @@ def test_no_run_is_said_in_one_line(workplace):
     assert (code, out) == (2, "")
     assert err.strip().count("\n") == 0
     assert "there is no run in that folder, got 'nowhere'" in err
+
+
+def test_folder_of_the_audit_that_is_a_link_is_not_written_into(workplace):
+    workplace.write("run/config.yaml", "method: FedAvg\n")
+    (workplace.path / "run" / "audit").symlink_to(workplace.path)
+    code, _, err = workplace.call("audit", "run")
+    assert (code, "leads out of the run's folder" in err, err.count("\n")) == (2, True, 1)

@@ -61,6 +61,7 @@ DATA = [
         "trainer.callbacks.0.init_args.on_train_start",
     ),
     ("optimizer.init_args.lr", SYSTEM, "optimizer.init_args.lr"),
+    ("optimizer.init_args.lr", OWN, "optimizer.init_args.lr"),  # a float or a tensor, and no class
     ("data.partition.init_args.beta", SYSTEM, "data.partition.init_args.beta"),
     ("data.cache", SYSTEM, "data.cache"),
     (

@@ -20,6 +20,7 @@ HEAD = "head.weight"
 """End of the name of the classification layer's weights, [C, D]."""
 MOST_CLASSES = 100  # of a heat map
 MOST_MODELS = 100  # clients whose models are read
+MOST_WEIGHTS = 10**7  # of a layer that is read; a file of a hundred bytes can claim any number
 MOST_DOTS = 2000  # of a line
 SECTION = "Classifier"
 
@@ -102,7 +103,8 @@ def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
                 continue
             sizes = np.linalg.norm(weight, axis=1)
             shares = counts[client] / max(1.0, counts[client].sum())
-            for name, size, share in zip(_classes(run, len(weight)), sizes / sizes.mean(), shares, strict=True):
+            relative = sizes / (sizes.mean() or 1.0)
+            for name, size, share in zip(_classes(run, len(weight)), relative, shares, strict=True):
                 names += [] if name in names else [name]
                 rows.add(s=place, client=client, held=names.index(name), x=100 * share, y=size)
                 added += 1
@@ -181,10 +183,13 @@ def _head(state: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _matrix(value: Any) -> np.ndarray | None:
-    if getattr(value, "ndim", 0) != 2:
+    if getattr(value, "ndim", 0) != 2 or value.is_complex() or not 0 < value.numel() <= MOST_WEIGHTS:
         return None
-    matrix = value.float().numpy()
-    return matrix if np.isfinite(matrix).all() and 0 not in matrix.shape else None
+    try:
+        matrix = value.detach().float().numpy()
+    except (RuntimeError, TypeError):  # a sparse tensor, a quantized one, one without a content
+        return None
+    return matrix if np.isfinite(matrix).all() else None
 
 
 def _load(path: Path) -> Any:

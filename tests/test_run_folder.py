@@ -1,0 +1,56 @@
+"""A run's folder that somebody else has filled with links."""
+
+import pytest
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.files import WriteError
+from fl_lightning.report.record import MetricsFile
+from fl_lightning.resuming import LOCK, MARK
+from fl_lightning.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "config.yaml").write_text("method: FedAvg\n")
+    (path / LOCK).write_text(MARK)
+    return RunFolder(path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/clients", "models", "wandb"])
+@pytest.mark.parametrize("options", [("auto", False), (None, True)], ids=["resume", "overwrite"])
+def test_folder_that_is_a_link_out_of_the_run_is_refused(folder, name, options, tmp_path):
+    (tmp_path / "others").mkdir()
+    link = folder.path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "others")
+    with pytest.raises(ConfigError, match=rf"output: .*{name} is a link that leads out of the run's folder"):
+        folder.claim(*options, {})
+
+
+def test_links_inside_the_run_and_to_it_are_none_of_them(folder, tmp_path):
+    (folder.path / "wandb-1").mkdir()
+    (folder.path / "wandb").symlink_to("wandb-1")
+    (tmp_path / "link").symlink_to(folder.path)
+    RunFolder(tmp_path / "link").claim(None, True, {})
+
+
+def test_lock_that_is_a_link_leaves_the_file_alone(folder, tmp_path):
+    (tmp_path / "precious").write_text("mine\n")
+    (folder.path / LOCK).unlink()
+    (folder.path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(WriteError, match=r"cannot write .*\.lock"), folder.held():
+        pass
+    assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):
+    (tmp_path / "precious").write_text("round\n")
+    path = folder.path / "metrics.csv"
+    path.symlink_to(tmp_path / "precious")
+    table = MetricsFile(path, ["round"])
+    table.start()
+    table.append("1\n")
+    assert not path.is_symlink()
+    assert (path.read_text(), (tmp_path / "precious").read_text()) == ("round\n1\n", "round\n")
