@@ -16,7 +16,7 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
-.PHONY: help quickstart table test lint format docs bench clean
+.PHONY: help quickstart table test lint format docs bench bench-check clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ bench: .venv/installed-dev ## the table of what it costs, beside hand-written lo
 	$(BIN)/python benchmarks/table.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/feddw_overhead.py
+
+bench-check: .venv/installed-dev ## 2 minutes: fails where a part of a round became 10 % slower beside a loop written by hand
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/check.py
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
