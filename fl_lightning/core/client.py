@@ -14,6 +14,7 @@ from fl_lightning.core.descent import Descent, FitSettings, Machine
 from fl_lightning.core.devices import Part, SharedFit
 from fl_lightning.core.division import Division, division_of, load_entries, matches, overlap
 from fl_lightning.core.facts import Facts, Fit, Phase
+from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
@@ -105,6 +106,7 @@ class ClientModule(L.LightningModule):
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
         self.private: PrivateFit | None = None
+        self.fine_tune: FineTune | None = None
         self.own = method.model.own
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
@@ -161,9 +163,12 @@ class ClientModule(L.LightningModule):
         """What the method sends after its fit."""
         return self.method.send(self.bound(source))
 
-    def adapt(self, source: Any) -> None:
-        """Let the method personalise itself; the state that this is done to is thrown away."""
-        self.method.adapt(self.bound(source))
+    def adapt(self, source: Any, fine_tunes: bool = False) -> None:
+        """Let the method personalise itself, or fine-tune it; the state that this is done to is thrown away."""
+        if fine_tunes and self.fine_tune is not None:
+            self.fine_tune.tune(self.method, self.bound(source))
+        else:
+            self.method.adapt(self.bound(source))
 
     def initial_message(self) -> Message:
         """What every client receives first: the common initial weights."""
@@ -178,8 +183,9 @@ class ClientModule(L.LightningModule):
 
     @property
     def predictors(self) -> dict[str, Predictor]:
-        """The method's ways to predict, by name."""
-        return self.method.predictors()
+        """The method's ways to predict, by name, and the fine-tuned one if the configuration wants it."""
+        ways = self.method.predictors()
+        return ways if self.fine_tune is None else self.fine_tune.wrap(ways)
 
     @property
     def loss_names(self) -> tuple[str, ...]:

@@ -62,11 +62,13 @@ class Predictor:
         figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
             scores rest on what travels alone, which is measured, not believed.
         adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
+        fine_tunes: whether the configuration's fine-tuning does (`core/finetuning.py`); no method says so.
     """
 
     scores: Callable[[Seen], Tensor]
     figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
     adapts: bool = False
+    fine_tunes: bool = False
 
 
 def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:

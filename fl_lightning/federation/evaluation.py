@@ -170,9 +170,14 @@ class Evaluator:
         """
         ways = module.predictors
         adapting = [name for name, way in ways.items() if way.adapts]
-        plain = [name for name in ways if name not in adapting]
+        tuned = [name for name, way in ways.items() if way.fine_tunes]
+        plain = [name for name in ways if name not in {*adapting, *tuned}]
         found: list[Batches] = [{} for _ in parts]
-        for names, context in ((plain, nullcontext()), (adapting, _ThrowAway(self, module, client, moment))):
+        for names, context in (
+            (plain, nullcontext()),
+            (adapting, _ThrowAway(self, module, client, moment)),
+            (tuned, _ThrowAway(self, module, client, moment, fine_tunes=True)),
+        ):
             if names:
                 with context:
                     for own, indices in zip(found, parts, strict=True):
@@ -228,8 +233,11 @@ def join_batches(parts: Sequence[Sequence[Outcome]]) -> Outcome:
 class _ThrowAway(AbstractContextManager[None]):
     """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed."""
 
-    def __init__(self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment) -> None:
+    def __init__(
+        self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment, fine_tunes: bool = False
+    ) -> None:
         self.module = module
+        self.fine_tunes = fine_tunes
         self.data = evaluator.data.clients[client]
         # The same in every round: who sits out keeps its figures, and `evaluate` need not know when they were made.
         self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", client=client)
@@ -239,7 +247,7 @@ class _ThrowAway(AbstractContextManager[None]):
         self.saved = {name: tensor.detach().clone() for name, tensor in self.module.entries.items()}
         self.streams.__enter__()
         with self.context():
-            self.module.adapt(self.data)
+            self.module.adapt(self.data, self.fine_tunes)
 
     def __exit__(self, *exception: object) -> None:
         self.streams.__exit__(None, None, None)
@@ -278,5 +286,5 @@ def _named(
         column = f"{measure}/{figure}" if measure else figure
         scores |= {} if best is None else {column: values[best][measure]}
         if len(values) > 1:
-            scores |= {f"{column}/{way}": own[measure] for way, own in values.items()}
+            scores |= {f"{column}/{way}": own[measure] for way, own in values.items() if way}
     return scores

@@ -58,7 +58,9 @@ class Examiner:
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
         server = headline(template.predictors, "Server-T")
         self.has_global_model = dict(zip(template.predictors, travel, strict=True)).get(str(server), False)
-        self._received_is_global = self.has_global_model and all(travel) and not any(way.adapts for way in ways)
+        self._received_is_global = (
+            self.has_global_model and all(travel) and not any(way.adapts or way.fine_tunes for way in ways)
+        )
         self._global_outcomes: list[Outcomes] | None = None
 
     def forget(self) -> None:

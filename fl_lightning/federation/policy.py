@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import require
 
 
@@ -22,6 +23,7 @@ class EvaluationPolicy:
         reference: folder of a run of the same data and seed in which clients trained alone (`Local`): `Local-T_hurt` is
             the share of clients below their own figure there; null compares with their first fit, where it was in round
             1, before they had heard of each other.
+        fine_tune: tests clients after local epochs on a throw-away copy, too (`Local-T/fine_tuned`); null does not.
         batch_size: test samples a batch, >= 1.
     """
 
@@ -33,6 +35,7 @@ class EvaluationPolicy:
     loss: bool = True
     balanced_accuracy: bool = True
     reference: str | None = None
+    fine_tune: FineTune | None = None
     batch_size: int = 512
 
     def __post_init__(self) -> None:

@@ -62,6 +62,8 @@ class PrivateFits:
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of a first layer: Opacus knows
         _check_flags(flags)
         for module in modules:
+            tuned = f"must be null under {KEY}: it trains on samples without noise"
+            require(module.fine_tune is None, "federation.evaluate.fine_tune", tuned)
             _check_method(module.method)
             _check_plan(module)
             _check_layers(module)

@@ -159,6 +159,7 @@ class Runner:
             method = self.make_method(architecture)
             method.facts = self.facts
             module = ClientModule(method, fit_settings, self.settings.share_buffers, self.data.drop_last)
+            module.fine_tune = self.settings.evaluate.fine_tune
         except ConfigError:
             raise
         except (RuntimeError, MemoryError, OverflowError) as error:  # sizes that no tensor can have
