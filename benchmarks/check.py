@@ -143,7 +143,7 @@ def kind() -> str:
 def slower(now: dict[str, float], before: dict[str, float]) -> list[str]:
     """A line for each part that became slower than is allowed."""
     return [
-        f"{name}: {value} x what is written by hand, it was {before[name]} ({100 * (value / before[name] - 1):.0f} % slower)"
+        f"{name}: {value} x what is written by hand, it was {before[name]} (+{value / before[name] - 1:.0%})"
         for name, value in now.items()
         if name in before and value > ALLOWED * before[name]
     ]

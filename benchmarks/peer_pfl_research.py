@@ -1,4 +1,4 @@
-"""Rounds of pfl-research's FedAvg: clients of 50 made-up images, some a round, the CNN, batch 10; seconds of every round.
+"""Rounds of pfl-research's FedAvg: clients of 50 made-up images, some a round, the CNN, batch 10; seconds of each.
 
 Started by `peers.py`, with the interpreter for which pfl-research is installed; nothing of this package is imported.
 

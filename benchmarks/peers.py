@@ -3,14 +3,14 @@
     python benchmarks/peers.py --python PYTHON [--pfllib DIR] [--pfl-research] [--repetitions 3] [--methods FedAvg …]
 
   --pfllib DIR     a checkout of PFLlib with `dataset/FashionMNIST` made by its generator (`generate_FashionMNIST.py
-                   noniid - dir`): FashionMNIST, PFLlib's own split of 20 clients, its CNN, batch 10, lr 0.01, every round
-                   tested; PFLlib with all cores, ours with two workers of one thread
-  --pfl-research   1,000 clients of 50 images, 50 a round, the CNN, batch 10, no evaluation: pfl-research with one process
-                   of one thread; ours with one worker and with two
+                   noniid - dir`): FashionMNIST, PFLlib's own split of 20 clients, its CNN, batch 10, lr 0.01, tested
+                   every round; PFLlib with all cores, ours with two workers of one thread
+  --pfl-research   1,000 clients of 50 images, 50 a round, the CNN, batch 10, no evaluation: pfl-research with one
+                   process of one thread; ours with one worker and with two
   --python PYTHON  the interpreter in whose environment the peers run
 
-How to get them is in `benchmarks/README.md`. A ratio is the median over repetitions of neighbouring runs' ratios. Nothing
-of a peer is changed; what each reports of its own rounds is taken, the first round left out.
+How to get them is in `benchmarks/README.md`. A ratio is the median over repetitions of neighbouring runs' ratios.
+Nothing of a peer is changed; what each reports of its own rounds is taken, the first round left out.
 """
 
 from __future__ import annotations

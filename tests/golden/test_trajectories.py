@@ -1,7 +1,8 @@
 """Refactoring changes no number: six rounds of every method, beside what was recorded before.
 
 Bit for bit in single precision where torch takes the kernels that it took when the file was made; elsewhere in double
-precision within 1e-5. `pytest tests/golden --rewrite-golden` records anew; a changed figure needs a line in CHANGELOG.md.
+precision within 1e-5. `pytest tests/golden --rewrite-golden` records anew; a changed figure needs a line in
+CHANGELOG.md.
 """
 
 import json
