@@ -154,11 +154,22 @@ class Epoch(Sequence[Bundle]):
         seed: int = 0,
     ) -> None:
         self._store = store
+        self.order = order
         self._chunks = order.split(batch_size * steps_per_bundle) if len(order) else ()
         self._batch_size = batch_size
         self._steps_per_bundle = steps_per_bundle
         self._augment = augment
         self._seed = seed
+
+    @property
+    def store(self) -> TensorStore:
+        """The data."""
+        return self._store
+
+    @property
+    def augments(self) -> bool:
+        """Whether mini-batches are changed before they are normalised."""
+        return self._augment is not None
 
     def __len__(self) -> int:
         return len(self._chunks)

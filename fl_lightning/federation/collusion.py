@@ -52,7 +52,7 @@ class Collusion:
         assert runner.attackers.attack is not None
         self.strength = runner.attackers.attack.s
         self.attackers = runner.attackers.clients
-        self.parameters = runner.parameters
+        self.parameters = runner.trained_names
         self.device = runner.device
         self.exchange = exchange
         self.workers = workers

@@ -19,6 +19,14 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_epochs": 1,
     "devices": 1,
 }
+_TOGETHER = frozenset({
+    "accelerator", "devices", "num_nodes", "precision", "deterministic", "benchmark", "gradient_clip_val",
+    "gradient_clip_algorithm", "accumulate_grad_batches", "max_epochs", "num_sanity_val_steps", "log_every_n_steps",
+    "check_val_every_n_epoch", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "inference_mode",
+    "use_distributed_sampler", "default_root_dir", "callbacks", "val_check_interval",
+    "reload_dataloaders_every_n_epochs",
+})  # fmt: skip
+"""Flags that a fit of several clients heeds, or that mean nothing in any."""
 MOST_DEVICES = 256
 MOST_NODES = 10_000
 _AT_LEAST = {
@@ -74,6 +82,21 @@ def check_batches(flags: Mapping[str, Any], num_batches: int) -> None:
         if isinstance(share, float) and share > 0:
             rule = f"leaves the smallest client none of its {num_batches} mini-batches; take more, or a whole number"
             require(int(share * num_batches) >= 1, f"trainer.{name}", rule, share)
+
+
+def unstacked_flag(flags: Mapping[str, Any]) -> str:
+    """The first flag that only a client's own Trainer heeds; empty where none is set.
+
+    Args:
+        flags: of the Trainer.
+    """
+    for name, value in flags.items():
+        usual = value in (None, False) or value == TRAINER_DEFAULTS.get(name) or (name, value) == ("strategy", "auto")
+        if name not in _TOGETHER and not usual:
+            return name
+    precision = str(flags.get("precision") or 32)
+    many = flags.get("devices", 1) not in (1, "auto", "1")
+    return "devices" if many else "precision" if precision not in ("32", "32-true", "64", "64-true") else ""
 
 
 def _check_share(key: str, value: Any, trains: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from fl_lightning.federation.agreement import Agreement
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.cohort import Cohort
 from fl_lightning.federation.collusion import Collusion, Held
 from fl_lightning.federation.early_stopping import Patience
 from fl_lightning.federation.examiner import Examiner
@@ -28,7 +30,7 @@ from fl_lightning.federation.measures import Measures, MetricsFactory
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
-from fl_lightning.federation.runner import Job, Runner
+from fl_lightning.federation.runner import Job, Runner, Visit
 from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ServerError, Ward, at, heard
@@ -134,9 +136,9 @@ class FederatedLoop:
         self.exchange = exchange
         if self.workers.size > 1:
             self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
-        self.collusion = None
-        if self.runner.attackers.collude:
-            self.collusion = Collusion(self.runner, self.exchange, self.workers)
+        self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main)
+        hostile = self.runner.attackers.collude
+        self.collusion = Collusion(self.runner, self.exchange, self.workers) if hostile else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -201,10 +203,11 @@ class FederatedLoop:
         with self.stopwatch.part("evaluate"):
             self.examiner.prepare(round, self.participants)
         reports: list[ClientReport] = []
-        for client in self.fit_order([client for client in self.participants if owners[client] == self.workers.rank]):
+        own = self.fit_order([client for client in self.participants if owners[client] == self.workers.rank])
+        for visit in self.cohort.visits(own, partial(self._job, round), self.ward):
             if not self.ward.ends_round:
-                with self.ward.care(client):
-                    report = self._take_part(round, client)
+                with self.ward.care(visit.job.client):
+                    report = self._take_part(round, visit)
                     reports.append(report.without_message())  # or memory would grow with the participants
                     if self.watch is not None:
                         self.watch.note(round, len(reports))
@@ -222,13 +225,11 @@ class FederatedLoop:
         self.round = round
         self._end_round(reports)
 
-    def _take_part(self, round: int, client: int) -> ClientReport:
-        """One participant's round: what it hears, its fit, and what it sends."""
-        self.runner.module(client).lr_factor = self.settings.lr_decay ** (round - 1)
-        with self.stopwatch.part("exchange"):
-            job = self._job(round, client)
+    def _take_part(self, round: int, visit: Visit) -> ClientReport:
+        """One participant's round: its fit, and what it sends."""
+        job, client = visit.job, visit.job.client
         with self.stopwatch.part("fit"):
-            report = self.runner.run(job, self.wire)
+            report = self.runner.run(visit, self.wire)
         with self.stopwatch.part("exchange"):
             report.downlink = heard(self.exchange, client, job.message)
             report.uplink = self.exchange.uplink(client, report.message)

@@ -79,6 +79,31 @@ class Job:
         return self.facts.round
 
 
+@dataclass
+class Visit:
+    """A participant's round up to its fit.
+
+    Args:
+        job: what the round asks of it.
+        module: the resident module of its architecture, which other clients may enter before the fit.
+        data: its samples.
+        scores: right after the receive.
+        own: what it kept until now.
+        memory: of wire filters.
+        seconds: how long it took so far.
+        fit: brings the fitted client into the module; None where it is fitted by itself.
+    """
+
+    job: Job
+    module: ClientModule
+    data: ClientData
+    scores: Scores
+    own: State
+    memory: dict[str, Tensor]
+    seconds: float
+    fit: Callable[[], None] | None = None
+
+
 class Runner:
     """The resident modules, the Trainer, and the swapping of clients' states.
 
@@ -110,6 +135,7 @@ class Runner:
         self.seed = seed
         self.settings = settings
         flags = {name: value for name, value in trainer.items() if value is not None}
+        self.flags = dict(flags)
         check_flags(flags)
         fit_settings = FitSettings(
             optimizer,
@@ -199,34 +225,24 @@ class Runner:
             private = _copy(fresh, fresh.division.kept)
         return {**private, **self._initial_shared[architecture]}
 
-    def run(self, job: Job, wire: Wire) -> ClientReport:
-        """One participant's round: receive, local fit, send.
+    def run(self, visit: Visit, wire: Wire) -> ClientReport:
+        """The other part of a participant's round: local fit and send.
 
         Args:
-            job: what the round asks of it.
+            visit: the part before it.
             wire: what its message passes.
 
         Raises:
             ClientError: naming round, client and step, the original error chained.
-            ServerError: if what the client hears is not finite.
         """
-        start = time.perf_counter()
-        client, round, data = job.client, job.round, self.attackers.samples[job.client]
-        checkups = self._checkups[self.architecture[client]]
-        with at(round, client, "load"):
-            module = self.load(client)
-        self._inbound.check(job.message, round, client)
-        with at(round, client, "receive"):
-            self.receive(module, job.message, data, job.facts)
-        scores: Scores = {}
-        with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
-            if job.received:
-                scores.update(self._received_scores(module, client, job.known_scores))
+        start, job, data, module = time.perf_counter(), visit.job, visit.data, visit.module
+        client, round = job.client, job.round
+        checkups, scores = self._checkups[self.architecture[client]], visit.scores
         with at(round, client, "fit"):
-            self.fit(module, data, round)
+            self.fit(module, data, round) if visit.fit is None else visit.fit()
+            self._own, self._memory = visit.own, visit.memory
             losses = checkups.losses()
-            entries = module.entries
-            checkups.state(entries, self._own)
+            checkups.state(module.entries, self._own)
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:
                 scores.update(self.evaluator.client(module, client, "trained"))
@@ -239,12 +255,29 @@ class Runner:
             message = wire.up(message, job.message, self._memory)
             checkups.message(message, job.message, data.num_train)
         self._keep(module, client, round, job.keep_model)
-        return ClientReport(client, message, scores, losses, module.meter.num_steps, time.perf_counter() - start)
+        visit.seconds += time.perf_counter() - start
+        return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds)
 
-    @property
-    def parameters(self) -> frozenset[str]:
-        """Names of the entries that are trained, of any architecture."""
-        return frozenset().union(*(checkups.parameters for checkups in self._checkups))
+    def begin(self, job: Job) -> Visit:
+        """The first part of a participant's round: receive, up to the fit.
+
+        Raises:
+            ClientError: naming round, client and step, the original error chained.
+            ServerError: if what the client hears is not finite.
+        """
+        start = time.perf_counter()
+        client, round, data = job.client, job.round, self.attackers.samples[job.client]
+        with at(round, client, "load"):
+            module = self.load(client)
+            module.lr_factor = self.settings.lr_decay ** (round - 1)
+        self._inbound.check(job.message, round, client)
+        with at(round, client, "receive"):
+            self.receive(module, job.message, data, job.facts)
+        scores: Scores = {}
+        with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
+            if job.received:
+                scores.update(self._received_scores(module, client, job.known_scores))
+        return Visit(job, module, data, scores, self._own, self._memory, time.perf_counter() - start)
 
     def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
         """The shared weights that the client that is loaded started its round from.
@@ -322,10 +355,7 @@ class Runner:
         bundles = EpochBundles(
             data,
             epoch_seed=lambda: derive_seed(self.seed, f"shuffle/{self.trainer.current_epoch}", round, data.client),
-            batch_size=self.data.batch_size,
-            steps_per_bundle=self.steps_per_bundle,
-            drop_last=self.data.drop_last,
-            drop_single=self._has_batch_norm[self.architecture[data.client]],
+            rules=self.bundle_rules(data.client),
             by_chance=self.private is not None,
             limit=lambda: module.limit(self.trainer.current_epoch),
         )
@@ -339,6 +369,11 @@ class Runner:
                 module.private.leave()
             raise
         module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
+
+    def bundle_rules(self, client: int) -> tuple[int, int, bool, bool]:
+        """How a client's epoch is made of mini-batches: what `ClientData.bundles` takes after the seed."""
+        single = self._has_batch_norm[self.architecture[client]]
+        return self.data.batch_size, self.steps_per_bundle, self.data.drop_last, single
 
     def _thaw(self, architecture: int) -> None:
         """Make a resident module whole again whose fit broke off in the middle of a phase."""
@@ -375,10 +410,7 @@ class EpochBundles:
         self,
         data: ClientData,
         epoch_seed: Callable[[], int],
-        batch_size: int,
-        steps_per_bundle: int,
-        drop_last: bool,
-        drop_single: bool,
+        rules: tuple[int, int, bool, bool],
         by_chance: bool = False,
         limit: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -386,7 +418,7 @@ class EpochBundles:
         self.limit = limit
         self.by_chance = by_chance
         self.epoch_seed = epoch_seed
-        self.rules = (batch_size, steps_per_bundle, drop_last, drop_single)
+        self.rules = rules
 
     def __len__(self) -> int:
         batch_size, steps_per_bundle, drop_last, drop_single = self.rules

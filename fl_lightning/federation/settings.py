@@ -89,6 +89,10 @@ class Federation:
         threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number, the cores divided
             by the workers where it is ``auto``, else torch's own choice. Another number may change sums in their last
             bit.
+        cohort: clients of one architecture whose local steps run as one: for small models, whose step is overhead and
+            not arithmetic. A number >= 2, or ``auto``, which measures a few steps at the start and chooses; null or 1
+            fits one after another. Numbers agree but for rounding; a fit that cannot be stacked runs by itself, and one
+            line says why.
         worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
         steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
         channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
@@ -120,6 +124,7 @@ class Federation:
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     workers: int | Literal["auto"] | None = None
     threads: int | None = None
+    cohort: int | Literal["auto"] | None = None
     worker_timeout: float = 20.0
     steps_per_bundle: int = 16
     channels_last: bool = True
@@ -142,6 +147,8 @@ class Federation:
         require(counted, "federation.workers", "must be auto or a number >= 1", self.workers)
         fits = self.threads is None or 1 <= self.threads <= MOST_THREADS
         require(fits, "federation.threads", f"must be from 1 to {MOST_THREADS}", self.threads)
+        stacked = self.cohort in (None, "auto") or (isinstance(self.cohort, int) and self.cohort >= 1)
+        require(stacked, "federation.cohort", "must be auto or a number >= 1; null fits one by one", self.cohort)
         require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
         allowed = f"must be < federation.rounds ({self.rounds})"

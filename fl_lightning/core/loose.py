@@ -1,0 +1,127 @@
+"""What a method's modules hold beside parameters and buffers: attributes that may differ from client to client."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.rows import Alias, Layout, Unstackable
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_METHODS = frozenset({"facts", "fit", "_division"})
+"""What the machine sets; a stacked step is told of it otherwise."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Mark(NamedTuple):
+    """A value by which attributes can be told from those of another moment or another client.
+
+    Args:
+        modes: of every module, whether it trains.
+        attributes: module, attribute, and what stands for its value.
+    """
+
+    modes: tuple[bool, ...]
+    attributes: tuple[tuple[str, str, Hashable], ...]
+
+
+class Attributes:
+    """The loose attributes of a method, its terms and its networks.
+
+    Torch's own layers are left out but for their mode: nobody but their constructor sets what they have.
+
+    Args:
+        method: the resident one.
+        layout: where its tensors stand.
+    """
+
+    def __init__(self, method: nn.Module, layout: Layout) -> None:
+        self._layout = layout
+        self._modules = list(method.modules())
+        self._named = [
+            (name or type(method).__name__, module)
+            for name, module in method.named_modules()
+            if not type(module).__module__.startswith("torch.nn")
+        ]
+
+    def mark(self) -> Mark:
+        """What stands for the present attributes.
+
+        Raises:
+            Unstackable: for an attribute that draws random numbers.
+        """
+        numbers, found = self._layout.numbers(), []
+        for name, module in self._named:
+            for key, value in vars(module).items():
+                if key not in _OF_MODULES and key not in _OF_METHODS:
+                    found.append((name, key, _mark(value, f"{name}.{key}", numbers)))
+        return Mark(tuple(module.training for module in self._modules), tuple(found))
+
+    def aliases(self) -> list[Alias]:
+        """The attributes that hold parameters or buffers."""
+        numbers, found = self._layout.numbers(), []
+        for _, module in self._named:
+            for key, value in vars(module).items():
+                held = [value] if isinstance(value, Tensor) else value if type(value) in (list, tuple) else []
+                if key not in _OF_MODULES and held and all(id(own) in numbers for own in held):
+                    found.append(Alias(vars(module), key, value, [numbers[id(own)] for own in held]))
+        return found
+
+    def taken(self) -> list[dict[str, Any]]:
+        """The attributes, so that `restore` can bring them back; containers are copied."""
+        return [
+            {key: _copied(value) for key, value in vars(module).items() if key not in _OF_MODULES}
+            for _, module in self._named
+        ]
+
+    def restore(self, taken: list[dict[str, Any]]) -> None:
+        """Bring attributes back; those that are new go."""
+        for (_, module), own in zip(self._named, taken, strict=True):
+            there = vars(module)
+            for key in [key for key in there if key not in _OF_MODULES and key not in own]:
+                del there[key]
+            there.update(own)
+
+
+def difference(one: Mark, other: Mark) -> str:
+    """The name of an attribute in which two marks differ; empty where they do not."""
+    known = {own[:2]: own for own in one.attributes}
+    for own in other.attributes:
+        if known.pop(own[:2], None) != own:
+            return f"{own[0]}.{own[1]}"
+    for name, key in known:
+        return f"{name}.{key}"
+    return "" if one.modes == other.modes else "its modules' modes"
+
+
+def changed(before: Mark, after: Mark) -> str:
+    """The name of an attribute that steps have changed, other than one that holds a step's tensor; empty for none."""
+    held = {own[:2] for own in after.attributes if isinstance(own[2], tuple) and own[2][0] == "tensor"}
+    kept = [Mark(mark.modes, tuple(o for o in mark.attributes if o[:2] not in held)) for mark in (before, after)]
+    return difference(*kept)
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _mark(value: Any, name: str, numbers: Mapping[int, int]) -> Hashable:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        known = numbers.get(id(value))
+        return ("tensor", id(value), value._version) if known is None else ("entry", known)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple(_mark(own, name, numbers) for own in value)
+    if isinstance(value, Mapping):
+        return "mapping", tuple((str(key), _mark(own, name, numbers)) for key, own in value.items())
+    if isinstance(value, _RANDOM):
+        raise Unstackable(f"{name} draws random numbers of its own")
+    return type(value).__name__, id(value)

@@ -1,0 +1,227 @@
+"""The tensors of several clients of one architecture, one row a client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import shortened
+
+
+class Unstackable(Exception):
+    """Why clients cannot be stacked, in one line."""
+
+
+class Place(NamedTuple):
+    """Where a tensor stands.
+
+    Args:
+        name: in the method, of the first of its homes.
+        homes: the modules' dictionaries that hold it, and its keys there; several for tied ones.
+        kind: which of the rows.
+        start: its first column there.
+        end: the one behind its last.
+        shape: of one client's.
+    """
+
+    name: str
+    homes: list[tuple[dict[str, Any], str]]
+    kind: int
+    start: int
+    end: int
+    shape: torch.Size
+
+
+class Alias(NamedTuple):
+    """An attribute that holds parameters or buffers, which have their places elsewhere.
+
+    Args:
+        home: the module's attributes.
+        key: the attribute.
+        value: a tensor, or a list or tuple of such.
+        numbers: the places of what it holds.
+    """
+
+    home: dict[str, Any]
+    key: str
+    value: Any
+    numbers: list[int]
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """The same of other tensors, in the order of places."""
+        own = [tensors[number] for number in self.numbers]
+        return own[0] if isinstance(self.value, Tensor) else type(self.value)(own)
+
+
+class Layout:
+    """Where every parameter and buffer of a method stands in clients' rows.
+
+    Parameters of one type share a row, each buffer has one of its own. What is trained stands first, so that an
+    optimizer's part is mostly one stretch of columns.
+
+    Args:
+        method: the resident one; its tensors stay the same objects.
+    """
+
+    def __init__(self, method: nn.Module) -> None:
+        found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
+        for prefix, module in method.named_modules():
+            for home in (module._parameters, module._buffers):
+                for key, tensor in home.items():
+                    if tensor is not None:
+                        name = f"{prefix}.{key}" if prefix else key
+                        found.setdefault(id(tensor), (name, tensor, []))[2].append((home, key))  # type: ignore[arg-type]
+        ordered = sorted(found.values(), key=lambda own: not own[1].requires_grad)  # stable
+        self.dtypes: list[torch.dtype] = []
+        self.widths: list[int] = []
+        self.places: list[Place] = []
+        kinds: dict[Any, int] = {}
+        for name, tensor, homes in ordered:
+            # A layer that moves a buffer in place may need it in one piece.
+            kind = kinds.setdefault(tensor.dtype if isinstance(tensor, nn.Parameter) else name, len(kinds))
+            if kind == len(self.widths):
+                self.dtypes.append(tensor.dtype)
+                self.widths.append(0)
+            start = self.widths[kind]
+            self.widths[kind] += tensor.numel()
+            self.places.append(Place(name, homes, kind, start, self.widths[kind], tensor.shape))
+        self.device = ordered[0][1].device
+
+    def tensors(self) -> list[Tensor]:
+        """The resident module's present tensors, in the order of places.
+
+        Raises:
+            Unstackable: if one has become of another type or shape.
+        """
+        found = []
+        for place in self.places:
+            home, key = place.homes[0]
+            tensor = home[key]
+            if tensor.dtype != self.dtypes[place.kind] or tensor.shape != place.shape:
+                raise Unstackable(f"{place.name} changes its type or shape")
+            found.append(tensor)
+        return found
+
+    def numbers(self) -> dict[int, int]:
+        """Places of the resident module's present tensors, by their ids."""
+        return {id(home[key]): i for i, place in enumerate(self.places) for home, key in place.homes}
+
+    def index(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Places of some of the resident module's tensors."""
+        numbers = self.numbers()
+        return sorted({numbers[id(tensor)] for tensor in tensors})
+
+    @contextmanager
+    def swapped(self, tensors: Sequence[Tensor], aliases: Sequence[Alias] = ()) -> Iterator[None]:
+        """Let the module have other tensors for the length of a block; what it makes of them is undone.
+
+        Args:
+            tensors: in the order of places.
+            aliases: attributes that hold some of them, too.
+        """
+        before = [home[key] for place in self.places for home, key in place.homes]
+        for place, tensor in zip(self.places, tensors, strict=True):
+            for home, key in place.homes:
+                home[key] = tensor
+        for alias in aliases:
+            alias.home[alias.key] = alias.of(tensors)
+        try:
+            yield
+        finally:
+            for alias in aliases:
+                alias.home[alias.key] = alias.value
+            waiting = iter(before)
+            for place in self.places:
+                for home, key in place.homes:
+                    home[key] = next(waiting)
+
+
+class Rows:
+    """What several clients' modules hold.
+
+    Args:
+        layout: where what stands.
+        flats: [K, width] of each kind.
+    """
+
+    def __init__(self, layout: Layout, flats: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self.flats = list(flats)
+        self._views: dict[int, list[Tensor]] = {}
+
+    @classmethod
+    def empty(cls, layout: Layout, count: int) -> Rows:
+        """Rows for so many clients."""
+        shapes = zip(layout.widths, layout.dtypes, strict=True)
+        return cls(layout, [torch.empty(count, width, dtype=t, device=layout.device) for width, t in shapes])
+
+    def __len__(self) -> int:
+        return len(self.flats[0])
+
+    @torch.no_grad()
+    def put(self, row: int) -> None:
+        """Take the resident module's tensors down."""
+        by_kind: list[list[Tensor]] = [[] for _ in self.flats]
+        for place, tensor in zip(self.layout.places, self.layout.tensors(), strict=True):
+            by_kind[place.kind].append(tensor.reshape(-1))
+        for flat, parts in zip(self.flats, by_kind, strict=True):
+            torch.cat(parts, out=flat[row])
+
+    @torch.no_grad()
+    def load(self, row: int) -> None:
+        """Bring a client's tensors into the resident module."""
+        own = self.views(len(self))
+        torch._foreach_copy_(self.layout.tensors(), [view[row] for view in own])
+
+    def views(self, count: int) -> list[Tensor]:
+        """[count, …] every tensor of the first `count` clients, in the order of places; they share the memory."""
+        if count not in self._views:
+            with torch.no_grad():
+                # `.data`: a version of its own, or a counter that a step moves would spoil the backward pass of all.
+                self._views[count] = [
+                    self.flats[p.kind][:count, p.start : p.end].view(count, *p.shape).data for p in self.layout.places
+                ]
+        return self._views[count]
+
+    @torch.no_grad()
+    def pick(self, rows: Tensor) -> Rows:
+        """Copies of some clients' rows."""
+        return Rows(self.layout, [flat.index_select(0, rows) for flat in self.flats])
+
+    @torch.no_grad()
+    def put_back(self, rows: Tensor, picked: Rows) -> None:
+        """The inverse of `pick`."""
+        for flat, own in zip(self.flats, picked.flats, strict=True):
+            flat.index_copy_(0, rows, own)
+
+    def clone(self) -> Rows:
+        """Copies of all rows."""
+        return Rows(self.layout, [flat.clone() for flat in self.flats])
+
+    @torch.no_grad()
+    def copy_(self, other: Rows) -> None:
+        """Take over what other rows hold."""
+        for flat, own in zip(self.flats, other.flats, strict=True):
+            flat.copy_(own)
+
+
+_REASONS = {
+    "random operation": "its step draws random numbers",
+    "data-dependent control flow": "its step decides by a tensor's value",
+    ".item()": "its step reads a number off a tensor",
+    "modified by an inplace operation": "its step changes a tensor that its gradient needs",
+}
+"""What torch says, and what it means here."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why stacking failed, in one line."""
+    known = next((reason for said, reason in _REASONS.items() if said in str(error)), None)
+    if known is not None:
+        return known
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return shortened(text, 120)

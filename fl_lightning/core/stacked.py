@@ -1,0 +1,305 @@
+"""One mini-batch of several clients at once: the method's step as it is, under `torch.func.vmap`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fl_lightning.core.devices import Part
+from fl_lightning.core.facts import Facts, Fit
+from fl_lightning.core.rows import Alias, Layout, Unstackable
+from fl_lightning.core.step import Bench, Step
+
+
+class Mixed(Exception):
+    """A step asks for something in which its clients differ.
+
+    Args:
+        name: what it asks for: ``is_last``, ``num_batches``.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Common:
+    """What the clients of a step have in common; asking for what differs raises `Mixed`."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+
+    def of(self, name: str) -> Any:
+        """What all clients of the present step have.
+
+        Raises:
+            Mixed: if they differ.
+        """
+        if name not in self.known:
+            raise Mixed(name)
+        return self.known[name]
+
+
+class CommonFit(Fit):
+    """The fit of several clients: their counts are known where they are equal.
+
+    Args:
+        own: any client's.
+        common: what the present step's clients have in common.
+    """
+
+    def __init__(self, own: Fit, common: Common) -> None:
+        vars(self)["common"] = common
+        super().__init__(own._optimizer, own.epochs, own.lr_factor, own.accumulate)
+        self.lr = own.lr
+
+    @property
+    def num_batches(self) -> int:  # type: ignore[override]
+        """Local mini-batches that were done."""
+        return self.common.of("num_batches")  # type: ignore[attr-defined]
+
+    @num_batches.setter
+    def num_batches(self, _: int) -> None:
+        """Each client has a count of its own."""
+
+    @property
+    def num_steps(self) -> int:  # type: ignore[override]
+        """Optimizer steps that were made."""
+        return self.common.of("num_steps")  # type: ignore[attr-defined]
+
+    @num_steps.setter
+    def num_steps(self, _: int) -> None:
+        """Each client has a count of its own."""
+
+
+class CommonFacts(Facts):
+    """What several clients know of the federation: not which one they are."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("client", "is_newcomer"):
+            raise Unstackable(f"its step asks for facts.{name}")
+        return super().__getattribute__(name)
+
+    @classmethod
+    def of(cls, facts: Facts) -> CommonFacts:
+        """A client's facts, without the client."""
+        known = {own.name: getattr(facts, own.name) for own in fields(Facts) if own.name != "client"}
+        return cls(**known)
+
+
+class _Taken(NamedTuple):
+    """What a step has made.
+
+    Args:
+        total: the loss that is descended on; None where it descends on nothing.
+        parts: of the phase, that step.
+        logged: losses by name, the sum among them.
+        size: samples that they are means over.
+    """
+
+    total: Tensor | None
+    parts: tuple[str, ...]
+    logged: dict[str, Tensor]
+    size: int
+
+
+class StackedStep(Step):
+    """A step that takes its loss down instead of descending on it: backward is made for all clients at once."""
+
+    def __init__(self, bench: Bench, part: Part, epoch: int, common: Common) -> None:
+        self._common = common
+        super().__init__(bench, part, epoch)
+        self.parts: tuple[str, ...] = ()
+
+    @property
+    def is_first(self) -> bool:  # type: ignore[override]
+        """Whether it is the first of its epoch."""
+        return self._common.of("is_first")
+
+    @is_first.setter
+    def is_first(self, _: bool) -> None:
+        """Each client has a first one of its own."""
+
+    @property
+    def is_last(self) -> bool:  # type: ignore[override]
+        """Whether it is the last of its epoch."""
+        return self._common.of("is_last")
+
+    @is_last.setter
+    def is_last(self, _: bool) -> None:
+        """Each client has a last one of its own."""
+
+    def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
+        """Take the loss down.
+
+        Raises:
+            Unstackable: at the second descent of a step.
+        """
+        if self._descents:
+            raise Unstackable("its step descends twice on a mini-batch")
+        self._total, self._descents, self.parts = self.total(values), 1, parts
+        self._logged.update(values)
+
+    def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> NoReturn:
+        """Not stacked.
+
+        Raises:
+            Unstackable: always.
+        """
+        raise Unstackable("its step takes gradients of its own")
+
+    def follow(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Not stacked.
+
+        Raises:
+            Unstackable: always.
+        """
+        raise Unstackable("its step takes gradients of its own")
+
+    def taken(self) -> _Taken:
+        """Let the method do its step, and what came of it."""
+        method = self._bench.method
+        if len(self.y) == 1:
+            self.take()
+        else:
+            method.local_step(self)
+        logged = dict(self._logged)
+        if logged:
+            total = self._total if self._descents else self._sum(logged)
+            assert total is not None
+            logged = {"loss": total, **logged}
+        return _Taken(self._total, self.parts, logged, self._size)
+
+
+class Outcome(NamedTuple):
+    """What a stacked step came to.
+
+    Args:
+        descends: whether there was a loss to descend on.
+        gradients: [n, …] of each of the phase's parameters; None where the loss does not reach it.
+        parts: of the phase, that step.
+        logged: [n] each, losses by name.
+        size: samples that they are means over.
+    """
+
+    descends: bool
+    gradients: list[Tensor | None]
+    parts: tuple[str, ...]
+    logged: dict[str, Tensor]
+    size: int
+
+
+class StackedBench:
+    """Steps of one phase for several clients.
+
+    Args:
+        layout: where the method's tensors stand.
+        bench: what the phase's steps have in common; without optimizers.
+        trained: places of the phase's parameters.
+        common: what a step's clients have in common.
+        aliases: attributes that hold parameters or buffers.
+    """
+
+    def __init__(
+        self, layout: Layout, bench: Bench, trained: Sequence[int], common: Common, aliases: Sequence[Alias] = ()
+    ) -> None:
+        self.aliases = list(aliases)
+        self.layout = layout
+        self.bench = bench
+        self.trained = list(trained)
+        self.common = common
+
+    def step(self, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> Outcome:
+        """One mini-batch of each of n clients: losses and gradients; buffers that move are moved.
+
+        Args:
+            views: [n, …] every tensor of the clients, in the order of places.
+            x: [n, B, …] inputs.
+            y: [n, B] classes.
+            epoch: of the fit, 0-based.
+
+        Raises:
+            Unstackable: saying why the step cannot be stacked.
+            Mixed: if it asks for what differs among the clients.
+        """
+        leaves = list(views)
+        for index in self.trained:
+            leaves[index] = views[index].detach().requires_grad_()
+        names: list[str] = []
+        about: dict[str, Any] = {}
+        moved: list[int] = []
+
+        def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
+            with self.layout.swapped(tensors, self.aliases):
+                taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common).taken()
+                present = [place.homes[0][0][place.homes[0][1]] for place in self.layout.places]
+            names[:] = taken.logged
+            about.update(parts=taken.parts, size=taken.size, descends=taken.total is not None)
+            moved[:] = [i for i, (new, old) in enumerate(zip(present, tensors, strict=True)) if new is not old]
+            total = () if taken.total is None else (taken.total,)
+            return total, tuple(taken.logged.values()), tuple(present[index] for index in moved)
+
+        total, logged, buffers = vmap(one, randomness="error")(leaves, x, y)
+        gradients: list[Tensor | None] = [None] * len(self.trained)
+        descends = about["descends"] and total[0].requires_grad
+        if descends:
+            inputs = [leaves[index] for index in self.trained]
+            gradients = list(torch.autograd.grad(total[0].sum(), inputs, allow_unused=True))
+        self._move(views, moved, buffers)
+        losses = {name: value.detach() for name, value in zip(names, logged, strict=True)}
+        return Outcome(descends, gradients, about["parts"], losses, about["size"])
+
+    def _move(self, views: Sequence[Tensor], moved: Sequence[int], buffers: Sequence[Tensor]) -> None:
+        """Take over buffers that the step has replaced."""
+        for index, new in zip(moved, buffers, strict=True):
+            if new.dtype != views[index].dtype or new.shape != views[index].shape:
+                raise Unstackable(f"{self.layout.places[index].name} changes its type or shape in a step")
+            with torch.no_grad():
+                views[index].copy_(new)
+
+    def alone(self, x: Tensor, y: Tensor, epoch: int) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """The same for the client that the resident module holds: losses, and gradients of the phase's parameters."""
+        taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common).taken()
+        gradients: list[Tensor | None] = [None] * len(self.trained)
+        if taken.total is not None and taken.total.requires_grad:
+            present = self.layout.tensors()
+            own = [present[index] for index in self.trained]
+            gradients = list(torch.autograd.grad(taken.total, own, allow_unused=True))
+        return {name: value.detach() for name, value in taken.logged.items()}, gradients
+
+
+def agree(
+    outcome: Outcome,
+    tensors: Sequence[Tensor],
+    losses: Mapping[str, Tensor],
+    gradients: Sequence[Tensor | None],
+    after: Sequence[Tensor],
+) -> bool:
+    """Whether the first client's step came to the same stacked as alone, within what rounding does.
+
+    Args:
+        outcome: the stacked step.
+        tensors: the client's, after it.
+        losses: of the step alone.
+        gradients: of the step alone.
+        after: the client's tensors after it.
+    """
+    if outcome.logged.keys() != losses.keys():
+        return False
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [(outcome.logged[name][0], losses[name]) for name in losses]
+    stacked = [None if own is None else own[0] for own in outcome.gradients]
+    pairs += [*zip(stacked, gradients, strict=True), *zip(tensors, after, strict=True)]
+    return all(_same(one, other) for one, other in pairs)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other.to(one), rtol=1e-3, atol=1e-5, equal_nan=True)

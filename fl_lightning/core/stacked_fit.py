@@ -1,0 +1,315 @@
+"""The local fit of several clients of one architecture: their steps as one, phase after phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.core.client import ClientModule, Plan, Planned, counts
+from fl_lightning.core.descent import FitSettings, Machine
+from fl_lightning.core.facts import Fit
+from fl_lightning.core.freezing import batch_norms
+from fl_lightning.core.rows import Alias, Layout, Rows, Unstackable
+from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree
+from fl_lightning.core.stacked_meter import StackedMeter
+from fl_lightning.core.stacked_optimizers import StackedOptimizer, Stretch
+from fl_lightning.core.step import Bench
+
+
+class Batches(Protocol):
+    """One mini-batch of each of some clients, all of one size."""
+
+    rows: list[int]
+    x: Tensor
+    y: Tensor
+    index: list[int]
+    is_last: list[bool]
+
+
+Epoch = Callable[[int, Sequence[int | None]], Iterable[Batches]]
+"""From an epoch of the fit, and each client's limit of mini-batches, to its steps; a limit of 0 leaves a client out."""
+
+
+@dataclass
+class Entered:
+    """A client that is about to be fitted.
+
+    Args:
+        plan: its phases, with the epochs of its own workload.
+        templates: optimizers as they would be made for it alone, by phase and part.
+        fit: what its method may know of the fit.
+    """
+
+    plan: Plan
+    templates: list[Optimizer]
+    fit: Fit
+
+
+class StackedFit:
+    """Fits clients that stand in rows.
+
+    Args:
+        module: the resident module of their architecture.
+        layout: where its tensors stand.
+        rows: the clients as their fits begin; as they end afterwards.
+        entered: the clients, with phases of the same kinds and epochs.
+        epoch: gives the steps of an epoch.
+        apart: names of what steps ask for and clients may differ in: those who do step one after another.
+        aliases: attributes of the method's modules that hold parameters or buffers.
+        context: the trainer's, of a step; mini-batches are made outside.
+    """
+
+    def __init__(
+        self,
+        module: ClientModule,
+        layout: Layout,
+        rows: Rows,
+        entered: Sequence[Entered],
+        epoch: Epoch,
+        apart: set[str],
+        aliases: Sequence[Alias] = (),
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        assert module.settings is not None, "`settings` is set by the runner"
+        self.module = module
+        self.method = module.method
+        self.layout = layout
+        self.rows = rows
+        self.entered = list(entered)
+        self.epoch = epoch
+        self.apart = apart
+        self.settings: FitSettings = module.settings
+        self.meter = StackedMeter(len(entered))
+        self.common = Common()
+        self.aliases = list(aliases)
+        self.context = context
+
+    def run(self, checks: Callable[[str], bool]) -> None:
+        """All phases.
+
+        Args:
+            checks: whether a phase's first step is to be compared with the same of one client alone, by its name.
+
+        Raises:
+            Unstackable: saying why these clients cannot be stacked.
+            Mixed: if a step asks for what its clients differ in.
+        """
+        method, facts, fit = self.method, self.method.facts, self.method.fit
+        trainable = [parameter for parameter in method.parameters() if parameter.requires_grad]
+        method.facts = CommonFacts.of(facts)
+        method.fit = CommonFit(fit, self.common)
+        try:
+            templates = iter(self.entered[0].templates)
+            begin = 0
+            for index, planned in enumerate(self.entered[0].plan):
+                own = {name: next(templates) for name in planned.parts}
+                trained = {id(parameter) for parameter in planned.parameters}
+                for parameter in trainable:
+                    parameter.requires_grad_(id(parameter) in trained)
+                _Phase(self, index, planned, own).run(begin, checks(planned.phase.name))
+                begin += planned.epochs
+        finally:
+            method.facts, method.fit = facts, fit
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+
+
+class _Phase:
+    """One phase of a stacked fit."""
+
+    def __init__(self, fit: StackedFit, index: int, planned: Planned, templates: Mapping[str, Optimizer]) -> None:
+        self.fit = fit
+        self.index = index
+        self.planned = planned
+        self.resting = [n for part in planned.phase.resting for n in batch_norms(fit.method.get_submodule(part))]
+        method = fit.method
+        weights = method.term_weights()
+        terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
+        machine = Machine(fit.module.device.type)
+        bench = Bench(method, machine, batch_norms(method), planned.phase, terms, weights)
+        self.trained = fit.layout.index(planned.parameters)
+        self.bench = StackedBench(fit.layout, bench, self.trained, fit.common, fit.aliases)
+        self.templates = dict(templates)
+        self.parts = {name: fit.layout.index(own) for name, own in planned.parts.items()}
+        self.optimizers: dict[str, list[tuple[StackedOptimizer, list[list[int]]]]] | None = None
+        self.reached: list[bool] = []
+        self.accumulated: dict[tuple[int, int, int], Tensor] = {}
+
+    def run(self, begin: int, check: bool) -> None:
+        """All its epochs, the first of which is so many epochs into the fit."""
+        fit = self.fit
+        for layer in self.resting:
+            layer.eval()
+        try:
+            for epoch in range(self.planned.epochs):
+                is_last = epoch == self.planned.epochs - 1
+                limits = [own.plan[self.index].last if is_last else None for own in fit.entered]
+                fit.method.fit.epoch = begin + epoch
+                for batches in fit.epoch(begin + epoch, limits):
+                    for own in self._split(batches):
+                        with fit.context():
+                            self._step(*own, batches, begin + epoch, check)
+                        check = False
+        finally:
+            for layer in self.resting:
+                layer.train()
+
+    def _split(self, batches: Batches) -> list[tuple[list[int], list[int]]]:
+        """Places in the step's rows, and the rows, of clients that step together."""
+        by_key: dict[tuple[Any, ...], list[int]] = {}
+        for place, row in enumerate(batches.rows):
+            known = self._known(batches, place, row)
+            by_key.setdefault(tuple(known[name] for name in sorted(self.fit.apart)), []).append(place)
+        return [(places, [batches.rows[place] for place in places]) for places in by_key.values()]
+
+    def _known(self, batches: Batches, place: int, row: int) -> dict[str, Any]:
+        own = self.fit.entered[row].fit
+        return {
+            "is_last": batches.is_last[place],
+            "is_first": batches.index[place] == 0,
+            "num_batches": own.num_batches,
+            "num_steps": own.num_steps,
+        }
+
+    def _step(self, places: list[int], rows: list[int], batches: Batches, epoch: int, check: bool) -> None:
+        fit, count = self.fit, len(rows)
+        whole = count == len(batches.rows)
+        x, y = (batches.x, batches.y) if whole else (batches.x[places], batches.y[places])
+        known = [self._known(batches, place, row) for place, row in zip(places, rows, strict=True)]
+        fit.common.known = {name: value for name, value in known[0].items() if all(k[name] == value for k in known)}
+        first = rows == list(range(count))
+        index = None if first else torch.tensor(rows, device=fit.layout.device)
+        own = fit.rows if index is None else fit.rows.pick(index)
+        views = own.views(count)
+        alone = self._alone(rows[0], x[0], y[0], epoch) if check else None
+        versions = [view._version for view in views]
+        outcome = self.bench.step(views, x, y, epoch)
+        if alone is not None:
+            self._compare(outcome, [view[0] for view in views], alone)
+        if index is not None and versions != [view._version for view in views]:
+            fit.rows.put_back(index, own)
+        self._descend(outcome, rows, index, [batches.index[p] for p in places], [batches.is_last[p] for p in places])
+        for row in rows:
+            fit.entered[row].fit.num_batches += 1
+        if outcome.logged:
+            fit.meter.add(rows, outcome.logged, outcome.size)
+
+    def _alone(self, row: int, x: Tensor, y: Tensor, epoch: int) -> Any:
+        """The first step of one client, by the resident module, with the buffers that it leaves."""
+        self.fit.rows.load(row)
+        losses, gradients = self.bench.alone(x, y, epoch)
+        return losses, gradients, [tensor.detach().clone() for tensor in self.fit.layout.tensors()]
+
+    def _compare(self, outcome: Outcome, tensors: Sequence[Tensor], alone: Any) -> None:
+        losses, gradients, after = alone
+        if not agree(outcome, tensors, losses, gradients, after):
+            raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
+
+    # --- descending ---------------------------------------------------------------------------------------------------
+
+    def _descend(
+        self, outcome: Outcome, rows: list[int], index: Tensor | None, batch: list[int], is_last: list[bool]
+    ) -> None:
+        """Accumulate, clip and step."""
+        settings = self.fit.settings
+        if not outcome.descends:
+            return
+        names = [name for name in outcome.parts if name in self.templates]
+        if outcome.parts and not names:
+            return
+        if names and settings.accumulate > 1:
+            raise Unstackable("its parts accumulate gradients by themselves")
+        made = self._made(outcome)
+        due = [last or (at + 1) % settings.accumulate == 0 for at, last in zip(batch, is_last, strict=True)]
+        found = {p: own for p, own in zip(self.trained, outcome.gradients, strict=True) if own is not None}
+        for name in names or made:
+            for optimizer, stretches in made[name]:
+                gradients = [torch.cat([found[place].reshape(len(rows), -1) for place in own], 1) for own in stretches]
+                if settings.accumulate > 1:
+                    gradients = self._accumulate(optimizer, rows, gradients, due)
+                stepping = [row for row, now in zip(rows, due, strict=True) if now]
+                if all(due):
+                    self._clip(gradients)
+                    optimizer.step(slice(0, len(rows)) if index is None else index, rows, gradients)
+                elif stepping:
+                    kept = torch.tensor(due, device=self.fit.layout.device)
+                    gradients = [gradient[kept] for gradient in gradients]
+                    self._clip(gradients)
+                    optimizer.step(torch.tensor(stepping, device=self.fit.layout.device), stepping, gradients)
+            for row, now in zip(rows, due, strict=True):
+                self.fit.entered[row].fit.num_steps += now
+
+    def _made(self, outcome: Outcome) -> dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]:
+        """The optimizers, made at the phase's first descent for the parameters that it reaches."""
+        reached = [gradient is not None for gradient in outcome.gradients]
+        if self.optimizers is None:
+            self.reached = reached
+            with_gradient = {place for place, there in zip(self.trained, reached, strict=True) if there}
+            self.optimizers = {name: self._of_part(name, with_gradient) for name in self.templates}
+        if reached != self.reached:
+            raise Unstackable("its steps reach different parameters within a phase")
+        return self.optimizers
+
+    def _of_part(self, name: str, reached: set[int]) -> list[tuple[StackedOptimizer, list[list[int]]]]:
+        template, made = self.templates[name], []
+        hooks = len(template._optimizer_step_post_hooks) > 1 or template._optimizer_step_pre_hooks
+        if hooks:
+            raise Unstackable("hooks are tied to its optimizer's steps")
+        for group in template.param_groups:
+            places = [place for place in self.fit.layout.index(group["params"]) if place in reached]
+            for kind in dict.fromkeys(self.fit.layout.places[place].kind for place in places):
+                runs = _runs(self.fit.layout, [p for p in places if self.fit.layout.places[p].kind == kind])
+                stretches = [stretch for stretch, _ in runs]
+                optimizer = StackedOptimizer(template, group, stretches, self.fit.rows.flats[kind])
+                made.append((optimizer, [own for _, own in runs]))
+        if self.fit.settings.clip_value is not None and len(made) > 1:
+            raise Unstackable("its optimizer has several groups whose gradients are clipped together")
+        return made
+
+    def _accumulate(
+        self, optimizer: StackedOptimizer, rows: list[int], gradients: list[Tensor], due: list[bool]
+    ) -> list[Tensor]:
+        """Add a share of the gradients to what waits; what is due is given out and waits no longer."""
+        share, given = 1 / self.fit.settings.accumulate, []
+        index = torch.tensor(rows, device=self.fit.layout.device)
+        leaving = index[torch.tensor(due, device=index.device)]
+        for (start, end), gradient in zip(optimizer.stretches, gradients, strict=True):
+            key = start, end, id(optimizer)
+            if key not in self.accumulated:
+                self.accumulated[key] = torch.zeros_like(optimizer.flat[:, start:end])
+            waiting = self.accumulated[key].index_add_(0, index, gradient * share)
+            given.append(waiting[index])
+            waiting[leaving] = 0
+        return given
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Clip each client's gradients as `clip_grad_norm_` and `clip_grad_value_` do."""
+        limit = self.fit.settings.clip_value
+        if limit is None:
+            return
+        if self.fit.settings.clip_algorithm == "value":
+            for gradient in gradients:
+                gradient.clamp_(-limit, limit)
+            return
+        norms = torch.stack([torch.linalg.vector_norm(gradient, dim=1) for gradient in gradients], 1)
+        factor = (limit / (torch.linalg.vector_norm(norms, dim=1) + 1e-6)).clamp(max=1.0)[:, None]
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _runs(layout: Layout, places: Sequence[int]) -> list[tuple[Stretch, list[int]]]:
+    """Stretches of columns that places make up, with the places of each."""
+    runs: list[tuple[Stretch, list[int]]] = []
+    for index in places:
+        place = layout.places[index]
+        if runs and runs[-1][0][1] == place.start:
+            runs[-1] = (runs[-1][0][0], place.end), [*runs[-1][1], index]
+        else:
+            runs.append(((place.start, place.end), [index]))
+    return runs

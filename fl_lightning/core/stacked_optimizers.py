@@ -1,0 +1,109 @@
+"""SGD and Adam over rows: what `torch.optim` does, element by element, for several clients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fl_lightning.core.rows import Unstackable
+
+Stretch = tuple[int, int]
+"""First column, and the one behind the last."""
+
+
+class StackedOptimizer:
+    """One optimizer's share of K clients' parameters: its state stands in rows, too, each with its own count of steps.
+
+    Args:
+        template: the optimizer as it was made for the resident module's parameters.
+        group: which of its parameter groups.
+        stretches: the columns of its parameters.
+        flat: [K, width] the clients' parameters.
+
+    Raises:
+        Unstackable: for an optimizer that is not one of `torch.optim`'s SGD, Adam and AdamW, or an option of theirs
+            that is not stacked.
+    """
+
+    def __init__(self, template: Optimizer, group: dict[str, Any], stretches: Sequence[Stretch], flat: Tensor) -> None:
+        kind = type(template)
+        if kind not in (SGD, Adam, AdamW):
+            raise Unstackable(f"its optimizer is {kind.__name__}; SGD, Adam and AdamW are stacked")
+        for option in ("amsgrad", "dampening", "maximize", "differentiable"):
+            if group.get(option):
+                raise Unstackable(f"its optimizer has {option}, which is not stacked")
+        self.kind = kind
+        self.group = group
+        self.stretches = list(stretches)
+        self.flat = flat
+        self.counts = [0] * len(flat)
+        momentum = group.get("momentum", 0.0)
+        needed = (1 if momentum else 0) if kind is SGD else 2
+        self.state = [[torch.zeros_like(flat[:, a:b]) for _ in range(needed)] for a, b in self.stretches]
+
+    @torch.no_grad()
+    def step(self, rows: slice | Tensor, own: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """One step of some clients.
+
+        Args:
+            rows: which, as an index: a slice of the first ones, or any.
+            own: the same, as numbers.
+            gradients: [n, columns] for each stretch.
+        """
+        for row in own:
+            self.counts[row] += 1
+        counts = [self.counts[row] for row in own]
+        for (start, end), state, gradient in zip(self.stretches, self.state, gradients, strict=True):
+            if isinstance(rows, slice):
+                self._step(self.flat[rows, start:end], gradient, [moment[rows] for moment in state], counts)
+                continue
+            values, moments = self.flat[rows, start:end], [moment[rows] for moment in state]
+            self._step(values, gradient, moments, counts)
+            self.flat[rows, start:end] = values
+            for moment, new in zip(state, moments, strict=True):
+                moment[rows] = new
+
+    def _step(self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], counts: Sequence[int]) -> None:
+        group = self.group
+        decay, lr = group["weight_decay"], float(group["lr"])
+        if decay and self._decouples:
+            values.mul_(1 - lr * decay)
+        elif decay:
+            gradient = gradient.add(values, alpha=decay)
+        if self.kind is SGD:
+            if moments:
+                gradient = self._with_momentum(gradient, moments[0])
+            values.add_(gradient, alpha=-lr)
+        else:
+            self._adam(values, gradient, moments, counts, lr)
+
+    @property
+    def _decouples(self) -> bool:
+        """Whether weight decay shrinks the weights, and not their gradient."""
+        return self.kind is AdamW or bool(self.group.get("decoupled_weight_decay"))
+
+    def _with_momentum(self, gradient: Tensor, buffer: Tensor) -> Tensor:
+        momentum = self.group["momentum"]
+        buffer.mul_(momentum).add_(gradient)
+        return gradient.add(buffer, alpha=momentum) if self.group["nesterov"] else buffer
+
+    def _adam(
+        self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], counts: Sequence[int], lr: float
+    ) -> None:
+        (beta1, beta2), eps = self.group["betas"], self.group["eps"]
+        mean, square = moments
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        sizes = [lr / (1 - beta1**count) for count in counts]
+        roots = [(1 - beta2**count) ** 0.5 for count in counts]
+        if len(set(counts)) == 1:
+            denominator = square.sqrt().div_(roots[0]).add_(eps)
+            values.addcdiv_(mean, denominator, value=-sizes[0])
+            return
+        size, root = (values.new_tensor(own)[:, None] for own in (sizes, roots))
+        denominator = square.sqrt().div_(root).add_(eps)
+        values.sub_(mean.mul(size).div_(denominator))

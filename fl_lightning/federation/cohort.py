@@ -1,0 +1,159 @@
+"""Clients whose local fits run as one: who is stacked with whom, and what stands against it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from fl_lightning.core.rows import Unstackable
+from fl_lightning.federation.flags import unstacked_flag
+from fl_lightning.federation.sickness import at
+from fl_lightning.federation.stack import Stack
+from fl_lightning.models.own_training import OwnTraining
+from fl_lightning.terminal import say
+
+if TYPE_CHECKING:
+    from fl_lightning.core.stacked_timing import Timing
+    from fl_lightning.federation.runner import Job, Runner, Visit
+    from fl_lightning.federation.sickness import Ward
+
+Size = int | Literal["auto"] | None
+LARGEST = 32
+"""Clients that ``auto`` stacks at most: beyond, memory grows and time does not fall."""
+
+
+class Cohort:
+    """Brings participants to their fits, several at once where that is configured and possible.
+
+    Args:
+        runner: the resident modules.
+        size: `federation.cohort`.
+        in_turn: whether what a client hears may depend on who was fitted before it.
+        is_main: whether this process says what is chosen.
+    """
+
+    def __init__(self, runner: Runner, size: Size, in_turn: bool, is_main: bool = True) -> None:
+        self.runner = runner
+        self.size = None if size == 1 else size
+        self.is_main = is_main
+        self.reason = ""
+        self._chosen = False
+        self._stacks: dict[int, Stack] = {}
+        if self.size is not None:
+            # An operation that `vmap` does one by one inside is no reason to do all of them so; `auto` measures.
+            warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+            self._refuse(self._refusal(in_turn))
+
+    @property
+    def stacks(self) -> bool:
+        """Whether clients are stacked."""
+        return self.size is not None and not self.reason
+
+    def _refusal(self, in_turn: bool) -> str:
+        """What stands against stacking whatever the method's step; empty where nothing does."""
+        if in_turn:
+            return "clients are fitted in turn, each hears the one before"
+        if self.runner.private is not None:
+            return "federation.record_privacy looks at each sample by itself"
+        if any(type(module.own) is not OwnTraining for module in self.runner.modules):
+            return "the model trains by itself"
+        callbacks = [type(each).__name__ for each in self.runner.trainer.callbacks]  # type: ignore[attr-defined]
+        if callbacks:
+            return f"trainer.callbacks ({', '.join(callbacks)}) follow single fits"
+        flag = unstacked_flag(self.runner.flags)
+        return f"trainer.{flag} is for single fits" if flag else ""
+
+    def _refuse(self, reason: str) -> None:
+        """From now on all run one by one; says so once."""
+        if reason and not self.reason:
+            self.reason = reason
+            if self.is_main:
+                method = type(self.runner.modules[0].method).__name__
+                say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
+
+    def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
+        """Participants one after another, with the first part of their round done; fitted where they are stacked.
+
+        Args:
+            clients: of this process, in order.
+            job: what the round asks of a client.
+            ward: takes down who falls sick.
+        """
+        for group in self._groups(clients):
+            stack = self._stack(group) if self.stacks and len(group) > 1 else None
+            begun: list[Visit] = []
+            for client in group:
+                for visit in self._begun(client, job, ward, stack):
+                    if visit.fit is None:
+                        yield visit
+                    else:
+                        begun.append(visit)
+            if stack is not None:
+                self._fit(stack)
+            yield from begun
+
+    def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None) -> list[Visit]:
+        """A participant that has come to its fit; none, if it fell sick on the way."""
+        if ward.ends_round:
+            return []
+        watch = self.runner.stopwatch
+        with ward.care(client):
+            with watch.part("exchange"):
+                own = job(client)
+            with watch.part("fit"):
+                visit = self.runner.begin(own)
+                if stack is not None and self.stacks:
+                    with at(own.round, client, "fit"):
+                        self._enter(stack, visit)
+            return [visit]
+        return []
+
+    def _groups(self, clients: Sequence[int]) -> list[list[int]]:
+        """Clients of one architecture together, those with most samples first, so that a cohort is of one length."""
+        if not self.stacks:
+            return [list(clients)] if clients else []
+        size = LARGEST if self.size == "auto" else self.size
+        assert isinstance(size, int)
+        by_architecture: dict[int, list[int]] = {}
+        for client in clients:
+            by_architecture.setdefault(self.runner.architecture[client], []).append(client)
+        samples, groups = self.runner.attackers.samples, []
+        for own in by_architecture.values():
+            own = sorted(own, key=lambda client: (-samples[client].num_train, client))
+            groups += [own[start : start + size] for start in range(0, len(own), size)]
+        return groups
+
+    def _stack(self, group: Sequence[int]) -> Stack:
+        architecture = self.runner.architecture[group[0]]
+        if architecture not in self._stacks:
+            self._stacks[architecture] = Stack(self.runner, self.runner.modules[architecture])
+        stack = self._stacks[architecture]
+        stack.open(len(group))
+        return stack
+
+    def _enter(self, stack: Stack, visit: Visit) -> None:
+        try:
+            stack.enter(visit)
+        except Unstackable as error:
+            self._refuse(str(error))
+
+    def _fit(self, stack: Stack) -> None:
+        if self.stacks:
+            try:
+                with self.runner.stopwatch.part("fit"):
+                    stack.fit()
+                if self.size == "auto" and not self._chosen:
+                    self._choose(*stack.measure())
+            except Unstackable as error:
+                self._refuse(str(error))
+
+    def _choose(self, count: int, timing: Timing) -> None:
+        """From what was measured at the start."""
+        self._chosen = True
+        stacked, alone = (f"{1e3 * seconds:.2f} ms" for seconds in (timing.stacked, timing.alone))
+        if not timing.pays:
+            self._refuse(f"a step takes {alone} so, and {stacked} of {count} stacked")
+        elif self.is_main:
+            line = f"up to {LARGEST} clients' steps run as one: {stacked} a client, one by one {alone}"
+            say(f"fl-lightning: federation.cohort: {line}")

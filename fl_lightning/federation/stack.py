@@ -1,0 +1,229 @@
+"""A cohort's fit: clients enter one after another, are fitted as one, and take their rounds up again one by one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fl_lightning.core.loose import Attributes, Mark, changed, difference
+from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
+from fl_lightning.core.stacked import Mixed
+from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
+from fl_lightning.core.stacked_timing import Timing, measured
+from fl_lightning.data.together import together
+from fl_lightning.seeding import derive_seed, seed_global_streams
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.federation.runner import Runner, Visit
+
+
+@dataclass
+class Member:
+    """A client of a cohort, as its fit begins.
+
+    Args:
+        visit: its round up to the fit.
+        row: where it stands among those that have entered.
+        entered: its phases, optimizers and fit.
+        key: clients are stacked with those of the same.
+        mark: of its method's attributes.
+        attributes: the same, to be brought back.
+        streams: the global random streams' states.
+    """
+
+    visit: Visit
+    row: int
+    entered: Entered
+    key: Hashable
+    mark: Mark
+    attributes: list[dict[str, Any]]
+    streams: tuple[Any, ...]
+
+
+class Stack:
+    """Fits clients of one architecture together.
+
+    Args:
+        runner: whose clients they are.
+        module: the resident module of the architecture.
+    """
+
+    def __init__(self, runner: Runner, module: ClientModule) -> None:
+        self.runner = runner
+        self.module = module
+        self.layout = Layout(module.method)
+        self.attributes = Attributes(module.method, self.layout)
+        self._apart: set[str] = set()
+        self._checked: set[Hashable] = set()
+
+    def open(self, count: int) -> None:
+        """Let a cohort of so many clients enter."""
+        self._entry = Rows.empty(self.layout, count)
+        self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
+        self._members: list[Member] = []
+        self._entries = 0
+
+    # --- before the fit -----------------------------------------------------------------------------------------------
+
+    def enter(self, visit: Visit) -> None:
+        """Take down the client that the module holds, and begin its fit.
+
+        Raises:
+            Unstackable: if it cannot be taken down; where `visit.fit` is set then, it is fitted by itself later.
+        """
+        row = self._entries
+        self._entry.put(row)
+        self._entries += 1
+        visit.fit = partial(self._fit_alone, visit, row, self.attributes.taken())
+        module, method, client, round = self.module, self.module.method, visit.job.client, visit.job.round
+        module.train()
+        module.workload = self.runner.workload(client, round)
+        seed_global_streams(self.runner.seed, "fit", round, client)
+        templates = module.configure_optimizers()
+        if not templates:  # nothing to train: every phase is off
+            return
+        versions = [tensor._version for tensor in self.layout.tensors()]
+        method.on_fit_start()
+        if versions != [tensor._version for tensor in self.layout.tensors()]:
+            self._moved[row] = Rows.empty(self.layout, 1)
+            self._moved[row].put(0)
+        mark, plan = self.attributes.mark(), module.plan()
+        phases = tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in plan)
+        key = mark, phases, tuple(map(_options, templates)), tuple(method.term_weights().items())
+        entered = Entered(plan, templates, method.fit)
+        self._members.append(Member(visit, row, entered, key, mark, self.attributes.taken(), _streams()))
+
+    def _fit_alone(self, visit: Visit, row: int, attributes: list[dict[str, Any]]) -> None:
+        """Fit a client that has entered, by itself."""
+        self._entry.load(row)
+        self.attributes.restore(attributes)
+        self.runner.fit(self.module, visit.data, visit.job.round)
+
+    # --- the fit ------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Fit those that have entered, all that are alike together; who is like nobody else is fitted by itself.
+
+        Raises:
+            Unstackable: saying why they cannot be stacked; all of them are fitted by themselves then.
+        """
+        alike: dict[Hashable, list[Member]] = {}
+        for member in self._members:
+            alike.setdefault(member.key, []).append(member)
+        groups = [own for own in alike.values() if len(own) > 1]
+        if len(self._members) > 1 and not groups:
+            name = difference(self._members[0].mark, self._members[1].mark)
+            raise Unstackable(f"its clients differ in {name}")
+        if not groups:
+            return
+        start = self._entry.clone()
+        for row, moved in self._moved.items():
+            start.put_back(torch.tensor([row], device=self.layout.device), moved)
+        begun = [start.pick(self._places(own)) for own in groups]
+        fitted = [self._fit_group(own, rows) for own, rows in zip(groups, begun, strict=True)]
+        self._largest = max(zip(groups, begun, strict=True), key=lambda pair: len(pair[0]))
+        for own, (rows, fit) in zip(groups, fitted, strict=True):
+            for place, member in enumerate(own):
+                member.visit.fit = partial(self._take_up, member, rows, place, fit.meter.of(place))
+
+    def _places(self, own: Sequence[Member]) -> torch.Tensor:
+        return torch.tensor([member.row for member in own], device=self.layout.device)
+
+    def _fit_group(self, own: Sequence[Member], rows: Rows) -> tuple[Rows, StackedFit]:
+        """Fit clients that are alike; again, where a step asks for what they differ in."""
+        first = own[0]
+        while True:
+            present = rows.clone()
+            self.attributes.restore(first.attributes)
+            for member in own:
+                member.entered.fit.num_batches = member.entered.fit.num_steps = 0
+            fit = self._made([member.entered for member in own], present, partial(self._epoch, own))
+            try:
+                self._run(fit, first)
+            except Mixed as mixed:
+                if mixed.name in self._apart:
+                    raise Unstackable(f"its step asks for {mixed.name}") from mixed
+                self._apart.add(mixed.name)
+            else:
+                self._checked |= {(planned.phase.name, first.key) for planned in first.entered.plan}
+                return present, fit
+
+    def _made(self, entered: Sequence[Entered], rows: Rows, epoch: Epoch) -> StackedFit:
+        aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
+        return StackedFit(self.module, self.layout, rows, entered, epoch, self._apart, aliases, context)
+
+    def measure(self) -> tuple[int, Timing]:
+        """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
+        own, rows = self._largest
+        self.attributes.restore(own[0].attributes)
+        entered = [replace(member.entered, fit=copy.copy(member.entered.fit)) for member in own]
+        self.module.method.fit = entered[0].fit
+        timing = measured(partial(self._made, entered), self.module, rows, entered, partial(self._epoch, own))
+        return len(own), timing
+
+    def _run(self, fit: StackedFit, first: Member) -> None:
+        try:
+            fit.run(lambda phase: (phase, first.key) not in self._checked)
+        except (Mixed, Unstackable):
+            raise
+        except Exception as error:
+            raise Unstackable(reason_of(error)) from error
+        name = changed(first.mark, self.attributes.mark())
+        if name:
+            raise Unstackable(f"its step changes {name}")
+
+    def _epoch(self, own: Sequence[Member], epoch: int, limits: Sequence[int | None]) -> Iterable[Batches]:
+        """The steps of an epoch: each client's mini-batches are those of its fit by itself."""
+        runner = self.runner
+        epochs = [
+            member.visit.data.bundles(
+                derive_seed(runner.seed, f"shuffle/{epoch}", member.visit.job.round, member.visit.job.client),
+                *runner.bundle_rules(member.visit.job.client),
+                limit=limit,
+            )
+            for member, limit in zip(own, limits, strict=True)
+        ]
+        return together(epochs, runner.data.batch_size, runner.steps_per_bundle)
+
+    # --- after the fit ------------------------------------------------------------------------------------------------
+
+    def _take_up(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
+        """Bring a fitted client into the module, and let method and terms keep what they need."""
+        module, method = self.module, self.module.method
+        rows.load(place)
+        self.attributes.restore(member.attributes)
+        method.fit = member.entered.fit
+        module.meter = meter
+        module.train()
+        _set_streams(member.streams)
+        for term in method.terms.exchanging:
+            term.after_fit(method)
+        method.on_fit_end()
+
+
+def _options(optimizer: Optimizer) -> tuple[Hashable, ...]:
+    """What an optimizer was told, but for its parameters."""
+    groups = [{key: str(value) for key, value in own.items() if key != "params"} for own in optimizer.param_groups]
+    return type(optimizer), *(tuple(own.items()) for own in groups)
+
+
+def _streams() -> tuple[Any, ...]:
+    """The states of the global random streams of torch, NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def _set_streams(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])

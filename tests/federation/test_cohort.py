@@ -1,0 +1,283 @@
+"""Clients whose local steps run as one: the same numbers as one by one, or one line that says why not."""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import flatten
+from every_method import METHODS
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from fl_lightning.core.private_steps import RecordPrivacy
+from fl_lightning.core.rows import Unstackable
+from fl_lightning.core.stacked_optimizers import StackedOptimizer
+from fl_lightning.core.term import Term
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.attacks import Attack
+from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.workloads import Draw
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.models.split import Body, SplitModel
+
+# Why a method's clients run one by one. A method that is not here is stacked.
+REFUSED = {
+    "DRDFL": "its step descends twice on a mini-batch",
+    "DisPFL": "its step changes a tensor that its gradient needs",
+    "FedCVAE": "its clients differ in FedCVAE.own_data",
+    "FedFed": "its clients differ in FedFed.num_own",
+    "FedPA": "its clients differ in terms.1.classes",
+    "PerFedAvg": "its step takes gradients of its own",
+}
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.003)
+
+
+@pytest.fixture
+def both(run_federation, outcome):
+    """A federation one by one and stacked, in double precision; returns the latter when the two are alike."""
+
+    def run(make, rounds=2, tolerance=1e-9, **options):
+        options["trainer"] = {"precision": "64-true", **options.get("trainer", {})}
+        options.setdefault("optimizer", adam)
+        plain, stacked = (run_federation(make, rounds, cohort=own, **copy.copy(options)) for own in (None, 4))
+        assert stacked.cohort.reason == ""
+        one, other = flatten(outcome(plain)), flatten(outcome(stacked))
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            if isinstance(value, (torch.Tensor, float)):
+                torch.testing.assert_close(other[name], value, rtol=0, atol=tolerance, equal_nan=True)
+            else:
+                assert repr(other[name]) == repr(value), name
+        steps = [{key: report.num_steps for key, report in loop.diary.reports.items()} for loop in (plain, stacked)]
+        assert steps[0] == steps[1]
+        return stacked
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_is_the_same_stacked_or_says_why_not(name, both, run_federation, mlp, capsys):
+    if name not in REFUSED:
+        both(lambda: METHODS[name](mlp()))
+        return
+    loop = run_federation(lambda: METHODS[name](mlp()), 1, cohort=4, optimizer=adam)
+    assert REFUSED[name] in loop.cohort.reason
+    line = f"fl-lightning: federation.cohort: {name} runs one by one: {loop.cohort.reason}\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def with_batch_norm():
+    """A network whose batch norm keeps statistics; batches of one sample leave them in peace."""
+    body = Body([nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())], nn.Linear(8, 5))
+    return SplitModel(body, nn.Linear(5, 4), 5, 4, (1, 8, 8))
+
+
+def sgd_with(**options):
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.05, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_epochs": 2, "lr_decay": 0.5, "trainer": {"gradient_clip_val": 0.5}},
+        {"local_epochs": 2, "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}},
+        {"trainer": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}},
+        {"local_steps": Draw(uniform=[2, 9]), "optimizer": sgd_with(momentum=0.9, weight_decay=0.01)},
+        {"optimizer": sgd_with(momentum=0.9, nesterov=True), "participation": 0.75},
+        {"optimizer": lambda own: torch.optim.AdamW(own, lr=0.01, weight_decay=0.1), "init": "own"},
+        {"attack": Attack([1], kind="label_flip"), "steps_per_bundle": 2},
+    ],
+    ids=["epochs", "accumulates", "clips", "draws", "nesterov", "AdamW", "attack"],
+)
+def test_fits_of_all_kinds_are_the_same_stacked(options, both, mlp):
+    both(lambda: FedRep(mlp()), **options)
+
+
+def test_batch_norm_keeps_each_clients_statistics(both):
+    loop = both(lambda: FedAvg(with_batch_norm()))
+    assert loop.cohort.stacks
+
+
+def test_clients_of_two_architectures_are_stacked_with_their_like(both, mlp):
+    def make(architecture):
+        return FedProto(mlp((8, 5) if architecture == 0 else (6, 5)))
+
+    both(make, architecture=[0, 1, 0, 1])
+
+
+def test_augmented_batches_are_the_clients_own(both, mlp, make_data):
+    def noisy(arrays):
+        arrays.x = (arrays.x * 40 + 128).clamp(0, 255).to(torch.uint8)
+        arrays.mean, arrays.std = (0.5,), (0.25,)
+
+    def data():
+        return make_data(edit=noisy, augmentation=["RandomHorizontalFlip"])
+
+    both(lambda: FedAvg(mlp()), data=data())
+
+
+def test_numbers_of_single_precision_agree_and_the_same_cohort_repeats_every_bit(
+    run_federation, outcome, assert_identical, mlp
+):
+    loops = [run_federation(lambda: FedCPD(mlp()), 3, cohort=own, optimizer=adam) for own in (None, 4, 4)]
+    assert_identical(outcome(loops[1]), outcome(loops[2]))
+    plain, stacked = (loop.exchange.global_message().weights for loop in loops[:2])
+    assert max(float((plain[name] - stacked[name]).abs().max()) for name in plain) < 1e-5
+
+
+def test_stacked_run_resumes_exactly(assert_resumes, mlp):
+    straight = assert_resumes(lambda: FedCPD(mlp()), cohort=4, optimizer=adam)
+    assert straight.cohort.stacks
+
+
+def test_sick_client_leaves_its_neighbours_alone(set_up_federation, mlp, capsys):
+    def losses(**options):
+        loop = set_up_federation(lambda: FedRep(mlp()), 1, optimizer=adam, **options)
+        loop.data.store.x[loop.data.clients[1].train[0]] = math.nan
+        loop.run()
+        return {client: report.losses["loss"] for (_, client), report in loop.diary.reports.items()}
+
+    plain, stacked = (losses(cohort=own, on_client_error="skip") for own in (None, 4))
+    assert stacked == pytest.approx(plain)
+    assert set(stacked) == {0, 2, 3}
+    assert capsys.readouterr().err.count("client 1, fit: the loss's term cross_entropy is nan at step") == 2
+
+
+# --- what runs one by one ----------------------------------------
+
+
+class Watching(Callback):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"exchange": Ring("sequential")}, "clients are fitted in turn, each hears the one before"),
+        ({"trainer": {"callbacks": [Watching()]}}, "trainer.callbacks (Watching) follow single fits"),
+        ({"trainer": {"max_steps": 2}}, "trainer.max_steps is for single fits"),
+        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision is for single fits"),
+        ({"optimizer": torch.optim.Adadelta}, "its optimizer is Adadelta; SGD, Adam and AdamW are stacked"),
+        ({"optimizer": lambda own: torch.optim.Adam(own, amsgrad=True)}, "its optimizer has amsgrad"),
+    ],
+    ids=["in turn", "callbacks", "max_steps", "precision", "optimizer", "option"],
+)
+def test_what_a_stack_cannot_do_runs_one_by_one(options, reason, run_federation, mlp, outcome, assert_identical):
+    plain, other = (run_federation(lambda: FedAvg(mlp()), 1, cohort=own, **options) for own in (None, 2))
+    assert reason in other.cohort.reason
+    assert_identical(outcome(plain), outcome(other))
+
+
+def test_record_privacy_runs_one_by_one(set_up_federation, mlp):
+    pytest.importorskip("opacus")
+    loop = set_up_federation(lambda: FedAvg(mlp()), 1, cohort=4, record_privacy=RecordPrivacy())
+    assert loop.cohort.reason == "federation.record_privacy looks at each sample by itself"
+
+
+class Counting(Term):
+    """Counts how often it was called."""
+
+    calls = 0
+
+    def forward(self, host, out):
+        self.calls += 1
+        return out.z.square().mean()
+
+
+class Filtering(Term):
+    """Sees only parameters that say that they are trained: none do under `vmap`."""
+
+    def forward(self, host, out):
+        return sum((p.square().sum() for p in host.parameters() if p.requires_grad), torch.zeros(()))
+
+
+class Drawing(Term):
+    """Draws noise in every step."""
+
+    def forward(self, host, out):
+        return (out.z * torch.randn(out.z.shape)).mean()
+
+
+class Deciding(Term):
+    """Looks at a number in every step."""
+
+    def forward(self, host, out):
+        return out.z.mean() if out.z.sum() > 0 else -out.z.mean()
+
+
+@pytest.mark.parametrize(
+    ("term", "reason"),
+    [
+        (Counting, "its step changes terms.1.calls"),
+        (Filtering, "a step of phase 'all' gives other values stacked than alone"),
+        (Drawing, "its step draws random numbers"),
+        (Deciding, "its step decides by a tensor's value"),
+    ],
+)
+def test_terms_that_a_stack_would_get_wrong_are_noticed(term, reason, run_federation, mlp, outcome, assert_identical):
+    def make():
+        return FedAvg(mlp(), extra_terms=[term()])
+
+    plain, other = (run_federation(make, 2, cohort=own, optimizer=adam) for own in (None, 4))
+    assert reason in other.cohort.reason
+    assert_identical(outcome(plain), outcome(other))
+
+
+# --- choosing ----------------------------------------------------
+
+
+def test_auto_says_what_it_measured(run_federation, mlp, capsys):
+    loop = run_federation(lambda: FedCPD(mlp()), 2, cohort="auto", optimizer=adam)
+    said = [line for line in capsys.readouterr().err.splitlines() if "federation.cohort" in line]
+    assert len(said) == 1
+    assert ("a client, one by one" in said[0]) if loop.cohort.stacks else ("stacked" in said[0])
+
+
+@pytest.mark.parametrize("cohort", [0, -1, "some"])
+def test_bad_cohort_is_refused(cohort):
+    with pytest.raises(ConfigError, match=r"federation.cohort: must be auto or a number >= 1"):
+        Federation(cohort=cohort)
+
+
+# --- optimizers --------------------------------------------------
+
+KINDS = {
+    "SGD": lambda own: torch.optim.SGD(own, lr=0.1),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda own: torch.optim.Adam(own, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1),
+    "AdamW": lambda own: torch.optim.AdamW(own, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_step_as_torch_steps_them_alone(kind):
+    """Three clients, of which the last one sits out every second step, so that counts of steps differ."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 7, generator=generator)
+    gradients = torch.randn(6, 3, 7, generator=generator)
+    alone = [nn.Parameter(row.clone()) for row in start]
+    optimizers = [KINDS[kind]([parameter]) for parameter in alone]
+    flat = start.clone()
+    stacked = StackedOptimizer(optimizers[0], optimizers[0].param_groups[0], [(0, 7)], flat)
+    for step, own in enumerate(gradients):
+        rows = [0, 1, 2] if step % 2 else [1, 0]
+        for row in rows:
+            alone[row].grad = own[row].clone()
+            optimizers[row].step()
+        stacked.step(torch.tensor(rows), rows, [own[rows]])
+    torch.testing.assert_close(flat, torch.stack([parameter.detach() for parameter in alone]), rtol=1e-6, atol=1e-7)
+
+
+def test_optimizer_of_another_kind_is_refused():
+    template = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(Unstackable, match="its optimizer is LBFGS"):
+        StackedOptimizer(template, template.param_groups[0], [(0, 2)], torch.zeros(1, 2))
