@@ -27,12 +27,14 @@ from fl_lightning.models.split import Body, SplitModel
 
 # Why a method's clients run one by one. A method that is not here is stacked.
 REFUSED = {
+    "APFL": "its step takes gradients of its own",
     "DRDFL": "its step descends twice on a mini-batch",
     "DisPFL": "its step changes a tensor that its gradient needs",
     "FedCVAE": "its clients differ in FedCVAE.own_data",
     "FedFed": "its clients differ in FedFed.num_own",
     "FedPA": "its clients differ in terms.1.classes",
     "PerFedAvg": "its step takes gradients of its own",
+    "pFedMe": "its clients differ in pFedMe._theta",
 }
 
 
