@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import SECTIONS
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
@@ -19,6 +18,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, Choice, cells_of
 from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import Values, values_of
+from fl_lightning.table.overlays import split_options
 from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
 from fl_lightning.table.progress import Pace, Progress, duration
 from fl_lightning.table.running import Command, Crew, distinct
@@ -41,7 +41,7 @@ def table(argv: Sequence[str], command: Command) -> int:
     Returns:
         0 if every cell that was wanted is finished, 1 if some failed, 128 + a signal's number.
     """
-    own, overrides = _split(argv)
+    own, overrides = split_options(argv, "say --seeds for a table")
     options = _parser().parse_args(own)
     definition = read_definition(Path(options.file))
     choice = Choice(
@@ -168,24 +168,6 @@ def _parser() -> Any:
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do, and how long it takes")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     return parser
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The table's own options, and those of a configuration."""
-    own: list[str] = []
-    overrides: list[str] = []
-    waiting = list(argv)
-    while waiting:
-        word = waiting.pop(0)
-        section = word[2:].partition("=")[0].partition(".")[0] if word.startswith("--") else ""
-        if section not in (*SECTIONS, "config") or section in ("output", "seed", "name"):
-            require(section not in ("seed", "name"), f"--{section}", "each cell has its own; say --seeds for a table")
-            own.append(word)
-        elif "=" in word or not waiting:
-            overrides.append(word)
-        else:
-            overrides.append(f"{word}={waiting.pop(0)}")
-    return own, overrides
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import flatten
+from fl_lightning.command_line import SECTIONS, flatten
 from fl_lightning.errors import require, suggest
 from fl_lightning.shipped import path_of
 
@@ -65,6 +65,32 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     for file, found in zip(files, paths, strict=True):
         require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)
     return Overlay(paths, settings)
+
+
+def split_options(argv: Sequence[str], seeds: str) -> tuple[list[str], list[str]]:
+    """A command's own words, and the options of a configuration among them, each in one word.
+
+    Args:
+        argv: a command line.
+        seeds: how seeds are said, for who gives one.
+
+    Raises:
+        ConfigError: for a seed or a name, which every run has of its own.
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        word = waiting.pop(0)
+        section = word[2:].partition("=")[0].partition(".")[0] if word.startswith("--") else ""
+        if section not in (*SECTIONS, "config") or section in ("output", "seed", "name"):
+            require(section not in ("seed", "name"), f"--{section}", f"each run has its own; {seeds}")
+            own.append(word)
+        elif "=" in word or not waiting:
+            overrides.append(word)
+        else:
+            overrides.append(f"{word}={waiting.pop(0)}")
+    return own, overrides
 
 
 def known_keys(node: Any, allowed: Sequence[str], key: str, whole: str = "table") -> None:

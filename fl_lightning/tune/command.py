@@ -21,7 +21,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
-from fl_lightning.table.overlays import Overlay, option
+from fl_lightning.table.overlays import Overlay, option, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.running import Command, Crew
 from fl_lightning.tune.space import Contender, Point, Search, read_search
@@ -29,7 +29,8 @@ from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 
 DESCRIPTION = (
     "Search hyperparameters on the clients' validation parts; test parts are laid aside. Every method has the same "
-    "number of trials, each an ordinary run; what is finished is not run again. What was chosen is written as overlays."
+    "number of trials, each an ordinary run; what is finished is not run again. What was chosen is written as "
+    "overlays. Options of a configuration (--data.dataset.root DIR) are laid over every run."
 )
 COLUMN = Column("validation", Overlay(), {})
 
@@ -43,10 +44,20 @@ class Tuning:
         jobs: runs at once.
         command: runs a command line in the present process, and ends it.
         console: where its progress is shown.
+        overrides: options of a configuration, over everything but a trial's choice.
     """
 
-    def __init__(self, search: Search, output: Path, jobs: int, command: Command, console: Console) -> None:
+    def __init__(
+        self,
+        search: Search,
+        output: Path,
+        jobs: int,
+        command: Command,
+        console: Console,
+        overrides: Sequence[str] = (),
+    ) -> None:
         self.search = search
+        self.overrides = tuple(overrides)
         self.cells = output / "cells"
         self.folder = output / "tunes" / search.name
         self.jobs = jobs
@@ -55,7 +66,8 @@ class Tuning:
 
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
         """The runs of a point, one a seed: on validation parts, whatever the base says."""
-        words = [*self.search.base.words(), *contender.overlay.words(), *(option(k, v) for k, v in point.items())]
+        words = [*self.search.base.words(), *contender.overlay.words(), *self.overrides]
+        words += [option(key, value) for key, value in point.items()]
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
         share = plain.config["data"].get("validation_fraction") or self.search.validation
@@ -215,11 +227,12 @@ def tune(argv: Sequence[str], command: Command) -> int:
     parser.add_argument("--output", type=str, default="runs", help="folder of runs")
     parser.add_argument("--print-commands", action="store_true", help="print one command a run of a grid, and run none")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
-    options = parser.parse_args(list(argv))
+    own, overrides = split_options(argv, "a search's file names them")
+    options = parser.parse_args(own)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     search = read_search(Path(options.file))
     console = PlainConsole(quiet=options.quiet)
-    tuning = Tuning(search, Path(options.output), options.jobs, command, console)
+    tuning = Tuning(search, Path(options.output), options.jobs, command, console, overrides)
     if options.print_commands:
         require(search.kind == "grid", "--print-commands", "needs search: grid; Optuna chooses as it goes", search.kind)
         for contender in search.contenders:

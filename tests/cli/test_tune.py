@@ -52,6 +52,18 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     assert now == stamps
 
 
+def test_options_of_a_configuration_are_laid_over_every_run(place):
+    more = ["--federation.rounds", "1", "--data.batch_size=8", "--quiet"]
+    assert place.call("tune", "small.yaml", *more)[0] == 0
+    cells = sorted((place.path / "runs/cells").iterdir())
+    configs = [yaml.safe_load((cell / "config.yaml").read_text()) for cell in cells]
+    assert [config["federation"]["rounds"] for config in configs] == [1, 1]
+    assert [config["data"]["batch_size"] for config in configs] == [8, 8]
+    assert {config["optimizer"]["init_args"]["lr"] for config in configs} == {0.0001, 0.2}
+    code, _, err = place.call("tune", "small.yaml", "--seed", "3")
+    assert (code, err.strip()) == (2, "fl-lightning: error: --seed: each run has its own; a search's file names them")
+
+
 def test_mistakes_are_one_line(place):
     place.write("small.yaml", TUNE.replace("init_args.lr", "init_args.rate"))
     code, _, err = place.call("tune", "small.yaml")
