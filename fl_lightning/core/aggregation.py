@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.exact_sum import ExactSum
-from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype, packed, unpacked
+from fl_lightning.core.message import KINDS, Artifact, ClassMeans, accumulation_dtype, packed, together, unpacked
 from fl_lightning.errors import require
 
 Partial = dict[str, Any]
@@ -45,7 +45,7 @@ class WeightedMean:
         self._check(weights)
         if floats:
             in_order = [weights[name] for name in self._template if name in floats]  # a message's own order may differ
-            self._sum.add(torch.cat([tensor.detach().reshape(-1) for tensor in in_order]), weight)
+            self._sum.add(together(in_order), weight)
         for name in self._integers:
             torch.maximum(self._integers[name], weights[name], out=self._integers[name])
         self._total += weight

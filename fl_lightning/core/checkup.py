@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.core.message import Artifact, ClassMeans, Message, together
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -54,7 +54,9 @@ def check_message(message: Message, expected: Expected, received: Message, growt
     """
     _check_names(message, expected)
     for name, tensor in message.weights.items():
-        _check_weight(name, tensor, expected.weights[name])
+        own = expected.weights[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != own.shape or tensor.dtype != own.dtype:
+            _refuse_weight(name, tensor, own)
     for name, value in message.artifacts.items():
         _check_artifact(name, value, expected)
     most = expected.num_train
@@ -102,7 +104,6 @@ def check_values(
 _SMALL = 1 << 20  # values that are copied together faster than they are looked at one tensor after another
 
 
-@torch.no_grad()
 def _all_small(tensors: Iterable[Tensor], growth: float) -> bool:
     """Whether the sum of all squares says that no magnitude is above `growth`.
 
@@ -110,11 +111,11 @@ def _all_small(tensors: Iterable[Tensor], growth: float) -> bool:
     which `_largest` then says more. Half of growth² leaves room for the rounding of narrow types, because a sum of
     squares never rounds to less than its largest term by that much.
     """
-    flat = [tensor.reshape(-1) for tensor in tensors if tensor.is_floating_point()]
-    size = sum(part.numel() for part in flat)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    size = sum(map(Tensor.numel, floats))
     if size == 0:
         return True
-    parts = [torch.cat(flat)] if size <= _SMALL else flat
+    parts = [together(floats)] if size <= _SMALL else [tensor.detach().reshape(-1) for tensor in floats]
     squares = [part.dot(part) for part in parts]
     total = squares[0] if len(squares) == 1 else torch.stack([square.float() for square in squares]).sum()
     return total.item() <= min(growth * growth / 2, _LARGE)
@@ -170,9 +171,7 @@ def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _check_weight(name: str, tensor: Any, own: Tensor) -> None:
-    if isinstance(tensor, Tensor) and tensor.shape == own.shape and tensor.dtype == own.dtype:
-        return
+def _refuse_weight(name: str, tensor: Any, own: Tensor) -> None:
     what = f"weight {name}"
     _require(isinstance(tensor, Tensor), f"{what} is {type(tensor).__name__}, no tensor")
     _require(tensor.shape == own.shape, f"{what} is {list(tensor.shape)} and should be {list(own.shape)}")

@@ -125,7 +125,7 @@ class ClientModule(L.LightningModule):
     @property
     def entries(self) -> dict[str, Tensor]:
         """The method's state dict, without copies."""
-        return self.method.state_dict()
+        return self.division.entries()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy entries of the method's state dict in."""

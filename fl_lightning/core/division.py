@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+Place = tuple[str, dict[str, Any], str]
+"""An entry's name, the dict that has it, and its key there."""
+_SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 class Divided(Protocol):
@@ -31,6 +35,7 @@ class Division:
     def __init__(self, method: nn.Module, share_buffers: bool = True) -> None:
         self._method = method
         self._share_buffers = share_buffers
+        self._places = _places(method)
         owners = {
             f"{prefix}.{name}" if prefix else name: module
             for prefix, module in method.named_modules()
@@ -54,14 +59,20 @@ class Division:
 
         return tuple(name for name, owner in entries if chosen(name, owner))
 
+    def entries(self) -> dict[str, Tensor]:
+        """The method's state dict as it is now, without copies: its places are found once, their tensors every time."""
+        if self._places is None:
+            return self._method.state_dict()
+        return {name: home[key].detach() for name, home, key in self._places if home[key] is not None}
+
     def weights(self) -> dict[str, Tensor]:
         """Copies of the entries that are exchanged."""
-        entries = self._method.state_dict()
+        entries = self.entries()
         return {name: entries[name].detach().clone() for name in self.shared}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the entries that are exchanged."""
-        entries = self._method.state_dict()
+        entries = self.entries()
         return {name: tuple(entries[name].shape) for name in self.shared}
 
     def parameter_counts(self) -> tuple[int, int]:
@@ -70,6 +81,20 @@ class Division:
         sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
         travels = sum(size for name, size in sizes.items() if name in shared)
         return sum(sizes.values()) - travels, travels
+
+
+def _places(module: nn.Module) -> list[Place] | None:
+    """Where a module's state dict finds its entries; None where one of its parts makes them by itself."""
+    found: list[Place] = []
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        own = part._state_dict_hooks or part._state_dict_pre_hooks
+        if own or any(getattr(type(part), name) is not getattr(nn.Module, name) for name in _SAVING):
+            return None
+        start = f"{prefix}." if prefix else ""
+        for home in (part._parameters, part._buffers):
+            found += [(start + key, home, key) for key in home if key not in part._non_persistent_buffers_set]
+    there = [name for name, home, key in found if home[key] is not None]
+    return found if there == list(module.state_dict()) else None
 
 
 def division_of(method: nn.Module, share_buffers: bool | None = None) -> Division:
@@ -86,7 +111,8 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: naming the first entry that the module lacks or whose shape differs.
     """
-    entries = module.state_dict()
+    division = module.__dict__.get("_division")
+    entries = module.state_dict() if division is None else division.entries()
     for name, tensor in weights.items():
         own = entries.get(name)
         if own is None or own.shape != tensor.shape:
