@@ -7,6 +7,8 @@ that another process disturbs little; `--wall` counts the clock's. Parts:
 
   sum    messages of 20 clients into their weighted mean, over float64 `add_` of the same float32 values: the
          quickstart's MLP, the CNN, and four million values
+  entry  what a fit of 50 samples takes beside its five steps (`training_step`), shortened (`federation/refit.py`), and
+         Lightning's whole way into every fit: milliseconds a fit
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
 
 import torch
+from workloads import MODELS, federation, fit_all, noise
 
 from fl_lightning.core.aggregation import WeightedMean
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.exact_sum import ExactSum
+from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.models.mlp import MLP
 
 Now = Callable[[], float]
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -74,7 +82,38 @@ def measure_sum(options: argparse.Namespace, now: Now) -> None:
         printed(f"sum, {name}", in_turns(variants, options.repetitions, now), "plain add", clients)
 
 
-PARTS = {"sum": measure_sum}
+def fit_and_steps(loop: FederatedLoop, clients: int, now: Now) -> float:
+    """Seconds that fits of so many clients take beside their steps."""
+    steps = 0.0
+    whole = ClientModule.training_step
+
+    def timed(module: ClientModule, *arguments: Any) -> None:
+        nonlocal steps
+        start = now()
+        whole(module, *arguments)
+        steps += now() - start
+
+    with mock.patch.object(ClientModule, "training_step", timed):
+        start = now()
+        fit_all(loop, clients)
+        return now() - start - steps
+
+
+def measure_entry(options: argparse.Namespace, now: Now) -> None:
+    MODELS["MLP"] = MLP
+    for model in ("MLP", "CNN"):
+        loop = federation(noise(1000, 20, 10), model)
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for repetition in range(options.repetitions + 1):
+            for shortened, own in found.items():
+                loop.runner.fits.shortens = shortened
+                seconds = fit_and_steps(loop, 20, now) / 20
+                own += [seconds] if repetition else []
+        milliseconds = {shortened: 1000 * statistics.median(own) for shortened, own in found.items()}
+        print(f"entry, {model}: {milliseconds[True]:.2f} ms, the whole way {milliseconds[False]:.2f} ms", flush=True)
+
+
+PARTS = {"sum": measure_sum, "entry": measure_entry}
 
 
 def main() -> None:

@@ -62,7 +62,8 @@ class Checkups:
         Raises:
             Unsound: naming the first entry that is wrong.
         """
-        check_values({name: entries[name] for name in self.kept}, before, self.growth, self.parameters)
+        if self.kept:
+            check_values({name: entries[name] for name in self.kept}, before, self.growth, self.parameters)
 
     def message(self, message: Message, received: Message, num_train: int) -> None:
         """Look at what the client sends, as it arrives.

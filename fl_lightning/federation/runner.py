@@ -28,11 +28,12 @@ from fl_lightning.federation.evaluation import Evaluator, Scores
 from fl_lightning.federation.flags import check_batches, check_flags
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.record_privacy import PrivateFits
+from fl_lightning.federation.refit import COUNT_BATCHES, Fits
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer, start_anew
+from fl_lightning.federation.trainers import check_callbacks, make_trainer
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import cuts_epochs, workload_of
 from fl_lightning.files import load_tensors, save_tensors
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from fl_lightning.data.store import Bundle, ClientData
 
 __all__ = ["ClientError", "Job", "Runner", "make_trainer"]
-
-_COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"}
-
 
 KnownScores = Callable[[ClientModule], "Scores | None"]
 
@@ -145,8 +143,9 @@ class Runner:
         )
         _check_workload(settings, flags)
         self.trainer = make_trainer(flags)
+        self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        by_batch = not self.single_device or bool(_COUNT_BATCHES & flags.keys())
+        by_batch = not self.single_device or bool(COUNT_BATCHES & flags.keys())
         fewest, size = min(client.num_train for client in data.clients), data.batch_size
         check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
@@ -350,8 +349,6 @@ class Runner:
         if epochs == 0:  # nothing to train: every phase is off
             module.meter = LossMeter()
             return
-        start_anew(self.trainer)
-        self.trainer.fit_loop.max_epochs = epochs
         bundles = EpochBundles(
             data,
             epoch_seed=lambda: derive_seed(self.seed, f"shuffle/{self.trainer.current_epoch}", round, data.client),
@@ -362,13 +359,14 @@ class Runner:
         module.own.steps = data.num_steps(*bundles.rules[:1], *bundles.rules[2:])
         module.private = None if self.private is None else self.private.of(module, data, round)
         try:
-            self.trainer.fit(module, train_dataloaders=bundles)
+            self.fits.fit(module, bundles, epochs)
         except Exception:
             self._thaw(self.architecture[data.client])
             if module.private is not None:
                 module.private.leave()
             raise
-        module.to(self.device)  # the teardown of a strategy for several devices moves a module to the CPU
+        if not self.single_device:  # whose strategy's teardown moves a module to the CPU
+            module.to(self.device)
 
     def bundle_rules(self, client: int) -> tuple[int, int, bool, bool]:
         """How a client's epoch is made of mini-batches: what `ClientData.bundles` takes after the seed."""
@@ -494,7 +492,7 @@ def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[in
 
 def _check_workload(settings: Federation, flags: Mapping[str, Any]) -> None:
     """Fits are cut short by one key alone."""
-    cut = {name for name in _COUNT_BATCHES - {"max_time"} if flags.get(name) not in (None, False, 0, 1.0, -1)}
+    cut = {name for name in COUNT_BATCHES - {"max_time"} if flags.get(name) not in (None, False, 0, 1.0, -1)}
     if cut and cuts_epochs(settings.local_epochs, settings.local_steps):
         key = f"federation.local_{'epochs' if settings.local_steps is None else 'steps'}"
         raise ConfigError(key, f"trainer.{min(cut)} counts the mini-batches of a fit, too; leave one out")

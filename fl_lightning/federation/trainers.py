@@ -153,14 +153,3 @@ class UnwrappedDDP(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""
-
-
-def start_anew(trainer: L.Trainer) -> None:
-    """Let a Trainer that has fitted fit again, from epoch 0 and step 0."""
-    loop = trainer.fit_loop
-    loop.epoch_progress.reset()
-    loop.epoch_loop.batch_progress.reset()
-    loop.epoch_loop._batches_that_stepped = 0
-    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
-    loop.epoch_loop.automatic_optimization.optim_progress.reset()
-    trainer.should_stop = False

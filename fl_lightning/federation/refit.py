@@ -1,0 +1,116 @@
+"""Fits after a module's first one: they start where Lightning's own way into a fit has led before.
+
+`Trainer.fit` connects, verifies, sets up and takes down; for a client's fit of a few small steps that takes as long as
+the steps. A module's first fit goes that way whole. In later ones the Trainer, the module, its place and the kind of its
+data are as they were, so that what remains is the module's optimizers, every hook of callbacks, and Lightning's own
+loop.
+Nothing public of Lightning enters a fit in its middle. What is used of its inside is in this file alone;
+`tests/federation/test_refit.py` compares hooks, results and the Trainer's state of both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loops.utilities import _select_data_fetcher
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+if TYPE_CHECKING:
+    from fl_lightning.core.client import ClientModule
+    from fl_lightning.federation.runner import EpochBundles
+
+COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"}
+"""Flags that count a fit's batches."""
+_BY_FIT = {"logger", "profiler", "barebones", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"}
+
+
+class Fits:
+    """Fits modules with one Trainer, one fit after another.
+
+    Args:
+        trainer: of all fits.
+        flags: that it was made of.
+    """
+
+    def __init__(self, trainer: L.Trainer, flags: Mapping[str, Any]) -> None:
+        self.trainer = trainer
+        plain = isinstance(trainer.strategy, SingleDeviceStrategy) and not trainer.loggers
+        plain = plain and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+        self.shortens = plain and not (COUNT_BATCHES | _BY_FIT) & {
+            n for n, v in flags.items() if v not in (None, False)
+        }
+        """Whether fits after a module's first one are shortened."""
+        self._entered: set[int] = set()
+
+    def fit(self, module: ClientModule, bundles: EpochBundles, epochs: int) -> None:
+        """Fit a module for some epochs, from epoch 0 and step 0."""
+        start_anew(self.trainer)
+        self.trainer.fit_loop.max_epochs = epochs
+        known = self.shortens and id(module) in self._entered
+        self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
+        if known:
+            self._fit_again(module, bundles)
+        else:
+            self.trainer.fit(module, train_dataloaders=bundles)
+        self._entered.add(id(module))
+
+    def _fit_again(self, module: ClientModule, bundles: EpochBundles) -> None:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        strategy._lightning_module = module
+        trainer.state.fn = TrainerFn.FITTING
+        trainer.state.status = TrainerStatus.RUNNING
+        trainer.training = True  # type: ignore[attr-defined]
+        call._call_and_handle_interrupt(trainer, self._run, module, bundles)
+
+    def _run(self, module: ClientModule, bundles: EpochBundles) -> None:
+        trainer, strategy, stage = self.trainer, self.trainer.strategy, TrainerFn.FITTING
+        loader, trainer.fit_loop._combined_loader = trainer.fit_loop._combined_loader, None
+        strategy.connect(module)
+        module.trainer = trainer
+        trainer._callback_connector._attach_model_logging_functions()
+        call._call_callback_hooks(trainer, "setup", stage=stage)
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        strategy.optimizers = module.configure_optimizers()
+        strategy.setup_precision_plugin()
+        call._call_callback_hooks(trainer, "on_fit_start")
+        self._feed(bundles, loader)
+        with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
+            trainer.fit_loop.run()
+        trainer._teardown()
+        call._call_callback_hooks(trainer, "on_fit_end")
+        call._call_callback_hooks(trainer, "teardown", stage=stage)
+        module._current_fx_name = None
+        module._metric_attributes = None
+        trainer.state.status = TrainerStatus.FINISHED
+        trainer.state.stage = None
+        trainer.training = False  # type: ignore[attr-defined]
+
+    def _feed(self, bundles: EpochBundles, loader: Any) -> None:
+        """Give the loop its data in the last fit's loader, as `setup_data` does once it knows what kind they are of."""
+        trainer, loop, length = self.trainer, self.trainer.fit_loop, len(bundles)
+        loop._data_source.instance = bundles
+        loader.flattened, loader.limits = [bundles], [length]
+        loop._combined_loader = loader
+        loop._data_fetcher = _select_data_fetcher(trainer, RunningStage.TRAINING)
+        loop._data_fetcher.setup(loader)
+        iter(loop._data_fetcher)
+        loop.max_batches = trainer.val_check_batch = length
+        loop._last_train_dl_reload_epoch = 0
+
+
+def start_anew(trainer: L.Trainer) -> None:
+    """Let a Trainer that has fitted fit again, from epoch 0 and step 0."""
+    loop = trainer.fit_loop
+    loop.epoch_progress.reset()
+    loop.epoch_loop.batch_progress.reset()
+    loop.epoch_loop._batches_that_stepped = 0
+    loop.epoch_loop.manual_optimization.optim_step_progress.reset()
+    loop.epoch_loop.automatic_optimization.optim_progress.reset()
+    trainer.should_stop = False
