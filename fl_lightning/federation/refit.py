@@ -1,16 +1,15 @@
 """Fits after a module's first one: they start where Lightning's own way into a fit has led before.
 
 `Trainer.fit` connects, verifies, sets up and takes down; for a client's fit of a few small steps that takes as long as
-the steps. A module's first fit goes that way whole. In later ones the Trainer, the module, its place and the kind of its
-data are as they were, so that what remains is the module's optimizers, every hook of callbacks, and Lightning's own
-loop.
+the steps. A module's first fit goes that way whole. In later ones the Trainer, the module, its place and the kind of
+its data are as they were: what remains is the module's optimizers, every hook of callbacks, and Lightning's own loop.
 Nothing public of Lightning enters a fit in its middle. What is used of its inside is in this file alone;
 `tests/federation/test_refit.py` compares hooks, results and the Trainer's state of both ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -23,7 +22,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
-    from fl_lightning.federation.runner import EpochBundles
 
 COUNT_BATCHES = {"max_steps", "max_time", "limit_train_batches", "overfit_batches", "fast_dev_run"}
 """Flags that count a fit's batches."""
@@ -48,7 +46,7 @@ class Fits:
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
 
-    def fit(self, module: ClientModule, bundles: EpochBundles, epochs: int) -> None:
+    def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0."""
         start_anew(self.trainer)
         self.trainer.fit_loop.max_epochs = epochs
@@ -60,7 +58,7 @@ class Fits:
             self.trainer.fit(module, train_dataloaders=bundles)
         self._entered.add(id(module))
 
-    def _fit_again(self, module: ClientModule, bundles: EpochBundles) -> None:
+    def _fit_again(self, module: ClientModule, bundles: Sized) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy
         strategy._lightning_module = module
         trainer.state.fn = TrainerFn.FITTING
@@ -68,7 +66,7 @@ class Fits:
         trainer.training = True  # type: ignore[attr-defined]
         call._call_and_handle_interrupt(trainer, self._run, module, bundles)
 
-    def _run(self, module: ClientModule, bundles: EpochBundles) -> None:
+    def _run(self, module: ClientModule, bundles: Sized) -> None:
         trainer, strategy, stage = self.trainer, self.trainer.strategy, TrainerFn.FITTING
         loader, trainer.fit_loop._combined_loader = trainer.fit_loop._combined_loader, None
         strategy.connect(module)
@@ -92,7 +90,7 @@ class Fits:
         trainer.state.stage = None
         trainer.training = False  # type: ignore[attr-defined]
 
-    def _feed(self, bundles: EpochBundles, loader: Any) -> None:
+    def _feed(self, bundles: Sized, loader: Any) -> None:
         """Give the loop its data in the last fit's loader, as `setup_data` does once it knows what kind they are of."""
         trainer, loop, length = self.trainer, self.trainer.fit_loop, len(bundles)
         loop._data_source.instance = bundles
