@@ -3,7 +3,7 @@
     python benchmarks/memory.py
 
 Each federation runs in a process of its own, one round in which all take part: the 2 conv + 2 fc CNN, 20,000 random
-28x28 images; FedAvg, and FedRep with `pool: disk` and a checkpoint.
+28x28 images; FedAvg, and FedRep with `pool: disk`, both with evaluations and a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 from results import save
 from workloads import federation, noise
 
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
 SAMPLES = 20_000
+EVALUATION = EvaluationPolicy(globally=False)
 CLIENTS = (20, 200, 1000)
 METHODS: dict[str, dict[str, Any]] = {"FedAvg": {"method": FedAvg}, "FedRep": {"method": FedRep, "pool": "disk"}}
 
@@ -45,7 +47,7 @@ def measure_clients(clients: int, method: str) -> float:
     """Peak memory of one round, its checkpoint included."""
     data = noise(SAMPLES, clients, 64, test_fraction=0.25)
     with tempfile.TemporaryDirectory() as folder:
-        federation(data, folder=Path(folder), **METHODS[method]).advance()
+        federation(data, folder=Path(folder), evaluate=EVALUATION, **METHODS[method]).advance()
     return peak_mib()
 
 

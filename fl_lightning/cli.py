@@ -253,8 +253,10 @@ def _partition(argv: list[str]) -> int:
         data.setup(config["seed"])
     counts = data.class_counts()
     title = data.title(config["seed"])
-    table = partition_table(counts, [client.num_test for client in data.clients], data.arrays.classes)
+    table = partition_table(counts, data.num_test[: len(counts)].tolist(), data.arrays.classes)
     print_table(table)
+    if len(counts) < data.num_clients:
+        print(f"the first {len(counts)} of {data.num_clients} clients")
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     if data.left_out:
         print(f"{data.left_out} of {len(data.arrays.y)} samples are left out")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,10 +70,9 @@ def choose_victim(loop: FederatedLoop, number: int) -> Victim:
     Raises:
         ConfigError: if no client has so many, or samples are no images.
     """
-    there = [data for data in loop.data.clients if data.num_train >= number]
-    most = max(data.num_train for data in loop.data.clients)
-    require(bool(there), "audit --images", f"must be <= {most}, the training part of the largest client", number)
-    own = there[0]
+    there, most = np.flatnonzero(loop.data.num_train >= number), int(loop.data.num_train.max())
+    require(len(there) > 0, "audit --images", f"must be <= {most}, the training part of the largest client", number)
+    own = loop.data.clients[int(there[0])]
     y = own.store.y.cpu()[own.train]
     by_class = [own.train[y == c] for c in y.unique()]
     rounds = max(len(rows) for rows in by_class)

@@ -17,6 +17,7 @@ from fl_lightning.data.augmentation import build_augmentation
 from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.partitions import Partition
+from fl_lightning.data.population import LISTED, LazyClients, Population
 from fl_lightning.data.shifts import Shift
 from fl_lightning.data.splits import ClientIndices, from_file, holdout, matched, server_only
 from fl_lightning.data.store import ClientData, TensorStore
@@ -68,10 +69,16 @@ class FederatedData:
     """The decoded data set."""
     store: TensorStore = field(init=False, repr=False)
     """The same on the training device."""
-    clients: list[ClientData] = field(init=False, repr=False)
-    """Each client's samples."""
+    clients: Sequence[ClientData] = field(init=False, repr=False)
+    """Each client's samples; those of a `Population` are drawn when they are asked for."""
+    num_train: np.ndarray = field(init=False, repr=False)
+    """Training samples of each client, int64 [K]; likewise `num_validation` and `num_test`."""
+    num_validation: np.ndarray = field(init=False, repr=False)
+    num_test: np.ndarray = field(init=False, repr=False)
     server_test: Tensor = field(init=False, repr=False)
     """Indices of the union of all clients' test parts, or of the official test part under ``global``."""
+    validation_union: Tensor = field(init=False, repr=False)
+    """Indices of the union of all clients' validation parts."""
     partition_hash: str = field(init=False, repr=False)
     """SHA-256 over who holds what."""
 
@@ -119,6 +126,10 @@ class FederatedData:
             if self._augment is not None:
                 self._augment.check(self.arrays.x[:4])
             self.store = TensorStore(self.arrays)
+        if isinstance(self.partition, Population):
+            self._populate(self.partition, seed)
+            self._seed = seed
+            return
         parts = self._split(seed)
         if self.shift is not None:
             self.arrays = shifted(self.shift, self._decoded, parts, seed)
@@ -130,28 +141,45 @@ class FederatedData:
                     f"{type(self.partition).__name__} leaves client {client} without a training sample; use fewer "
                     "clients or, with Dirichlet, min_samples of 1 or more",
                 )
-        num_classes = len(self.arrays.classes)
         if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
             parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]
-        self.clients = [
-            ClientData(
-                client,
-                self.store,
-                num_classes,
-                part.train,
-                part.validation,
-                part.test,
-                batch_size=self.batch_size,
-                augment=self._augment,
-            )
-            for client, part in enumerate(parts)
-        ]
+        self.clients = [self._client(client, part) for client, part in enumerate(parts)]
+        self.num_train, self.num_validation, self.num_test = (
+            np.array([len(own) for own in parts_of_one_kind])
+            for parts_of_one_kind in zip(*((part.train, part.validation, part.test) for part in parts), strict=True)
+        )
         if self.local_test or self.evaluate_on == "validation":
             self.server_test = torch.from_numpy(np.sort(np.concatenate([part.test for part in parts])))
         else:
             self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
+        self.validation_union = torch.from_numpy(np.sort(np.concatenate([part.validation for part in parts])))
         self.partition_hash = _hash(parts, self.server_test)
         self._seed = seed
+
+    def _populate(self, population: Population, seed: int) -> None:
+        """Set up clients of which nothing is computed before they are looked at."""
+        require(self.shift is None, "data.shift", "must be null where data.partition is Population: clients overlap")
+        draw = population.drawn(self.arrays, seed, self.split, self.test_fraction, self.validation_fraction)
+        (_, validation, test), sizes = draw.pools, list(draw.sizes)
+        tests_validation = self.evaluate_on == "validation"
+        if tests_validation:
+            test, sizes[2] = validation, sizes[1]
+
+        def make(client: int) -> ClientData:
+            own = draw(client)
+            return self._client(client, replace(own, test=own.validation) if tests_validation else own)
+
+        self.clients = LazyClients(make, self.num_clients)
+        self.num_train, self.num_validation, self.num_test = (np.broadcast_to(n, self.num_clients) for n in sizes)
+        official = np.arange(self.arrays.num_train, len(self.arrays.y))
+        self.server_test = torch.from_numpy(test if self.local_test or tests_validation else official)
+        self.validation_union = torch.from_numpy(validation)
+        self.partition_hash = draw.hash(self.num_clients)
+
+    def _client(self, client: int, part: ClientIndices) -> ClientData:
+        parts = part.train, part.validation, part.test
+        num_classes, size = len(self.arrays.classes), self.batch_size
+        return ClientData(client, self.store, num_classes, *parts, batch_size=size, augment=self._augment)
 
     def _split(self, seed: int) -> list[ClientIndices]:
         if self.split == "holdout":
@@ -161,14 +189,22 @@ class FederatedData:
         split = {"matched": matched, "global": server_only, "file": from_file}[self.split]
         return split(self.partition, self.arrays, self.num_clients, seed, self.validation_fraction)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether clients may hold the same samples, so that nobody lists them."""
+        return isinstance(self.clients, LazyClients)
+
     def class_counts(self) -> np.ndarray:
-        """Training samples of each client and class, int64 [K, C]."""
-        return np.stack([client.class_counts.numpy() for client in self.clients])
+        """Training samples of each client and class, int64 [K, C]; of a `Population` those of the first 1,000."""
+        shown = self.clients[:LISTED] if self.overlaps else self.clients
+        return np.stack([client.class_counts.numpy() for client in shown])
 
     @property
     def left_out(self) -> int:
         """Samples that nobody holds, neither a client nor the server."""
-        held = sum(len(client.train) + len(client.validation) for client in self.clients)
+        if self.overlaps:
+            return 0  # any of them may be drawn
+        held = int(self.num_train.sum() + self.num_validation.sum())
         tests = len(self.server_test) if self.evaluate_on == "test" else 0
         return len(self.arrays.y) - held - tests
 
@@ -180,7 +216,7 @@ class FederatedData:
         return f"{type(self.dataset).__name__}, {partition}, {self.num_clients} clients, seed {seed}"
 
     def partition_record(self) -> dict[str, Any]:
-        """Who holds what, in plain lists and numbers, for ``partition.json``."""
+        """Who holds what, in plain lists and numbers, for ``partition.json``; not of a `Population`."""
         return {
             "hash": self.partition_hash,
             "dataset": type(self.dataset).__name__,
@@ -198,7 +234,7 @@ class FederatedData:
                     "validation": client.validation.tolist(),
                     "test": client.test.tolist(),
                 }
-                for client in self.clients
+                for client in (() if self.overlaps else self.clients)
             ],
         }
 

@@ -61,7 +61,7 @@ def matched(
     Raises:
         ConfigError: if there is no official test part, or the partition cannot share these labels out.
     """
-    _require_test_part(arrays, "matched")
+    require_test_part(arrays, "matched")
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
     shared = partition.share_tests(arrays, parts, numpy_generator(seed, "partition/match"))
     name, num_tests = type(partition).__name__, len(arrays.y) - arrays.num_train
@@ -80,7 +80,7 @@ def server_only(
     Raises:
         ConfigError: if there is no official test part, or the partition cannot share these labels out.
     """
-    _require_test_part(arrays, "global")
+    require_test_part(arrays, "global")
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
     nothing = np.empty(0, dtype=np.int64)
     return [_client(client, train, nothing, validation_fraction, seed) for client, train in enumerate(parts)]
@@ -128,7 +128,12 @@ def _cut(
     return np.sort(shuffled[size:]), np.sort(shuffled[:size])
 
 
-def _require_test_part(arrays: Arrays, split: str) -> None:
+def require_test_part(arrays: Arrays, split: str) -> None:
+    """Refuse a split that needs an official test part where there is none.
+
+    Raises:
+        ConfigError: naming the split.
+    """
     require(
         arrays.num_train < len(arrays.y),
         "data.split",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Artifact, Message, accumulation_dtype
+from fl_lightning.data.population import LazyClients
 from fl_lightning.errors import require, require_choices
 from fl_lightning.seeding import numpy_generator, torch_generator
 
@@ -213,7 +214,13 @@ class Attackers:
             return data.clients
         store = copy.copy(data.store)  # shares the inputs
         store.y = data.clients[0].num_classes - 1 - data.store.y
-        return [_flipped(own, store) if own.client in self.clients else own for own in data.clients]
+
+        def seen(client: int) -> ClientData:
+            own = data.clients[client]
+            return _flipped(own, store) if client in self.clients else own
+
+        number = len(data.clients)
+        return LazyClients(seen, number) if data.overlaps else [seen(client) for client in range(number)]
 
     def forge(
         self,

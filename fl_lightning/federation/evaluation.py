@@ -6,15 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Figure, Seen, headline
+from fl_lightning.data.population import KEPT
 from fl_lightning.federation.measures import Measures, Outcome
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.report.columns import is_measure
@@ -22,6 +25,7 @@ from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
+    from fl_lightning.data.store import ClientData
 
 Moment = Literal["trained", "received"]
 Outcomes = dict[str, Outcome]
@@ -39,6 +43,7 @@ class Part:
     Args:
         letter: ``T`` for the test parts, ``V`` for the validation parts: the end of the figures' names.
         own: each client's indices.
+        sizes: [N] how many these are.
         union: sorted indices of all clients'; under ``split: global`` the server's.
         local: whether clients have samples of their own in it.
         globally: whether clients are tested on the union, too.
@@ -46,6 +51,7 @@ class Part:
 
     letter: Literal["T", "V"]
     own: Sequence[Tensor]
+    sizes: np.ndarray
     union: Tensor
     local: bool = True
     globally: bool = False
@@ -67,16 +73,30 @@ def parts_of(data: FederatedData, globally: bool, validation: bool) -> list[Part
         globally: whether clients are tested on all test parts together.
         validation: whether they are tested on their validation parts, too.
     """
-    parts = [Part("T", [client.test for client in data.clients], data.server_test, data.local_test, globally)]
+    own = _Own(data.clients, "test")
+    parts = [Part("T", own, data.num_test, data.server_test, data.local_test, globally)]
     if validation and has_validation(data):
-        own = [client.validation for client in data.clients]
-        parts.append(Part("V", own, torch.cat(own).sort().values))
+        parts.append(Part("V", _Own(data.clients, "validation"), data.num_validation, data.validation_union))
     return parts
+
+
+class _Own(Sequence[Tensor]):
+    """One part of each client's samples, looked up when it is asked for: there may be a million clients."""
+
+    def __init__(self, clients: Sequence[ClientData], name: Literal["test", "validation"]) -> None:
+        self._clients = clients
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __getitem__(self, client: Any) -> Any:
+        return getattr(self._clients[client], self._name)
 
 
 def has_validation(data: FederatedData) -> bool:
     """Whether clients have validation parts that are not what Local-T is measured on."""
-    return data.evaluate_on == "test" and any(len(client.validation) for client in data.clients)
+    return data.evaluate_on == "test" and bool(data.num_validation.any())
 
 
 class Evaluator:
@@ -104,8 +124,8 @@ class Evaluator:
         self.seed = seed
         self.measures = measures
         self.parts = parts_of(data, policy.globally, policy.validation)
-        self._positions: dict[tuple[str, int], Tensor] = {}
-        self._balances: dict[tuple[str, int], Tensor] = {}
+        self._positions, self._balances = Recent(), Recent()
+        self._of_unions: dict[tuple[str, int], Tensor] = {}
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
@@ -141,11 +161,12 @@ class Evaluator:
     def balance(self, part: Part, client: int | None = None) -> Tensor:
         """What each sample of a part counts in balanced accuracy, for a client's own or, None, for the union."""
         key = part.letter, -1 if client is None else client
-        if key not in self._balances:
+        known = self._of_unions if client is None else self._balances
+        if key not in known:
             indices = part.union if client is None else part.own[client]
             y = self.data.store.y[indices.to(self.data.store.device)]
-            self._balances[key] = self.measures.balance(y.to(self._device))
-        return self._balances[key]
+            known[key] = self.measures.balance(y.to(self._device))
+        return known[key]
 
     @property
     def _device(self) -> torch.device:
@@ -222,6 +243,19 @@ class Evaluator:
         if key not in self._positions:
             self._positions[key] = part.positions(client).to(self._device)
         return self._positions[key]
+
+
+class Recent(dict[tuple[str, int], Tensor]):
+    """Tensors of the last few clients that were tested.
+
+    Not of all: small ones that stay lie between large ones that come and go, whose memory is then not given back.
+    """
+
+    @override
+    def __setitem__(self, key: tuple[str, int], value: Tensor) -> None:
+        if len(self) >= KEPT:
+            del self[next(iter(self))]
+        super().__setitem__(key, value)
 
 
 def join_batches(parts: Sequence[Sequence[Outcome]]) -> Outcome:

@@ -48,8 +48,9 @@ class Examiner:
         template, data = runner.modules[0], runner.data
         self.parts = runner.evaluator.parts
         self.columns = runner.evaluator.columns(template, self.policy.moments)
-        samples = {str(part.letter): np.array([len(own) for own in part.own]) for part in self.parts}
-        self.board = ScoreBoard(self.columns, samples, calendar.num_founders, runner.attackers.clients)
+        samples = {str(part.letter): part.sizes for part in self.parts}
+        follows, hostile = self.policy.clients == "participants", runner.attackers.clients
+        self.board = ScoreBoard(self.columns, samples, calendar.num_founders, hostile, follows)
         if self.policy.reference is not None:
             found = read_reference(self.policy.reference, data.partition_hash, len(data.clients))
             self.board.alone = found
@@ -160,6 +161,8 @@ class Examiner:
 
     def tests_trained(self, round: int, client: int) -> bool:
         """Whether a participant is tested after its fit."""
+        if self.board.follows:  # who sits out an evaluated round does not count in it
+            return self.policy.trained and self.calendar.is_evaluated(round)
         return self.policy.trained and self.calendar.is_last_before_evaluation(client, round)
 
     def cost(self, client: int, round: int) -> float:
@@ -190,10 +193,10 @@ class Examiner:
     def receive_once_more(
         self, holders: Mapping[int, int], inbox: Callable[[int], Message], round: int
     ) -> dict[str, np.ndarray]:
-        """What every client's model scores after one more receive, without a fit, by column: [N] each.
+        """What the model of every client that counts scores after one more receive, without a fit, by column.
 
         Args:
-            holders: client -> the worker that has its state.
+            holders: client -> the worker that has its state; the clients of the board.
             inbox: what a client hears.
             round: the one that does not come.
         """
@@ -206,10 +209,10 @@ class Examiner:
             with self.ward.care(client), at(round, client, "receive"):
                 own[client] = self._received(client, inbox(client), round)
         self.ward.agree()
-        scores = {name: np.full(len(holders), np.nan) for name in self.columns if is_received(name)}
+        scores = {name: np.full(len(self.board.clients), np.nan) for name in self.columns if is_received(name)}
         for client, values in union(self.workers.gather(own)).items():
             for name, value in values.items():
-                scores[name][client] = value
+                scores[name][self.board.place(client)] = value
         return scores
 
     def _received(self, client: int, message: Message, round: int) -> Scores:

@@ -27,6 +27,7 @@ from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
+from fl_lightning.federation.model_sizes import model_bytes
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
@@ -99,15 +100,14 @@ class FederatedLoop:
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
         settings.failures.check(self.num_clients, None if storage.has_begun else settings.rounds)
-        architecture = architecture or [0] * self.num_clients
+        settings.evaluate.check(self.num_clients, data.overlaps)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self.stopwatch = self.runner.stopwatch
         self._set_up_exchange()
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes)
-        self.models_folder = storage.models(self.runner.model_bytes()) if self.workers.writes else None
-        self.num_train = np.array([client.num_train for client in data.clients])
-        self.num_test = np.array([client.num_test for client in data.clients])
+        self.models_folder = storage.models(model_bytes(self.runner)) if self.workers.writes else None
+        self.num_train, self.num_test = data.num_train, data.num_test
         self.holders = Holders(self.workers, self.num_train)
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
         self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
@@ -258,6 +258,7 @@ class FederatedLoop:
         return sorted((report for part in parts for report in part), key=lambda report: report.client)
 
     def _end_round(self, reports: Sequence[ClientReport]) -> None:
+        self.board.follow(self.participants)
         for report in reports:
             self.board.record(report.client, report.scores, report.losses, self.examiner.is_alone(self.round))
         evaluated = self.calendar.is_evaluated(self.round)
@@ -286,10 +287,10 @@ class FederatedLoop:
         )
 
     def receive_once_more(self) -> dict[str, float]:
-        """What every client's model scores after one more receive, without a fit: `final_received`."""
+        """What models score after one more receive, without a fit: `final_received`."""
         if not self.settings.evaluate.received:
             return {}
-        holders = self.holders.of(range(self.num_clients))
+        holders = self.holders.of(self.board.clients.tolist())
         self.exchange.address(holders)
 
         def inbox(client: int) -> Message:
@@ -310,7 +311,7 @@ class FederatedLoop:
 
     @property
     def scores(self) -> dict[str, np.ndarray]:
-        """Column -> [N] each client's last score, NaN where there is none."""
+        """Column -> [N] the last scores of the clients of the board, NaN where there is none."""
         return self.examiner.board.scores
 
     @property

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fl_lightning.core.finetuning import FineTune
-from fl_lightning.errors import require
+from fl_lightning.errors import require, require_choices
+
+MOST_DRAWN = 10_000
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,10 @@ class EvaluationPolicy:
         trained: clients' models after the local fit (`Local-T`, `Global-T`).
         received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
         globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
+        clients: whose figures count in a round's row and stand in `clients.csv`: those of ``all`` clients, where who
+            sits out keeps its last ones and who never took part is tested with its initial model; or those of the
+            round's ``participants`` alone, so that nothing is computed or kept of the others: for populations of which
+            a small part is ever seen.
         server: the global model on that union, where the method has one (`Server-T`).
         validation: all of that on clients' validation parts, too, where they have some (`Local-V`, `Server-V`).
         loss: the mean cross-entropy of what is predicted, beside accuracy (`eval_loss/Local-T` and so on).
@@ -30,6 +37,7 @@ class EvaluationPolicy:
     trained: bool = True
     received: bool = True
     globally: bool = True
+    clients: Literal["all", "participants"] = "all"
     server: bool = True
     validation: bool = True
     loss: bool = True
@@ -39,7 +47,22 @@ class EvaluationPolicy:
     batch_size: int = 512
 
     def __post_init__(self) -> None:
+        require_choices("federation.evaluate", clients=(self.clients, Literal["all", "participants"]))
         require(self.batch_size >= 1, "federation.evaluate.batch_size", "must be >= 1", self.batch_size)
+
+    def check(self, num_clients: int, are_drawn: bool) -> None:
+        """Refuse to look at all clients where these are drawn only when they are looked at, and too many.
+
+        Args:
+            num_clients: N.
+            are_drawn: whether they are a `Population`.
+
+        Raises:
+            ConfigError: if they are.
+        """
+        few = self.clients == "participants" or not are_drawn or num_clients <= MOST_DRAWN
+        rule = f"must be participants where data.partition draws more than {MOST_DRAWN} clients ({num_clients})"
+        require(few, "federation.evaluate.clients", rule, self.clients)
 
     @property
     def moments(self) -> list[str]:

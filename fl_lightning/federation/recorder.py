@@ -19,6 +19,7 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Hop
 from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
+from fl_lightning.federation.model_sizes import num_parameters
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import chosen_by, read_rows, summarise
@@ -106,7 +107,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         evaluated, taking_part = loop.calendar.is_evaluated(loop.round), set(loop.participants)
         failed = loop.calendar.missing(loop.round)
         rows = []
-        for client in range(loop.num_clients):
+        for place, client in enumerate(loop.board.clients.tolist()):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {
                 "failed": int(client in failed),
@@ -115,8 +116,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             }
             row |= {"skipped": int(client in loop.ward.skipped)} if loop.ledger.skips else {}
             row |= {"attacker": int(client in loop.ledger.hostile)} if loop.ledger.hostile else {}
-            row |= {name: _known(values[client]) for name, values in loop.scores.items() if evaluated}
-            rows.append({**row, "loss": float(loop.board.losses[client]) if client in taking_part else None})
+            row |= {name: _known(values[place]) for name, values in loop.scores.items() if evaluated}
+            rows.append({**row, "loss": float(loop.board.losses[place]) if client in taking_part else None})
         return rows
 
     @override
@@ -134,9 +135,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
     def write_summary(self, loop: FederatedLoop, final_received: Mapping[str, float], finished: bool) -> dict[str, Any]:
         """Write `summary.json` and return what it says."""
         rows = read_rows(self.folder / "metrics.csv")
-        without_test = [
-            client for client in range(loop.num_clients) if loop.data.local_test and not loop.num_test[client]
-        ]
+        counting = loop.board.clients
+        without_test = counting[loop.num_test[counting] == 0].tolist() if loop.data.local_test else []
         summary = {
             **self.about,
             "finished": finished,
@@ -150,7 +150,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "best_on": "validation" if chosen_by(rows) or loop.data.evaluate_on == "validation" else "test",
             "final_received": dict(final_received),
             "communication": communication(loop.traffic, rows),
-            "parameters": loop.runner.num_parameters(),
+            "parameters": num_parameters(loop.runner),
             "clients_without_test": without_test,
             **({} if loop.account is None else {"privacy": loop.account.summary(loop.round)}),
             **({} if loop.records is None else {"record_privacy": loop.records.summary()}),

@@ -57,17 +57,19 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
     if not folder.is_dir() or not loop.settings.evaluate.trained:
         return {}
-    scores = {name: np.full(loop.num_clients, np.nan) for name in loop.examiner.columns if "_received" not in name}
-    for client in range(loop.num_clients):
+    scores = {
+        name: np.full(len(loop.board.clients), np.nan) for name in loop.examiner.columns if "_received" not in name
+    }
+    for place, client in enumerate(loop.board.clients.tolist()):
         file = folder / f"{client:05d}.pt"
         if file.is_file():
             module = loop.runner.load(client)
             load_model(module, file, "evaluate")
             found = loop.runner.evaluator.client(module, client, "trained")
         elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
-            found = {name: float(values[client]) for name, values in loop.scores.items() if name in scores}
+            found = {name: float(values[place]) for name, values in loop.scores.items() if name in scores}
         else:
             found = loop.runner.evaluate_resting(client)
         for name, value in found.items():
-            scores[name][client] = value
+            scores[name][place] = value
     return loop.board.spreads(scores)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -107,7 +108,7 @@ class Runner:
 
     Args:
         make_method: makes a fresh method of an architecture; called under a seed.
-        architecture: [N] which architecture each client has; one resident module each.
+        architecture: [N] which architecture each client has; one resident module each. None gives all the same.
         data: the federation's data.
         optimizer: makes an optimizer for a phase's parameters.
         settings: of the federation.
@@ -119,7 +120,7 @@ class Runner:
     def __init__(
         self,
         make_method: Callable[[int], Method],
-        architecture: Sequence[int],
+        architecture: Sequence[int] | None,
         data: FederatedData,
         optimizer: OptimizerFactory,
         settings: Federation,
@@ -128,9 +129,8 @@ class Runner:
         measures: Measures | None = None,
     ) -> None:
         self.make_method = make_method
-        self.architecture = list(architecture)
-        self.data = data
-        self.seed = seed
+        self.architecture = np.broadcast_to(0 if architecture is None else np.array(architecture), len(data.clients))
+        self.data, self.seed = data, seed
         self.settings = settings
         flags = {name: value for name, value in trainer.items() if value is not None}
         self.flags = dict(flags)
@@ -146,12 +146,12 @@ class Runner:
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(COUNT_BATCHES & flags.keys())
-        fewest, size = min(client.num_train for client in data.clients), data.batch_size
+        fewest, size = int(data.num_train.min()), data.batch_size
         check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
-        self.modules = [self._new_module(a, fit_settings) for a in range(max(self.architecture) + 1)]
+        self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         _check_interfaces(self.modules, self.architecture)
         total, *parts = self.modules[0].loss_names
         check_callbacks(self.trainer, (total, *(f"{total}/{part}" for part in parts)))
@@ -389,17 +389,6 @@ class Runner:
         if model_file is not None:
             save_tensors(model_file, full_state(module))
 
-    def num_parameters(self) -> dict[str, float]:
-        """Trainable parameters of one client, the mean over clients: ``personal`` stay with it, ``shared`` travel."""
-        counts = [module.method.parameter_counts() for module in self.modules]
-        personal, shared = (sum(counts[a][i] for a in self.architecture) / len(self.architecture) for i in (0, 1))
-        return {"personal": personal, "shared": shared}
-
-    def model_bytes(self) -> int:
-        """Bytes of all clients' models together."""
-        sizes = [sum(tensor.nbytes for tensor in full_state(module).values()) for module in self.modules]
-        return sum(sizes[architecture] for architecture in self.architecture)
-
 
 class EpochBundles:
     """The train dataloader of one fit: a seeded shuffle of the client's training part for every epoch."""
@@ -476,7 +465,7 @@ def _has_convolution(module: ClientModule) -> bool:
     return any(isinstance(part, torch.nn.Conv2d) for part in module.modules())
 
 
-def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[int]) -> None:
+def _check_interfaces(modules: Sequence[ClientModule], architecture: np.ndarray) -> None:
     """Clients may have different models, but what they exchange must have the same shapes."""
     first = modules[0].method.interface()
     for index, module in enumerate(modules[1:], start=1):
@@ -484,7 +473,7 @@ def _check_interfaces(modules: Sequence[ClientModule], architecture: Sequence[in
         for name in [*first, *own]:
             if first.get(name) != own.get(name):
                 shapes = ["absent" if name not in found else str(found[name]) for found in (first, own)]
-                clients = architecture.index(0), architecture.index(index)
+                clients = int((architecture == 0).argmax()), int((architecture == index).argmax())
                 where = f"{shapes[0]} at client {clients[0]} and {shapes[1]} at client {clients[1]}"
                 who = f"{type(module.method).__name__} exchanges {name!r}"
                 raise ConfigError("model", f"{who}, which must have one shape everywhere, but is {where}")

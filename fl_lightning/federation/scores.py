@@ -16,11 +16,15 @@ from fl_lightning.report.columns import HURT, spreads_of
 class ScoreBoard:
     """Each client's last scores at both moments; a client that sits out keeps them.
 
+    Where it follows the participants, it knows those of the present round alone, and nothing is kept of the others but
+    what they reach by themselves, as far as that is known.
+
     Args:
         columns: the columns that evaluations fill.
         samples: ``T`` and ``V`` -> [N] each client's test and validation samples.
         num_founders: the first so many are there from the start, the others join later; None for all.
         hostile: clients that attack: they count in no mean.
+        follows: whether it follows the participants.
     """
 
     def __init__(
@@ -29,20 +33,38 @@ class ScoreBoard:
         samples: Mapping[str, np.ndarray],
         num_founders: int | None = None,
         hostile: Collection[int] = (),
+        follows: bool = False,
     ) -> None:
-        num_test = samples["T"]
+        number = len(samples["T"])
         self.samples = samples
-        founders = len(num_test) if num_founders is None else num_founders
-        honest = [client for client in range(len(num_test)) if client not in hostile]
-        self._founders = np.array([client for client in honest if client < founders], dtype=int)
-        self._later = np.array([client for client in honest if client >= founders], dtype=int)
-        self.scores = {name: np.full(len(num_test), np.nan) for name in columns}
-        self.losses = np.full(len(num_test), np.nan)
-        self.took_part = np.zeros(len(num_test), dtype=bool)
-        self.last_trained = np.full(len(num_test), np.nan)
-        """[N] Local-T of the last evaluated round."""
-        self.alone = np.full(len(num_test), np.nan)
+        self.follows = follows
+        self._columns = list(columns)
+        self._hostile = np.array(sorted(hostile), dtype=int)
+        self._num_founders = number if num_founders is None else num_founders
+        self._seat(np.arange(0 if follows else number))
+        self.took_part = np.zeros(number, dtype=bool)
+        self.last_trained = np.full(len(self.clients), np.nan)
+        """Local-T of the last evaluated round: [N], or of the founders in that round where it follows participants."""
+        self.alone = np.full(number, np.nan)
         """[N] what every client reaches by itself, as far as it is known."""
+
+    def _seat(self, clients: np.ndarray) -> None:
+        """Begin anew with a place for each of these clients, which are in order."""
+        self.clients = clients
+        """The clients whose figures count, in the order of their places in `scores` and `losses`."""
+        honest, early = ~np.isin(clients, self._hostile), clients < self._num_founders
+        self._founders, self._later = np.flatnonzero(honest & early), np.flatnonzero(honest & ~early)
+        self.scores = {name: np.full(len(clients), np.nan) for name in self._columns}
+        self.losses = np.full(len(clients), np.nan)
+
+    def follow(self, participants: Sequence[int]) -> None:
+        """Take note of who takes part in the round whose records come next."""
+        if self.follows:
+            self._seat(np.array(sorted(participants), dtype=int))
+
+    def place(self, client: int) -> int:
+        """Where a client's values are in `scores` and `losses`."""
+        return int(np.searchsorted(self.clients, client)) if self.follows else client
 
     def record(
         self, client: int, scores: Scores, losses: Mapping[str, float] | None = None, alone: bool = False
@@ -55,16 +77,19 @@ class ScoreBoard:
             losses: of its fit.
             alone: whether nobody had told it anything yet.
         """
+        place = self.place(client)
         for name, value in scores.items():
-            self.scores[name][client] = value
+            self.scores[name][place] = value
         if losses is not None:
-            self.losses[client] = losses.get("loss", np.nan)
+            self.losses[place] = losses.get("loss", np.nan)
             self.took_part[client] = True
         if alone and "Local-T" in scores:
             self.alone[client] = scores["Local-T"]
 
     def strangers(self, num_clients: int) -> list[int]:
-        """Those of the first `num_clients` that never took part and were not evaluated either."""
+        """Those of the first `num_clients` that never took part and were not evaluated either, where they count."""
+        if self.follows:
+            return []
         never = np.flatnonzero(~self.took_part[:num_clients])
         unknown = [c for c in never if all(np.isnan(v[c]) for v in self.scores.values())]
         return [int(client) for client in unknown]
@@ -82,12 +107,13 @@ class ScoreBoard:
                 self._fill_resting(name, values, participants)
             figures |= self.spread(name, values)
         received = figures.get("Local-T_received")
-        before = self.last_trained[self._founders]
+        before = self.last_trained if self.follows else self.last_trained[self._founders]
         before = before[~np.isnan(before)]
         known = received is not None and len(before) > 0 and previous_evaluated
         figures["receive_drop"] = float(before.mean()) - received if known and received is not None else None
         if "Local-T" in self.scores:
-            self.last_trained = self.scores["Local-T"].copy()
+            trained = self.scores["Local-T"]
+            self.last_trained = trained[self._founders] if self.follows else trained.copy()
         return figures
 
     def spread(self, name: str, values: np.ndarray, others: Mapping[str, np.ndarray] | None = None) -> dict[str, float]:
@@ -95,17 +121,18 @@ class ScoreBoard:
 
         Args:
             name: the column.
-            values: [N] of clients, NaN where a client has none.
+            values: [N] of `clients`, NaN where a client has none.
             others: the other columns of the same moment; None takes the present ones.
         """
         founders, later = self._founders, self._later
         num_samples, wanted = self.samples["V" if "-V" in name else "T"], spreads_of(name)
+        num_samples, alone = (own[self.clients] if self.follows else own for own in (num_samples, self.alone))
         found = spread(values[founders], num_samples[founders])
         figures = {name + suffix: value for suffix, value in found.items() if suffix in wanted}
         if "_undefined" in wanted:
             tested = (self.scores if others is None else others)[name.partition("/")[2]]
             figures[f"{name}_undefined"] = int((np.isnan(values) & ~np.isnan(tested))[founders].sum())
-        share = hurt(values[founders], self.alone[founders]) if HURT in wanted else None
+        share = hurt(values[founders], alone[founders]) if HURT in wanted else None
         figures |= {} if share is None else {name + HURT: share}
         joined = spread(values[later], num_samples[later])
         return {**figures, **({f"{name}_newcomers": joined[""]} if joined else {})}
@@ -117,14 +144,18 @@ class ScoreBoard:
     def _fill_resting(self, name: str, values: np.ndarray, participants: Sequence[int]) -> None:
         trained = self.scores.get(name.replace("_received", ""))
         resting = np.ones(len(values), dtype=bool)
-        resting[list(participants)] = False
+        resting[[self.place(client) for client in participants]] = False
         if trained is not None:
             values[resting] = trained[resting]
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as tensors."""
+        """All of it, as tensors; of a board that follows participants as little as there is."""
         arrays = {"losses": self.losses, "took_part": self.took_part, "last_trained": self.last_trained}
         arrays["alone"] = self.alone
+        if self.follows:
+            known = np.flatnonzero(~np.isnan(self.alone))
+            arrays |= {"took_part": np.flatnonzero(self.took_part), "clients": self.clients}
+            arrays |= {"alone": self.alone[known], "alone_clients": known}
         return {
             "scores": {name: torch.from_numpy(values.copy()) for name, values in self.scores.items()},
             **{name: torch.from_numpy(values.copy()) for name, values in arrays.items()},
@@ -132,11 +163,18 @@ class ScoreBoard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
+        if self.follows:
+            self._seat(state["clients"].numpy().copy())
         self.scores = {name: values.numpy().copy() for name, values in state["scores"].items()}
         self.losses = state["losses"].numpy().copy()
-        self.took_part = state["took_part"].numpy().copy()
         self.last_trained = state["last_trained"].numpy().copy()
-        self.alone = state["alone"].numpy().copy()
+        if self.follows:
+            self.took_part[:], self.alone[:] = False, np.nan
+            self.took_part[state["took_part"].numpy()] = True
+            self.alone[state["alone_clients"].numpy()] = state["alone"].numpy()
+        else:
+            self.took_part = state["took_part"].numpy().copy()
+            self.alone = state["alone"].numpy().copy()
 
 
 def is_received(column: str) -> bool:

@@ -228,7 +228,7 @@ def _setting(loop: Any) -> str:
     clients = f"{loop.num_clients} clients by {type(data.partition).__name__}"
     models = ", ".join(f"{size}" for size in sizes)
     return (
-        f"{samples}; {clients}, {sum(loop.num_train)} for training\n"
+        f"{samples}; {clients}, {int(loop.num_train.sum())} for training\n"
         f"{type(runner.modules[0].method).__name__}, model of {models} parameters; {type(loop.exchange).__name__}; "
         f"{runner.device}, {runner.trainer.precision}, {workers}"
     )

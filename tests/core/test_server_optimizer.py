@@ -11,6 +11,7 @@ from fl_lightning.core.server_optimizer import ServerAdagrad, ServerAdam, Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
@@ -153,7 +154,7 @@ def test_result_does_not_depend_on_the_number_of_workers(run_federation, assert_
         for kind in KINDS:
             loop = run_federation(lambda: FedAvg(conv_net()), server_optimizer=kind())
             if loop.workers.is_main:
-                rows = [{**row, "seconds": 0} for row in loop.diary.rows]
+                rows = [{**row, **dict.fromkeys(COLUMNS)} for row in loop.diary.rows]
                 torch.save(
                     {"rows": dict(enumerate(rows)), "state": loop.state_dict()["exchange"]}, f"{file}{kind.__name__}"
                 )

@@ -176,7 +176,7 @@ class Own:
 class Numbers:
     """A federation's data, of which there are only numbers."""
 
-    drop_last = local_test = False
+    drop_last = local_test = overlaps = False
     batch_size = 4
     partition_hash = content_hash = "none"
     evaluate_on = "test"
@@ -185,6 +185,8 @@ class Numbers:
 
     def __init__(self, num_clients: int) -> None:
         self.clients = [Own(client) for client in range(num_clients)]
+        self.num_train = np.array([own.num_train for own in self.clients])
+        self.num_test = self.num_validation = np.zeros(num_clients, dtype=int)
         self.store = SimpleNamespace(serve=lambda device: None, y=torch.tensor([0, 1]))
 
     def class_counts(self):
@@ -407,7 +409,8 @@ def outcome(federations) -> dict:
     main = federations[0]
     states = {}
     for rank, own in enumerate(federations):
-        states |= {c: own.runner.pool.get(c) for c, holder in own.holders.items() if holder == rank}
+        holders = own.holders.of(range(own.num_clients))
+        states |= {client: own.runner.pool.get(client) for client in holders if holders[client] == rank}
     return {
         "exchange": main.exchange.state_dict(),
         "clients": {c: dict(state or {}) for c, state in states.items()},

@@ -18,6 +18,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.models.mlp import MLP
 
@@ -200,7 +201,7 @@ def test_what_is_evaluated_does_not_change_what_is_trained(method, half, run_fed
     assert_identical(seldom.exchange.state_dict(), half.exchange.state_dict())
     assert_identical(states(seldom), states(half))
     hurt = {"Local-T_hurt": None, "Local-T_received_hurt": None}  # needs what round 1 reached
-    apart = {"seconds": None, "receive_drop": None, **hurt}  # the drop needs the round before
+    apart = {**dict.fromkeys(COLUMNS), "receive_drop": None, **hurt}  # the drop needs the round before
     assert_identical({**seldom.diary.rows[-1], **apart}, {**half.diary.rows[-1], **apart})
 
 

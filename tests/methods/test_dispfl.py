@@ -15,8 +15,10 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
+from fl_lightning.federation.model_sizes import num_parameters
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
 from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.losses.prototype import PrototypeAlignment
@@ -254,7 +256,7 @@ def test_dispfl_dense_and_without_a_search_is_decentralised_averaging_bit_for_bi
         model = plain.runner.pool.get(client)
         assert set(model) == {name for name in own if name.startswith("model.")}
         assert_identical({name: own[name] for name in model}, model)
-    apart = ("seconds", "uplink_bytes", "downlink_bytes")  # the bitmap costs bytes
+    apart = (*COLUMNS, "uplink_bytes", "downlink_bytes")  # the bitmap costs bytes
     for row, same in zip(loop.diary.rows, plain.diary.rows, strict=True):
         assert_identical(without(row, *apart), without(same, *apart))
         assert row["uplink_bytes"] > same["uplink_bytes"]
@@ -426,7 +428,7 @@ def test_dispfl_message_counts_active_weights_and_statistics(conv_net, run_feder
 def test_dispfl_active_weights_are_a_client_s_own_and_travel(conv_net, run_federation):
     loop = run_federation(lambda: DisPFL(conv_net(), density=0.3), rounds=2, optimizer=momentum)
     active = sum(sum(count(sent_masks(message))) for message in loop.diary.sent.values()) / len(loop.diary.sent)
-    assert loop.runner.num_parameters() == {"personal": active, "shared": active}
+    assert num_parameters(loop.runner) == {"personal": active, "shared": active}
 
 
 def test_dispfl_message_of_a_resnet18_is_half_of_the_model(make_client, make_data):

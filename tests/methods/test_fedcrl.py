@@ -7,6 +7,7 @@ import torch
 
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.losses.prototype import prototype_contrast_loss
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcrl import FedCRL, global_share
@@ -24,7 +25,7 @@ def test_without_contrast_it_is_fedavg_bit_for_bit(conv_net, run_federation, ass
     ours = run_federation(lambda: FedCRL(conv_net(), **options), participation=participation)
     theirs = run_federation(lambda: FedAvg(conv_net()), participation=participation)
     assert_identical(ours.exchange.state_dict(), theirs.exchange.state_dict())
-    seconds = {"seconds": None}
+    seconds = dict.fromkeys(COLUMNS)
     for mine, other in zip(ours.diary.rows, theirs.diary.rows, strict=True):
         assert_identical({**mine, **seconds}, {**other, **seconds})
     assert_identical(ours.final, theirs.final)
