@@ -1,17 +1,23 @@
 """Cross-entropies that take a client's class frequencies out of what its logits learn.
 
 Ren, Yu, Sheng, Ma, Zhao, Yi, Li, "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS 2020, equation 3,
-as FedRoD trains its generic head (ICLR 2022, equation 10).
+as FedRoD (ICLR 2022) trains its generic head; Zhang, Li, Li, Xu, Wu, Ding, Wu, "Federated Learning with Label
+Distribution Skew via Logits Calibration" (FedLC), ICML 2022.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fl_lightning.core.precision import widened
 from fl_lightning.shapes import checked
+
+Form = Literal["code", "paper"]
 
 
 @checked
@@ -37,3 +43,36 @@ def balanced_softmax_loss(
     0.2877
     """
     return F.cross_entropy(widened(logits) + (widened(counts) ** gamma).log(), y)
+
+
+@checked
+def calibrated_loss(
+    logits: Float[Tensor, "B C"], y: Int[Tensor, " B"], counts: Int[Tensor, " C"], tau: float = 1.0, form: Form = "code"
+) -> Float[Tensor, ""]:
+    """Cross-entropy of logits less τ n_c^{−1/4}: a margin for the client's rare classes.
+
+    With f_c the logits less their margins: ``code`` is −log( e^{f_y} / Σ_c e^{f_c} ), ``paper`` leaves c = y out of the
+    sum, so that the loss has no lower bound. A class of which the client has no sample is no rival.
+
+    Args:
+        logits: [B, C].
+        y: [B] int64 classes, of which the client has samples.
+        counts: n, [C] int64, the client's training samples of each class.
+        tau: τ, >= 0.
+        form: ``code`` or ``paper``.
+
+    Returns:
+        Scalar, float32; under ``paper`` 0 where there is no rival.
+
+    >>> import torch
+    >>> y, counts = torch.tensor([1]), torch.tensor([16, 1, 0])
+    >>> [round(float(calibrated_loss(torch.zeros(1, 3), y, counts, 1.0, form)), 4) for form in ("code", "paper")]
+    [0.9741, 0.5]
+    """
+    held = counts > 0
+    margins = tau * widened(counts.clamp(min=1)) ** -0.25
+    adjusted = (widened(logits) - margins).masked_fill(~held, -torch.inf)
+    if form == "code" or int(held.sum()) < 2:
+        return F.cross_entropy(adjusted, y) * (form == "code")
+    own = adjusted.gather(1, y[:, None])
+    return (adjusted.scatter(1, y[:, None], -torch.inf).logsumexp(1) - own[:, 0]).mean()

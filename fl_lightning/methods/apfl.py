@@ -79,6 +79,7 @@ class APFL(Method):
     @override
     def local_step(self, step: Step) -> None:
         out, alpha = step.forward(), self.alpha.clone()
+        values = step.values(out)
 
         def risk(alpha: Tensor) -> Tensor:
             """Of v̄; its gradient does not reach w."""
@@ -89,8 +90,13 @@ class APFL(Method):
             with keeping_statistics(self.personal):
                 (slope,) = step.gradients(risk(alpha.requires_grad_()), [alpha])
             self.alpha.sub_(self.fit.lr * slope).clamp_(0, 1)
-        step.descend({**step.values(out), "personal": risk(alpha.detach())})
         step.observe(out)
+        if self.mixed == "weights":
+            step.descend({**values, "personal": risk(alpha.detach())})
+        else:
+            step.descend(values, "global")
+            out = step.forward()
+            step.descend({"personal": risk(alpha.detach())}, "personal")
 
     def _mixture(self, alpha: Tensor, x: Tensor, others: Tensor) -> Tensor:
         """What v̄ makes of inputs [B, …], of which w makes `others`, [B, C]."""

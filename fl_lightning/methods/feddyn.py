@@ -6,7 +6,6 @@ Algorithm 1. Checked against the authors' code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from typing_extensions import override
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
+from fl_lightning.core.optimizing import OptimizingServer
 from fl_lightning.core.precision import widened
 from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.server import Server
@@ -89,7 +89,8 @@ class FedDyn(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        return DynamicServer(initial, (name for name, _ in self.named_parameters()))
+        trained = [name for name, _ in self.named_parameters()]
+        return DynamicServer(initial, DynamicMean(lr=1.0), trained, weighting="uniform")
 
 
 class DynamicMean(ServerOptimizer):
@@ -102,21 +103,11 @@ class DynamicMean(ServerOptimizer):
         return delta + self.remembered("moved", name, delta).add_(delta, alpha=self.share)
 
 
-class DynamicServer(Server):
-    """Tells the step after the mean how many have taken part.
-
-    Args:
-        initial: as the base's.
-        trained: names of the weights that are parameters.
-    """
+class DynamicServer(OptimizingServer):
+    """Tells the step after the mean how many have taken part."""
 
     hears_mean = True
     optimizer: DynamicMean
-
-    def __init__(self, initial: Message, trained: Iterable[str]) -> None:
-        super().__init__(initial, weighting="uniform")
-        self.optimizer = DynamicMean(lr=1.0)
-        self.optimizer.start(trained)
 
     @override
     def close_round(self) -> None:

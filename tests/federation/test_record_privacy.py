@@ -25,7 +25,7 @@ from fl_lightning.seeding import derive_seed
 HUGE = RecordPrivacy(noise_multiplier=0.0, max_grad_norm=1e6)
 
 ALLOWED = {"FedAvg", "FedPer", "FedRep", "FedBN", "FedProx", "FedNova", "SCAFFOLD", "Ditto", "Local", "MOON", "FeSEM"}
-ALLOWED |= {"DFedPGP", "FedDyn", "LGFedAvg"}
+ALLOWED |= {"DFedPGP", "FedAMP", "FedAdagrad", "FedAdam", "FedAvgM", "FedDyn", "FedYogi", "LGFedAvg"}
 """Methods whose fits are the only place where training samples are looked at, each by itself."""
 
 

@@ -28,7 +28,8 @@ from fl_lightning.trust import import_name
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
 FEWER = dict.fromkeys(("APFL", "FedDyn", "FedPAC", "FedRoD", "LGFedAvg", "pFedMe"), 3)
-"""Cases of which three rounds tell as much as six."""
+FEWER |= dict.fromkeys(("FML", "FedAMP", "FedAdagrad", "FedAdam", "FedAvgM", "FedLC", "FedNTD", "FedYogi"), 2)
+"""Cases of which fewer rounds tell as much as six."""
 CLIENTS = 4
 # Beside a method's defaults: what takes another way through the code. A name of the form `Method: what`.
 OPTIONS = {

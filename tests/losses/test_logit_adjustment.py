@@ -1,4 +1,4 @@
-"""The balanced softmax, beside numbers computed by hand."""
+"""The balanced softmax and calibrated logits, beside numbers computed by hand."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fl_lightning.losses.logit_adjustment import balanced_softmax_loss
+from fl_lightning.losses.logit_adjustment import balanced_softmax_loss, calibrated_loss
 
 LOGITS = torch.tensor([[0.0, math.log(2)], [math.log(3), 0.0]])
 Y = torch.tensor([0, 1])
@@ -30,3 +30,21 @@ def test_class_without_samples_is_no_rival():
     balanced_softmax_loss(logits, torch.tensor([0]), torch.tensor([3, 3, 0])).backward()
     assert logits.grad[0, 2] == 0
     torch.testing.assert_close(logits.grad[0, :2], torch.tensor([-1.0, 1.0]) / (1 + math.e))
+
+
+def test_rare_classes_get_a_margin():
+    """n = (16, 1): margins ½ and 1 at τ = 1, so that row 1, of class 1, has e^{−1} beside 3 e^{−½}."""
+    counts = torch.tensor([16, 1])
+    odds = (2 * math.exp(-0.5), 3 * math.exp(0.5))
+    code = calibrated_loss(LOGITS, Y, counts)
+    assert code.item() == pytest.approx(sum(math.log1p(o) for o in odds) / 2)
+    assert calibrated_loss(LOGITS, Y, counts, form="paper").item() == pytest.approx(sum(map(math.log, odds)) / 2)
+    torch.testing.assert_close(calibrated_loss(LOGITS, Y, counts, tau=0.0), F.cross_entropy(LOGITS, Y))
+
+
+def test_client_of_one_class_has_nothing_to_calibrate():
+    logits = LOGITS.clone().requires_grad_()
+    for form in ("code", "paper"):
+        loss = calibrated_loss(logits, torch.tensor([1, 1]), torch.tensor([0, 5]), form=form)
+        assert loss.item() == 0
+        assert not torch.autograd.grad(loss, logits)[0].any()

@@ -23,8 +23,8 @@ from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.models.mlp import MLP
 
 NOT_AVERAGED = {
-    "DFedPGP", "DRDFL", "DisPFL", "FeSEM", "FedCVAE", "FedDistill", "FedDistillPlus", "FedFed", "FedNova", "FedPAC",
-    "Local",
+    "DFedPGP", "DRDFL", "DisPFL", "FeSEM", "FedCVAE", "FedDistill", "FedDistillPlus", "FedFed", "FedNova",
+    "FedAMP", "FedPAC", "Local",
 }  # fmt: skip
 """Methods without a server, or whose server makes more than means of messages: no robust rule suits them."""
 

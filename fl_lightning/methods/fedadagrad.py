@@ -1,0 +1,53 @@
+"""FedAdagrad: FedAvg whose server steps by Adagrad.
+
+Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, "Adaptive Federated Optimization", ICLR 2021,
+Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from fl_lightning.core.facts import Facts
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method
+from fl_lightning.core.optimizing import OptimizingServer, server_step
+from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerAdagrad
+from fl_lightning.core.term import Term
+from fl_lightning.models.split import SplitModel
+
+
+class FedAdagrad(Method):
+    """The mean of the clients' changes is a gradient, on which the server steps by Adagrad.
+
+        m ← β₁m + (1 − β₁)Δ,  v ← v + Δ²,  θ ← θ + η m / (√v + τ)
+
+    Δ = mean_i θ_i − θ by samples; m and v are kept for every weight, v starts at τ², and there is no bias correction.
+    The same after the mean of any other method: `federation.server_optimizer: ServerAdagrad`. Batch norm's statistics
+    become their mean.
+
+    Args:
+        lr: η, > 0.
+        beta1: β₁, in [0, 1); 0 in the paper.
+        tau: τ, > 0: the larger, the less adaptive.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Reddi et al., ICLR 2021"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        super().__init__(model, extra_terms=extra_terms)
+        self.server_step = server_step(ServerAdagrad, lr=lr, beta1=beta1, tau=tau)
+
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        return OptimizingServer(initial, self.server_step, (name for name, _ in self.named_parameters()))

@@ -1,0 +1,87 @@
+"""FML: every client keeps a model of its own, and it and the global one learn from each other.
+
+Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu, "Federated Mutual Learning", arXiv:2006.16765, 2020.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.core.step import Step
+
+
+class FML(Method):
+    """FedAvg for a meme model w beside a personal v, each of which is taught by the data and by the other.
+
+        L_v = α CE(v) + (1 − α) KL(p_w ‖ p_v),  L_w = β CE(w) + (1 − β) KL(p_v ‖ p_w)
+
+    Each loss trains its own model, on the same mini-batch. `Local-T` and `Global-T` are v's, `Server-T` is w's. (Of
+    public codes one lets each loss train both models, and takes KL over C.)
+
+    Args:
+        alpha: α, in [0, 1]; 1 is Local.
+        beta: β, in [0, 1]; 1 is FedAvg.
+        extra_terms: terms added to the loss of w.
+    """
+
+    shared = ("model",)
+    paper = "Shen et al., arXiv:2006.16765, 2020"
+
+    def __init__(
+        self, model: SplitModel, alpha: float = 0.5, beta: float = 0.5, extra_terms: list[Term] | None = None
+    ) -> None:
+        require(0 <= alpha <= 1, "method.alpha", "must be in [0, 1]", alpha)
+        require(0 <= beta <= 1, "method.beta", "must be in [0, 1]", beta)
+        super().__init__(model, extra_terms=extra_terms)
+        self.alpha, self.beta = alpha, beta
+
+    @override
+    def setup(self) -> None:
+        self.personal = copy.deepcopy(self.model)  # v
+
+    @override
+    def phases(self) -> list[Phase]:
+        return [Phase("all", trains=("model", "personal", "terms"))]
+
+    @override
+    def losses(self) -> dict[str, float]:
+        return {"personal": self.alpha, "taught": 1 - self.alpha, "teaching": 1 - self.beta}
+
+    @override
+    def term_weights(self) -> dict[str, float]:
+        return {**super().term_weights(), "cross_entropy": self.beta}
+
+    @override
+    def local_step(self, step: Step) -> None:
+        out, own = step.forward(), step.forward(through=self.personal)
+        values = step.values(out)
+        values["personal"] = step.values(own, [self.terms.cross_entropy])["cross_entropy"]
+        values["taught"] = divergence(out.logits.detach(), own.logits)
+        values["teaching"] = divergence(own.logits.detach(), out.logits)
+        step.descend(values)
+        step.observe(out)
+
+    @override
+    def predictors(self) -> dict[str, Predictor]:
+        return {
+            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
+            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
+        }
+
+
+def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(p_teacher ‖ p_student), mean over the batch, of logits [B, C]."""
+    p, q = widened(teacher).log_softmax(1), widened(student).log_softmax(1)
+    return F.kl_div(q, p, reduction="batchmean", log_target=True)
