@@ -176,7 +176,7 @@ def _work(
         return exit_code(stopped.number)
     except RoundError as error:  # every process knows it
         if built.loop.workers.is_main:
-            say(f"fl-lightning: error: {error}; {built.last_good}")
+            say(built.said_of(error))
         return 1
     except WriteError as error:
         say(f"fl-lightning: error: {error}; {' '.join(built.advice.split())}")

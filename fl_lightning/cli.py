@@ -188,7 +188,7 @@ def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, c
             if TRACEBACK in os.environ:
                 raise
             if experiment.loop.workers.is_main:
-                say(f"fl-lightning: error: {error}; {experiment.last_good}")
+                say(experiment.said_of(error))
             return 1
     loop = experiment.loop
     whole = loop.round >= loop.settings.rounds or loop.ended

@@ -24,13 +24,14 @@ from fl_lightning.configuration import Config, identity, short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, require, shortened
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
 from fl_lightning.federation.settings import Federation
+from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.files import WriteError, read_json, write_json, write_text
@@ -200,8 +201,13 @@ class Experiment:
             return "nothing was saved (federation.checkpoint.every is 0)"
         return f"the rounds before are saved; continue with\n  {continue_command(self.folder)}"
 
+    def said_of(self, error: RoundError) -> str:
+        """The line on what has ended the run; a long reason loses its middle, the command that goes on does not."""
+        last = self._last_good
+        return f"fl-lightning: error: {shortened(str(error), max(80, 276 - len(last)))}; {last}"
+
     @property
-    def last_good(self) -> str:
+    def _last_good(self) -> str:
         """Where a run goes on that a sick client or server has ended."""
         checkpoints = self.loop.checkpoints
         kept = checkpoints.all() if checkpoints is not None else []

@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ FORMAT = 1
 MARK = b"\nFLseal\n"
 SEAL = struct.Struct("<8sIIQ")  # mark, version, CRC-32 and length of what stands before it
 CHUNK = 1 << 22  # bytes read at once where a file is only verified
+RECENT = 10.0  # seconds in which a file may still be written to
+_TEMPORARY = re.compile(r"\..+\.(\d+)(-[0-9a-f]+)?\.tmp")
 _ZIP_END = b"PK\x05\x06"  # of an archive's last 22 bytes
 
 
@@ -143,8 +146,34 @@ def write_atomically(path: Path, write: Callable[[Any], object], sync: bool = Tr
 def remove_left_overs(folder: Path) -> None:
     """Delete what kills in the middle of writes have left in a folder and those below it."""
     for path in folder.rglob(".*.tmp"):
-        if re.fullmatch(r"\..+\.\d+(-[0-9a-f]+)?\.tmp", path.name):
+        if _TEMPORARY.fullmatch(path.name):
             remove(path)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Delete what killed processes have left in a folder that several may write into at once.
+
+    What a living process of this machine is writing stays, and so does what was written to just now, perhaps by another
+    machine.
+    """
+    for path in folder.glob(".*.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        with suppress(OSError):
+            if match and time.time() - path.stat().st_mtime > RECENT and not _lives(int(match[1])):
+                path.unlink()
+
+
+def _lives(process: int) -> bool:
+    """Whether this machine has a process of that number."""
+    if os.name != "posix":  # where signal 0 would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def make_folder(folder: Path) -> None:
@@ -168,8 +197,8 @@ def remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """Write a text file atomically; what is no letter, as a byte of a path that is no text, is spelled out."""
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def holds(path: Path, text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -39,8 +40,13 @@ def is_marked(folder: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    return sorted((path for path in folder.glob("round-*.ckpt") if CHECKPOINT.fullmatch(path.name)), key=round_of)
+    """The checkpoints in a folder, oldest first; none where there is no such folder.
+
+    Raises:
+        OSError: if it may not be read: it could hold some.
+    """
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted((folder / name for name in names if CHECKPOINT.fullmatch(name)), key=round_of)
 
 
 def round_of(path: Path) -> int:
@@ -109,6 +115,8 @@ def _run_of(folder: Path) -> Path | None:
         if not holds_run(folder):
             return None
         return folder if folder.name not in ("", "..") else folder.resolve()
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         return None
 

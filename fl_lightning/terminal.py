@@ -50,9 +50,12 @@ class OutlivedStream:
 
 @contextmanager
 def outlived() -> Iterator[None]:
-    """Let nothing that is printed in a block end the process, whoever has stopped reading."""
+    """Let nothing that is printed in a block end the process, whoever has stopped reading, whatever he can read."""
     _open_all()
     before = sys.stdout, sys.stderr
+    for stream in before:
+        with suppress(AttributeError, OSError, ValueError):  # a letter that its encoding lacks is spelled out
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout, sys.stderr = (stream and OutlivedStream(stream) for stream in before)  # type: ignore[assignment]
     try:
         yield

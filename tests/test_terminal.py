@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fl_lightning.terminal import OutlivedStream, say
+from fl_lightning.terminal import OutlivedStream, outlived, say
 
 
 @pytest.fixture
@@ -44,6 +44,14 @@ def test_line_in_the_middle_of_a_line_ends_nothing(monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Busy())
     say("stopping")
+
+
+def test_letters_that_the_terminal_cannot_show_are_spelled_out(monkeypatch):
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii"))
+    with outlived():
+        print("Käse … ±")
+    assert file.getvalue() == b"K\\xe4se \\u2026 \\xb1\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="closes descriptors by a shell")

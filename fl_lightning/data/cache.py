@@ -14,7 +14,7 @@ import torch
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
-from fl_lightning.files import save_tensors, verify
+from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
 FORMAT = 2
@@ -127,6 +127,7 @@ def _read(path: Path) -> Arrays | None:
 def _write(path: Path, arrays: Arrays) -> None:
     """Write a cache file so that it appears whole or not at all; one that cannot be written is only worth a warning."""
     # clone() drops the rest of a storage that a view would take along.
+    remove_abandoned(path.parent)
     content = {**vars(arrays), "x": arrays.x.clone(), "y": arrays.y.clone()}
     try:
         save_tensors(path, content)

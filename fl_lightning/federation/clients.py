@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import load_tensors, remove, save_tensors, sync_file, sync_folder
 
 State = dict[str, Tensor]
@@ -71,11 +71,15 @@ class ClientPool:
         self._protected = set(self._files.values())
         return dict(self._files)
 
-    def restore(self, files: Mapping[int, str]) -> None:
+    def restore(self, files: Mapping[int, str], fits: Callable[[int, State], bool] | None = None) -> None:
         """Take up the versions that a checkpoint names.
 
+        Args:
+            files: client -> the file of its state.
+            fits: whether a state is one of that client's model; None believes it.
+
         Raises:
-            ConfigError: if one of them is missing or damaged.
+            ConfigError: if one of them is missing or damaged, or of another model.
         """
         self._states.clear()
         self._unsynced.clear()
@@ -83,6 +87,8 @@ class ClientPool:
         self._protected = set(files.values())
         for client in files:
             state = self._read(client)
+            fit = fits is None or fits(client, state)
+            require(fit, "--resume", f"{self._path(files[client])} does not fit the model of the run's configuration")
             if not self.on_disk:
                 self._states[client] = state
 

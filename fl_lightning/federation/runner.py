@@ -448,6 +448,12 @@ def load_model(module: ClientModule, path: Path, key: str) -> None:
             own[name].copy_(tensor)
 
 
+def is_state_of(module: ClientModule, state: Mapping[str, Any]) -> bool:
+    """Whether a client's private state is one of its model: tensors, each as large as the model's of that name."""
+    own = module.entries
+    return all(isinstance(v, Tensor) and (n not in own or _is_like(v, own[n])) for n, v in state.items())
+
+
 def _is_like(value: Any, own: Tensor) -> bool:
     """Whether a value can stand in a tensor's place: as large, plain, and of numbers of the same kind."""
     if not isinstance(value, Tensor) or value.shape != own.shape or value.layout != torch.strided:

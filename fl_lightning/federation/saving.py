@@ -11,6 +11,7 @@ import torch
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
+from fl_lightning.federation.runner import is_state_of
 from fl_lightning.federation.transport import Waiting
 
 
@@ -69,7 +70,8 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.round = state["round"]
     loop.exchange.load_state_dict(_to(state["exchange"], loop.runner.device))
     rank, holders = loop.workers.rank, loop.holders.of(state["clients"])
-    loop.runner.pool.restore({c: file for c, file in state["clients"].items() if holders[c] == rank})
+    files = {c: file for c, file in state["clients"].items() if holders[c] == rank}
+    loop.runner.pool.restore(files, lambda client, own: is_state_of(loop.runner.module(client), own))
     same = state["board"]["scores"].keys() == loop.scores.keys()
     require(same, "--resume", "the checkpoint evaluates other columns")
     loop.board.load_state_dict(state["board"])

@@ -16,7 +16,7 @@ from typing import Any
 from fl_lightning.federation.launch import num_cores
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
 from fl_lightning.federation.tether import end_with
-from fl_lightning.files import make_folder
+from fl_lightning.files import make_folder, remove_abandoned
 from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
@@ -72,6 +72,7 @@ class Crew:
             0 if all are finished, 1 if some failed, 128 + the signal's number if a signal stopped the table.
         """
         make_folder(self.logs)
+        remove_abandoned(self.logs.parent)
         for job in self.jobs:
             job.state = "finished" if job.cell.finished else "waiting"
         with StopSignals(self._ask, self._end) as signals:

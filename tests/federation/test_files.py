@@ -3,6 +3,8 @@
 import errno
 import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -244,3 +246,30 @@ def test_later_writes_leave_what_is_aside_as_it_was(checkpoints):
     before = (aside.clients / "00000-r0004.pt").read_bytes()
     save_tensors(checkpoints.clients / "00000-r0004.pt", {"head": torch.zeros(3)})
     assert (aside.clients / "00000-r0004.pt").read_bytes() == before
+
+
+def test_only_what_the_dead_have_left_is_swept_where_several_write(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    names = {process: f".table.md.{process}-a1b2c3.tmp" for process in (int(dead.stdout), os.getpid(), 1, 10**12)}
+    others = [".table.md.tmp", "table.md", "mine.1-a.tmp", ".recent.1000000000000-aa.tmp"]
+    for name in (*names.values(), *others):
+        (tmp_path / name).write_text("x")
+        if "recent" not in name:
+            os.utime(tmp_path / name, (1, 1))
+    files.remove_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {names[os.getpid()], names[1], *others}
+    files.remove_abandoned(tmp_path / "nowhere")
+
+
+def test_byte_of_a_path_that_is_no_letter_is_spelled_out_in_a_text(tmp_path):
+    write_text(tmp_path / "a.html", "runs/K\udce4se")
+    assert (tmp_path / "a.html").read_text() == "runs/K\\udce4se"
+
+
+def test_client_s_state_of_another_model_is_refused(tmp_path):
+    pool = ClientPool(tmp_path)
+    pool.put(0, {"w": torch.zeros(2)}, 1)
+    named = pool.flush(1)
+    ClientPool(tmp_path).restore(named, lambda client, state: state["w"].shape == (2,))
+    with pytest.raises(ConfigError, match=r"00000-r0001\.pt does not fit the model"):
+        ClientPool(tmp_path).restore(named, lambda client, state: state["w"].shape == (3,))

@@ -13,6 +13,7 @@ import torch
 from report.run_folders import make_run
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import save_tensors
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import hurt, spread
@@ -141,11 +142,11 @@ def test_classifier_is_read_from_models_and_the_checkpoint(tmp_path):
     weight = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     (run / "models").mkdir()
     (run / "checkpoints").mkdir()
-    torch.save({"model.head.weight": weight, "model.head.bias": torch.zeros(3)}, run / "models" / "00000.pt")
-    torch.save({"model.head.weight": 2 * weight}, run / "models" / "00001.pt")
+    save_tensors(run / "models" / "00000.pt", {"model.head.weight": weight, "model.head.bias": torch.zeros(3)})
+    save_tensors(run / "models" / "00001.pt", {"model.head.weight": 2 * weight})
     soft = {"kind": "ClassMeans", "mean": torch.eye(3), "count": torch.ones(3), "relates_classes": True}
     message = {"weights": {"model.head.weight": weight}, "artifacts": {"soft_labels": soft}}
-    torch.save({"exchange": {"message": message}}, run / "checkpoints" / "round-0003.ckpt")
+    save_tensors(run / "checkpoints" / "round-0003.ckpt", {"exchange": {"message": message}})
     lines = lines_of(run)
     found = {figure.key: figure.rows(lines) for figure in figures_of(lines)}
     relation = {(row["i"], row["j"]): row["v"] for row in found["class-relation"] if row["what"] == "CR"}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fl_lightning.files import verify
 from fl_lightning.report.page.figure import Figure, Rows, Spec, colour, quantity, tips
 from fl_lightning.report.page.partition import class_counts
 from fl_lightning.report.recorded_run import RecordedRun
@@ -199,8 +198,9 @@ def _load(path: Path) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError):
+        verify(path, "report")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # whoever has sealed it, torch raises a dozen types
         return None
 
 
