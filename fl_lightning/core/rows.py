@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -60,14 +60,15 @@ class Alias(NamedTuple):
 class Layout:
     """Where every parameter and buffer of a method stands in clients' rows.
 
-    Parameters of one type share a row, each buffer has one of its own. What is trained stands first, so that an
-    optimizer's part is mostly one stretch of columns.
+    Parameters that are trained together share a row, so that an optimizer's part is mostly one whole row; each buffer
+    has one of its own.
 
     Args:
         method: the resident one; its tensors stay the same objects.
+        together: what says of a parameter's name with which others it is trained.
     """
 
-    def __init__(self, method: nn.Module) -> None:
+    def __init__(self, method: nn.Module, together: Callable[[str], Hashable] = lambda name: None) -> None:
         found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
         for prefix, module in method.named_modules():
             for home in (module._parameters, module._buffers):
@@ -75,14 +76,15 @@ class Layout:
                     if tensor is not None:
                         name = f"{prefix}.{key}" if prefix else key
                         found.setdefault(id(tensor), (name, tensor, []))[2].append((home, key))  # type: ignore[arg-type]
-        ordered = sorted(found.values(), key=lambda own: not own[1].requires_grad)  # stable
+        ordered = list(found.values())
         self.dtypes: list[torch.dtype] = []
         self.widths: list[int] = []
         self.places: list[Place] = []
         kinds: dict[Any, int] = {}
         for name, tensor, homes in ordered:
             # A layer that moves a buffer in place may need it in one piece.
-            kind = kinds.setdefault(tensor.dtype if isinstance(tensor, nn.Parameter) else name, len(kinds))
+            shares = (tensor.dtype, tensor.requires_grad, together(name)) if isinstance(tensor, nn.Parameter) else name
+            kind = kinds.setdefault(shares, len(kinds))
             if kind == len(self.widths):
                 self.dtypes.append(tensor.dtype)
                 self.widths.append(0)

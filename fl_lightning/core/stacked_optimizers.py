@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
 
 from fl_lightning.core.rows import Unstackable
 
@@ -96,14 +97,17 @@ class StackedOptimizer:
     ) -> None:
         (beta1, beta2), eps = self.group["betas"], self.group["eps"]
         mean, square = moments
+        whole = all(own.is_contiguous() for own in (values, gradient, mean, square))
+        if whole and len(set(counts)) == 1:  # in one pass
+            adam(
+                [values], [gradient], [mean], [square], [], [torch.tensor(counts[0] - 1.0)], fused=True, amsgrad=False,
+                beta1=beta1, beta2=beta2, lr=lr, weight_decay=0.0, eps=eps, maximize=False,
+            )  # fmt: skip
+            return
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         sizes = [lr / (1 - beta1**count) for count in counts]
         roots = [(1 - beta2**count) ** 0.5 for count in counts]
-        if len(set(counts)) == 1:
-            denominator = square.sqrt().div_(roots[0]).add_(eps)
-            values.addcdiv_(mean, denominator, value=-sizes[0])
-            return
         size, root = (values.new_tensor(own)[:, None] for own in (sizes, roots))
         denominator = square.sqrt().div_(root).add_(eps)
         values.sub_(mean.mul(size).div_(denominator))

@@ -90,6 +90,7 @@ class Cohort:
                     else:
                         begun.append(visit)
             if stack is not None:
+                begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
                 self._fit(stack)
             yield from begun
 
@@ -102,12 +103,24 @@ class Cohort:
             with watch.part("exchange"):
                 own = job(client)
             with watch.part("fit"):
-                visit = self.runner.begin(own)
+                visit = self.runner.begin(own, waits=stack is not None and self.stacks)
                 if stack is not None and self.stacks:
                     with at(own.round, client, "fit"):
                         self._enter(stack, visit)
+            if visit.fit is None and visit.waits:
+                with at(own.round, client, "evaluation after the receive"), watch.part("evaluate"):
+                    visit.scores.update(self.runner.evaluator.client(visit.module, client, "received"))
             return [visit]
         return []
+
+    def _is_tested(self, stack: Stack, visit: Visit, ward: Ward) -> bool:
+        """Whether a client came through its test after the receive, all together where that is possible."""
+        stack.test_received()
+        if visit.waits:
+            place = visit.job.round, visit.job.client, "evaluation after the receive"
+            with ward.care(visit.job.client), self.runner.stopwatch.part("evaluate"), at(*place):
+                stack.test_alone(visit)
+        return not visit.waits
 
     def _groups(self, clients: Sequence[int]) -> list[list[int]]:
         """Clients of one architecture together, those with most samples first, so that a cohort is of one length."""

@@ -91,6 +91,8 @@ class Visit:
         memory: of wire filters.
         seconds: how long it took so far.
         fit: brings the fitted client into the module; None where it is fitted by itself.
+        trained: its scores after the fit, where they are known.
+        waits: whether it is still to be tested after the receive.
     """
 
     job: Job
@@ -101,6 +103,8 @@ class Visit:
     memory: dict[str, Tensor]
     seconds: float
     fit: Callable[[], None] | None = None
+    trained: Scores | None = None
+    waits: bool = False
 
 
 class Runner:
@@ -244,7 +248,7 @@ class Runner:
             checkups.state(module.entries, self._own)
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:
-                scores.update(self.evaluator.client(module, client, "trained"))
+                scores.update(visit.trained or self.evaluator.client(module, client, "trained"))
         with at(round, client, "send"):
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
@@ -257,8 +261,12 @@ class Runner:
         visit.seconds += time.perf_counter() - start
         return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds)
 
-    def begin(self, job: Job) -> Visit:
+    def begin(self, job: Job, waits: bool = False) -> Visit:
         """The first part of a participant's round: receive, up to the fit.
+
+        Args:
+            job: what the round asks of it.
+            waits: whether a test after the receive, if it takes a pass, is left for later.
 
         Raises:
             ClientError: naming round, client and step, the original error chained.
@@ -272,11 +280,10 @@ class Runner:
         self._inbound.check(job.message, round, client)
         with at(round, client, "receive"):
             self.receive(module, job.message, data, job.facts)
-        scores: Scores = {}
         with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
-            if job.received:
-                scores.update(self._received_scores(module, client, job.known_scores))
-        return Visit(job, module, data, scores, self._own, self._memory, time.perf_counter() - start)
+            scores = self._received_scores(module, client, job.known_scores, waits) if job.received else {}
+        seconds, waits = time.perf_counter() - start, scores is None
+        return Visit(job, module, data, scores or {}, self._own, self._memory, seconds, waits=waits)
 
     def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
         """The shared weights that the client that is loaded started its round from.
@@ -287,9 +294,11 @@ class Runner:
         """
         return {**self._initial_shared[self.architecture[client]], **self._own, **received.weights}
 
-    def _received_scores(self, module: ClientModule, client: int, known: KnownScores | None) -> Scores:
+    def _received_scores(
+        self, module: ClientModule, client: int, known: KnownScores | None, waits: bool = False
+    ) -> Scores | None:
         scores = known(module) if known is not None else None
-        return self.evaluator.client(module, client, "received") if scores is None else scores
+        return self.evaluator.client(module, client, "received") if scores is None and not waits else scores
 
     def evaluate_received(
         self, client: int, message: Message, facts: Facts, known: KnownScores | None = None
@@ -297,7 +306,7 @@ class Runner:
         """What the client's model would score after one more receive; its kept state does not change."""
         module = self.load(client)
         self.receive(module, message, self.attackers.samples[client], facts)
-        return self._received_scores(module, client, known)
+        return self._received_scores(module, client, known) or {}
 
     def evaluate_resting(self, client: int) -> Scores:
         """Scores of a client that never took part: its initial model, which has received nothing before round 1."""

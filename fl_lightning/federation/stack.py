@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fl_lightning.core.client import Plan
+from fl_lightning.core.division import matches
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
@@ -19,12 +22,14 @@ from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.data.together import together
+from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fl_lightning.core.client import ClientModule
+    from fl_lightning.core.facts import Phase
     from fl_lightning.federation.runner import Runner, Visit
 
 
@@ -36,7 +41,7 @@ class Member:
         visit: its round up to the fit.
         row: where it stands among those that have entered.
         entered: its phases, optimizers and fit.
-        key: clients are stacked with those of the same.
+        options: of its optimizers, and the weights of its losses.
         mark: of its method's attributes.
         attributes: the same, to be brought back.
         streams: the global random streams' states.
@@ -45,10 +50,16 @@ class Member:
     visit: Visit
     row: int
     entered: Entered
-    key: Hashable
+    options: Hashable
     mark: Mark
     attributes: list[dict[str, Any]]
     streams: tuple[Any, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Clients are stacked with those of the same."""
+        phases = tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in self.entered.plan)
+        return self.mark, phases, self.options
 
 
 class Stack:
@@ -62,17 +73,20 @@ class Stack:
     def __init__(self, runner: Runner, module: ClientModule) -> None:
         self.runner = runner
         self.module = module
-        self.layout = Layout(module.method)
+        self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
+        self._tests = StackedTests(runner.evaluator, module, self.attributes)
 
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
         self._entry = Rows.empty(self.layout, count)
         self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
         self._members: list[Member] = []
-        self._entries = 0
+        self._phases: list[Phase] = []
+        self._were_tested = False
+        self._begun: dict[int, tuple[Visit, list[dict[str, Any]], Mark]] = {}
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
@@ -82,27 +96,40 @@ class Stack:
         Raises:
             Unstackable: if it cannot be taken down; where `visit.fit` is set then, it is fitted by itself later.
         """
-        row = self._entries
+        row, attributes, mark = len(self._begun), self.attributes.taken(), self.attributes.mark()
         self._entry.put(row)
-        self._entries += 1
-        visit.fit = partial(self._fit_alone, visit, row, self.attributes.taken())
+        self._begun[row] = visit, attributes, mark
+        visit.fit = partial(self._fit_alone, visit, row, attributes)
         module, method, client, round = self.module, self.module.method, visit.job.client, visit.job.round
-        module.train()
+        _train(module)
         module.workload = self.runner.workload(client, round)
         seed_global_streams(self.runner.seed, "fit", round, client)
-        templates = module.configure_optimizers()
-        if not templates:  # nothing to train: every phase is off
+        entered, options = self._configured()
+        if not entered.templates:  # nothing to train: every phase is off
             return
         versions = [tensor._version for tensor in self.layout.tensors()]
         method.on_fit_start()
         if versions != [tensor._version for tensor in self.layout.tensors()]:
             self._moved[row] = Rows.empty(self.layout, 1)
             self._moved[row].put(0)
-        mark, plan = self.attributes.mark(), module.plan()
-        phases = tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in plan)
-        key = mark, phases, tuple(map(_options, templates)), tuple(method.term_weights().items())
-        entered = Entered(plan, templates, method.fit)
-        self._members.append(Member(visit, row, entered, key, mark, self.attributes.taken(), _streams()))
+        options = options, tuple(method.term_weights().items())
+        taken = self.attributes.taken()
+        self._members.append(Member(visit, row, entered, options, self.attributes.mark(), taken, _streams()))
+
+    def _configured(self) -> tuple[Entered, Hashable]:
+        """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
+        module, phases = self.module, self.module.method.phases()
+        before = self._members[-1] if self._members else None
+        free = not any(phase.tune or phase.optimizer for phase in phases)  # else they may be the client's own
+        if before is not None and free and phases == self._phases:
+            cut = [module.workload.of(planned.phase.epochs) for planned in before.entered.plan]
+            plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.entered.plan, cut, strict=True))
+            if [epochs for epochs, _ in cut] == [planned.epochs for planned in plan]:
+                module.method.fit = copy.copy(before.entered.fit)
+                return Entered(plan, before.entered.templates, module.method.fit), before.options[0]  # type: ignore[index]
+        self._phases = phases
+        templates = module.configure_optimizers()
+        return Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
 
     def _fit_alone(self, visit: Visit, row: int, attributes: list[dict[str, Any]]) -> None:
         """Fit a client that has entered, by itself."""
@@ -134,8 +161,7 @@ class Stack:
         fitted = [self._fit_group(own, rows) for own, rows in zip(groups, begun, strict=True)]
         self._largest = max(zip(groups, begun, strict=True), key=lambda pair: len(pair[0]))
         for own, (rows, fit) in zip(groups, fitted, strict=True):
-            for place, member in enumerate(own):
-                member.visit.fit = partial(self._take_up, member, rows, place, fit.meter.of(place))
+            self._finish(own, rows, fit)
 
     def _places(self, own: Sequence[Member]) -> torch.Tensor:
         return torch.tensor([member.row for member in own], device=self.layout.device)
@@ -198,18 +224,80 @@ class Stack:
 
     # --- after the fit ------------------------------------------------------------------------------------------------
 
+    def _finish(self, own: Sequence[Member], rows: Rows, fit: StackedFit) -> None:
+        """Let clients end their fits, and test them together where they can be."""
+        ended = 0
+        for place, member in enumerate(own):
+            meter = fit.meter.of(place)
+            member.visit.fit = partial(self._take_up, member, rows, place, meter)
+            with suppress(Exception):  # it is raised when the client's turn comes
+                member.visit.fit()
+                rows.put(place)
+                member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
+                member.visit.fit = partial(self._bring_back, member, rows, place, meter)
+                ended += 1
+        if ended == len(own) and all(member.visit.job.trained for member in own):
+            clients, marks = [member.visit.job.client for member in own], [member.mark for member in own]
+            with self.runner.stopwatch.part("evaluate"):
+                scores = self._tests.scores(clients, rows, own[0].attributes, marks, "trained")
+            for member, known in zip(own, scores, strict=True):
+                member.visit.trained = known
+
+    # --- tests after the receive --------------------------------------------------------------------------------------
+
+    def test_received(self) -> None:
+        """Test those that have entered and were not tested after their receive, together where that is possible."""
+        waiting = [(row, *own) for row, own in self._begun.items() if own[0].waits]
+        if not waiting or self._were_tested:
+            return
+        self._were_tested = True
+        clients, marks = [visit.job.client for _, visit, *_ in waiting], [mark for *_, mark in waiting]
+        rows = self._entry.pick(torch.tensor([row for row, *_ in waiting], device=self.layout.device))
+        with self.runner.stopwatch.part("evaluate"):
+            scores = self._tests.scores(clients, rows, waiting[0][2], marks, "received")
+        for (_, visit, *_), known in zip(waiting, scores, strict=True):
+            if known is not None:
+                visit.scores.update(known)
+                visit.waits = False
+
+    def test_alone(self, visit: Visit) -> None:
+        """Test a client that has entered after its receive, by itself."""
+        for row, (own, attributes, _) in self._begun.items():
+            if own is visit:
+                self._entry.load(row)
+                self.attributes.restore(attributes)
+        visit.scores.update(self.runner.evaluator.client(self.module, visit.job.client, "received"))
+        visit.waits = False
+
+    # --- one by one again ---------------------------------------------------------------------------------------------
+
     def _take_up(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
         """Bring a fitted client into the module, and let method and terms keep what they need."""
-        module, method = self.module, self.module.method
-        rows.load(place)
-        self.attributes.restore(member.attributes)
+        method = self.module.method
+        self._bring_back(member, rows, place, meter)
         method.fit = member.entered.fit
-        module.meter = meter
-        module.train()
         _set_streams(member.streams)
         for term in method.terms.exchanging:
             term.after_fit(method)
         method.on_fit_end()
+
+    def _bring_back(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
+        """Bring a client into the module."""
+        rows.load(place)
+        self.attributes.restore(member.attributes)
+        self.module.meter = meter
+        _train(self.module)
+
+
+def _train(module: ClientModule) -> None:
+    if not module.training:
+        module.train()
+
+
+def _trained_in(phases: Sequence[Phase], name: str) -> Hashable:
+    """The phases, and their parts, that train a parameter."""
+    parts = [(i, p, own) for i, phase in enumerate(phases) for p, own in (phase.parts or {"": phase.trains}).items()]
+    return tuple((index, part) for index, part, own in parts if matches(name, own))
 
 
 def _options(optimizer: Optimizer) -> tuple[Hashable, ...]:

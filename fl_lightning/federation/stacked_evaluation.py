@@ -1,0 +1,127 @@
+"""What several clients' models make of the same samples, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import training
+from fl_lightning.core.loose import Attributes, Mark
+from fl_lightning.core.method import Seen
+from fl_lightning.core.rows import Alias, Rows, Unstackable
+from fl_lightning.federation.evaluation import Batches, Evaluator, Moment, Outcomes, Scores, join_batches
+from fl_lightning.federation.measures import Outcome
+
+
+class StackedTests:
+    """Tests clients of one architecture together, as long as that gives what each gives by itself.
+
+    Args:
+        evaluator: what is tested.
+        module: their resident module.
+        attributes: of its method's modules.
+    """
+
+    def __init__(self, evaluator: Evaluator, module: ClientModule, attributes: Attributes) -> None:
+        self.evaluator = evaluator
+        self.module = module
+        self.attributes = attributes
+        self._works = True
+        self._checked: set[Hashable] = set()
+
+    def scores(
+        self,
+        clients: Sequence[int],
+        rows: Rows,
+        attributes: list[dict[str, Any]],
+        marks: Sequence[Mark],
+        moment: Moment,
+    ) -> list[Scores | None]:
+        """Each client's scores; None for one that has to be tested by itself.
+
+        Args:
+            clients: 0-based.
+            rows: the clients' tensors.
+            attributes: of the first of them.
+            marks: of all of them: only clients that are alike are tested together.
+            moment: when.
+        """
+        found: list[Scores | None] = [None] * len(clients)
+        if not self._works or len(clients) < 2 or any(mark != marks[0] for mark in marks):
+            return found
+        try:
+            self.attributes.restore(attributes)
+            outcomes = outcomes_together(self.evaluator, self.module, rows, self.attributes.aliases())
+            for place, (client, own) in enumerate(zip(clients, outcomes, strict=True)):
+                found[place] = None if own is None else self.evaluator.scores(self.module, client, moment, own)
+            if (marks[0], moment) not in self._checked and found[0] is not None:
+                rows.load(0)
+                self.attributes.restore(attributes)
+                self._works = _same(self.evaluator.client(self.module, clients[0], moment), found[0])
+                self._checked.add((marks[0], moment))
+        except Exception:  # whatever a predictor does: each can be tested by itself
+            self._works = False
+        return found if self._works else [None] * len(clients)
+
+
+def _same(one: Scores, other: Scores) -> bool:
+    """Whether scores are the same but for rounding, which may turn a tie."""
+    close = (math.isclose(one[name], other[name], abs_tol=0.02) or math.isnan(one[name]) for name in one)
+    return one.keys() == other.keys() and all(close)
+
+
+@torch.no_grad()
+def outcomes_together(
+    evaluator: Evaluator, module: ClientModule, rows: Rows, aliases: Sequence[Alias]
+) -> list[list[Outcomes] | None]:
+    """What each client's model makes of the union of each part; None for a client whose scores are no numbers.
+
+    Args:
+        evaluator: what is tested.
+        module: the resident module of the clients' architecture.
+        rows: the clients.
+        aliases: attributes of the method's modules that hold parameters or buffers.
+
+    Raises:
+        Unstackable: where clients predict otherwise than as they are, or each on samples of its own.
+    """
+    ways, count = module.predictors, len(rows)
+    if any(way.adapts or way.fine_tunes for way in ways.values()) or not all(p.globally for p in evaluator.parts):
+        raise Unstackable("its clients are tested one by one")
+    found: list[list[Batches]] = [[] for _ in range(count)]
+    broken = torch.zeros(count, dtype=torch.bool, device=rows.layout.device)
+    for part in evaluator.parts:
+        own: list[Batches] = [{name: [] for name in ways} for _ in range(count)]
+        for indices in part.union.split(evaluator.batch_size):
+            x, y = evaluator.data.store.gather(indices)
+
+            def one(tensors: list[Tensor], x: Tensor = x) -> tuple[Tensor, ...]:
+                with rows.layout.swapped(tensors, aliases):
+                    seen = Seen(x)
+                    return tuple(way.scores(seen) for way in ways.values())
+
+            with training(module, False), evaluator.context():
+                stacked = vmap(one, randomness="error")(rows.views(count))
+            for name, scores in zip(ways, stacked, strict=True):
+                broken |= scores.isnan().flatten(1).any(1)
+                outcome = evaluator.measures.outcome(scores.flatten(0, 1), y.repeat(count))
+                for client, mine in enumerate(_split(outcome, count)):
+                    own[client][name].append(mine)
+        for client, batches in enumerate(own):
+            found[client].append(batches)
+    return [
+        None if sick else [{name: join_batches([batches[name]]) for name in ways} for batches in parts]
+        for sick, parts in zip(broken.tolist(), found, strict=True)
+    ]
+
+
+def _split(outcome: Outcome, count: int) -> list[Outcome]:
+    """Each client's share of what came out for all of them."""
+    fields = [field.chunk(count) if len(field) else [field] * count for field in outcome]
+    return [Outcome(*own) for own in zip(*fields, strict=True)]
