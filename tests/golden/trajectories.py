@@ -27,8 +27,9 @@ from fl_lightning.trust import import_name
 
 FOLDER = Path(__file__).parent / "recorded"
 ROUNDS = 6
+SHORT = ("FML", "FedAMP", "FedAdagrad", "FedAdam", "FedAvgM", "FedDBE", "FedLC", "FedNTD", "FedPHP", "FedYogi")
 FEWER = dict.fromkeys(("APFL", "FedDyn", "FedPAC", "FedRoD", "LGFedAvg", "pFedMe"), 3)
-FEWER |= dict.fromkeys(("FML", "FedAMP", "FedAdagrad", "FedAdam", "FedAvgM", "FedLC", "FedNTD", "FedYogi"), 2)
+FEWER |= dict.fromkeys(SHORT, 2)
 """Cases of which fewer rounds tell as much as six."""
 CLIENTS = 4
 # Beside a method's defaults: what takes another way through the code. A name of the form `Method: what`.

@@ -1,0 +1,108 @@
+"""FedDBE: what biases a client's representations stays with it as a vector, and the rest is held to one mean.
+
+Zhang, Hua, Cao, Wang, Song, Xue, Ma, Guan, "Eliminating Domain Bias for Federated Learning in Representation Space",
+NeurIPS 2023. Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fl_lightning.core.message import Message
+from fl_lightning.core.method import Method, Predictor, Seen
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
+
+
+class FedDBE(Method):
+    """FedAvg with a private vector m_i on the embeddings, and a pull of their mean towards the federation's.
+
+        L = CE(g(f(x) + m_i), y) + κ/2D ‖r − r̄‖²,  r ← (1 − μ) r + μ mean f(x)
+
+    r follows the mini-batches of a fit from 0 on; r̄ is the clients' mean r, by samples, in the first round, which is
+    FedAvg's and sends it; it does not change any more. (The authors' code takes that round before the first, and of all
+    clients.) `Local-T` and `Global-T` are with m_i, `Server-T` is without.
+
+    Args:
+        weight: κ, >= 0; the paper's: 50 for a small CNN, 1 for ResNet-18.
+        momentum: μ, in (0, 1]; the paper's: 1 and 0.1.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Zhang et al., NeurIPS 2023"
+
+    def __init__(
+        self, model: SplitModel, weight: float = 50.0, momentum: float = 1.0, extra_terms: list[Term] | None = None
+    ) -> None:
+        require(weight >= 0, "method.weight", "must be >= 0", weight)
+        require(0 < momentum <= 1, "method.momentum", "must be in (0, 1]", momentum)
+        super().__init__(model, extra_terms=extra_terms)
+        self.weight, self.momentum = weight, momentum
+        self.bias = nn.Parameter(torch.zeros(model.embedding_size))  # m_i
+
+    mean: Tensor  # r, [D]
+    consensus: Tensor  # r̄, [D]
+
+    @override
+    def setup(self) -> None:
+        for name in ("mean", "consensus"):
+            self.register_buffer(name, torch.zeros(self.model.embedding_size), persistent=False)
+        self._knows = False
+
+    @override
+    @torch.no_grad()
+    def receive(self, message: Message, data: OwnData) -> None:
+        super().receive(message, data)
+        received = message.artifacts.get("mean")
+        self._knows = isinstance(received, Tensor)  # once a round: the same for all clients
+        self.consensus.copy_(received) if isinstance(received, Tensor) else self.consensus.zero_()
+        self.mean.zero_()
+
+    @override
+    def losses(self) -> dict[str, float]:
+        return {"mean": self.weight}
+
+    @override
+    def local_step(self, step: Step) -> None:
+        out = step.forward()
+        mean = torch.lerp(self.mean, widened(out.z).mean(0).to(self.mean), self.momentum)
+        if self._knows:
+            logits = step.through(self.model.head, out.z + self.bias.to(out.z.dtype))
+            values = step.values(replace(out, logits=logits, loss=None))
+            values["mean"] = 0.5 * (mean - self.consensus).square().mean()
+        else:
+            values = step.values(out)
+        step.descend(values)
+        step.observe(out)
+        self.mean.copy_(mean.detach())
+
+    @override
+    def send(self, data: OwnData) -> Message:
+        message = super().send(data)
+        if not self._knows:
+            message.artifacts["mean"] = self.mean.clone()
+        return message
+
+    @override
+    def predictors(self) -> dict[str, Predictor]:
+        return {
+            "personal": Predictor(self._personal, ("Local-T", "Global-T")),
+            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
+        }
+
+    def _personal(self, seen: Seen) -> Tensor:
+        """The logits of the embedding and m_i."""
+        z = seen.z(self.model)
+        return self.model.head(z + self.bias.to(z.dtype))

@@ -1,0 +1,106 @@
+"""FedPHP: every client keeps a personal model that inherits its local models, and teaches the next one by it.
+
+Li, Zhan, Shao, Li, Song, "FedPHP: Federated Personalization with Inherited Private Models", ECML PKDD 2021, Algorithm
+1. Checked against the authors' code.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.core.freezing import training
+from fl_lightning.core.method import Method, Predictor
+from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
+from fl_lightning.losses.discrepancy import mean_discrepancy
+from fl_lightning.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fl_lightning.core.step import Step
+
+Transfer = Literal["KD", "MMD"]
+
+
+class FedPHP(Method):
+    """FedAvg beside a private mean p of the client's local models, which teaches every new one.
+
+        L = (1 − λ) L_ce + λ R(w, p),  p ← μ p + (1 − μ) w,  μ = 0.9 · n/N at most
+
+    after a fit that n others went before, of N that a client makes on average: p starts as the first local model, and
+    moves less from fit to fit. R is the cross-entropy of w's predictions with p's, softened by 4 (``KD``), or the mean
+    discrepancy of embeddings (``MMD``). `Local-T` and `Global-T` are p's, `Server-T` is w's.
+
+    Args:
+        weight: λ, in [0, 1].
+        transfer: ``KD`` or ``MMD``.
+        extra_terms: terms added to the loss.
+    """
+
+    shared = ("model",)
+    paper = "Li et al., ECML PKDD 2021"
+
+    def __init__(
+        self,
+        model: SplitModel,
+        weight: float = 0.1,
+        transfer: Transfer = "MMD",
+        extra_terms: list[Term] | None = None,
+    ) -> None:
+        require(0 <= weight <= 1, "method.weight", "must be in [0, 1]", weight)
+        require_choices("method", transfer=(transfer, Transfer))
+        super().__init__(model, extra_terms=extra_terms)
+        self.weight, self.transfer = weight, transfer
+
+    num_fits: Tensor  # n, int64
+
+    @override
+    def setup(self) -> None:
+        self.personal = copy.deepcopy(self.model).requires_grad_(False)  # p
+        self.register_buffer("num_fits", torch.zeros((), dtype=torch.long))
+
+    @override
+    def losses(self) -> dict[str, float]:
+        return {"inherited": self.weight}
+
+    @override
+    def term_weights(self) -> dict[str, float]:
+        return {**super().term_weights(), "cross_entropy": 1 - self.weight}
+
+    @override
+    def local_step(self, step: Step) -> None:
+        out = step.forward()
+        values = step.values(out)
+        if self.weight:
+            with torch.no_grad(), training(self.personal, False):
+                taught = step.forward(through=self.personal).wide()
+            own = out.wide()
+            if self.transfer == "KD":
+                values["inherited"] = F.cross_entropy(own.logits, (taught.logits / 4).softmax(1).to(own.logits))
+            else:
+                values["inherited"] = mean_discrepancy(own.z, taught.z)
+        step.descend(values)
+        step.observe(out)
+
+    @override
+    @torch.no_grad()
+    def on_fit_end(self) -> None:
+        facts = self.facts
+        expected = max(int(facts.rounds * len(facts.participants) / facts.num_clients), 1)
+        keep = (0.9 * self.num_fits.to(torch.float32) / expected).clamp(max=0.9)
+        for p, w in zip(self.personal.state_dict().values(), self.model.state_dict().values(), strict=True):
+            p.copy_(torch.lerp(widened(w), widened(p), keep.to(widened(p).dtype)) if p.is_floating_point() else w)
+        self.num_fits += 1
+
+    @override
+    def predictors(self) -> dict[str, Predictor]:
+        return {
+            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
+            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
+        }
