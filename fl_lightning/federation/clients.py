@@ -48,7 +48,7 @@ class ClientPool:
         if not state:
             return
         if self.on_disk:
-            self._write(client, {name: tensor.detach().cpu() for name, tensor in state.items()}, round, sync=False)
+            self._write(client, {name: tensor.detach().cpu() for name, tensor in state.items()}, round)
             return
         self._files.pop(client, None)
         own = self._states.get(client)
@@ -62,7 +62,7 @@ class ClientPool:
         """Bring every state to disk, for a checkpoint, and return the file that holds each client's."""
         for client, state in self._states.items():
             if client not in self._files:
-                self._write(client, state, round, sync=True)
+                self._write(client, state, round)
         for name in self._unsynced:
             sync_file(self._path(name))
         if self._unsynced and self.folder is not None:
@@ -108,11 +108,11 @@ class ClientPool:
         assert self.folder is not None
         return self.folder / name
 
-    def _write(self, client: int, state: State, round: int, sync: bool) -> None:
+    def _write(self, client: int, state: State, round: int) -> None:
+        """Write a version; only `flush` makes it safe, with all others, so that the folder is synced but once."""
         name = f"{client:05d}-r{round:04d}.pt"
-        save_tensors(self._path(name), state, sync)
-        if not sync:
-            self._unsynced.add(name)
+        save_tensors(self._path(name), state, sync=False)
+        self._unsynced.add(name)
         old = self._files.get(client)
         if old is not None and old != name and old not in self._protected:
             remove(self._path(old))
