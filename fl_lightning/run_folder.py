@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,6 +79,8 @@ class RunFolder:
         out = self._leading_out()
         rule = "is a link that leads out of the run's folder, where a run changes nothing; link the whole folder"
         require(out is None, "output", f"{out} {rule}")
+        pipe = self._pipe()
+        require(pipe is None, "output", f"{pipe} is a pipe or a device, on which a logger might wait for ever")
         if not holds_run(self.path):
             foreign = occupied and not is_marked(self.path)
             why = "has no mark of fl-lightning's, so nothing in it is deleted" if overwrite else "is no run's folder"
@@ -107,6 +110,18 @@ class RunFolder:
         here = os.path.realpath(self.path)
         links = (path for name in _OWN_FOLDERS for path in self.path.glob(name) if path.is_symlink())
         return next((path for path in links if not os.path.realpath(path).startswith(f"{here}{os.sep}")), None)
+
+    def _pipe(self) -> Path | None:
+        """What is no plain file in the folders of loggers, where others than we open files; None if there is none."""
+        ours = ("checkpoints", "models")
+        for folder, inner, files in os.walk(self.path):
+            if folder == str(self.path):
+                inner[:], files = [name for name in inner if name not in ours], []
+            for name in files:
+                with suppress(OSError):  # a link to nothing
+                    if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
+                        return Path(folder, name)
+        return None
 
     def _check_identity(self, own: Mapping[str, Any]) -> None:
         try:

@@ -1,5 +1,7 @@
 """A run's folder that somebody else has filled with links."""
 
+import os
+
 import pytest
 
 from fl_lightning.errors import ConfigError
@@ -54,3 +56,12 @@ def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):
     table.append("1\n")
     assert not path.is_symlink()
     assert (path.read_text(), (tmp_path / "precious").read_text()) == ("round\n1\n", "round\n")
+
+
+def test_pipe_on_which_a_logger_would_wait_is_refused(folder):
+    (folder.path / "log" / "version_0").mkdir(parents=True)
+    (folder.path / "log" / "version_0" / "hparams.yaml").symlink_to("nowhere")  # is none
+    folder.claim(None, True, {})
+    os.mkfifo(folder.path / "log" / "version_0" / "metrics.csv")
+    with pytest.raises(ConfigError, match=r"output: .*version_0/metrics\.csv is a pipe or a device"):
+        folder.claim("auto", False, {})

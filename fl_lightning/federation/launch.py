@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -287,6 +288,9 @@ def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: 
         result = function(*arguments)
     if dist.is_initialized():
         dist.destroy_process_group()  # its threads end here; one that lives on while Python ends aborts the process
+    # A forked process never takes Python down, a spawned one would: with the threads of libraries in it, which abort it
+    # now and then. It ends as a forked one does, once its result is handed over and its output is flushed.
+    atexit.register(os._exit, 0)
     return result
 
 

@@ -92,6 +92,21 @@ def report_profile(trainer: L.Trainer) -> None:
     profiler.describe_run()
 
 
+_LOGGER = "needs a logger inside the fit, which clients have not"
+UNFIT: Mapping[tuple[str, ...], str] = {
+    ("LearningRateMonitor",): f"{_LOGGER}; federation.lr_decay says the rate",
+    ("DeviceStatsMonitor", "ThroughputMonitor"): f"{_LOGGER}; seconds are in metrics.csv",
+    ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"): "needs a copy of the whole fit; "
+    "weights are averaged by the federation (federation.server_optimizer)",
+    ("BaseFinetuning", "BackboneFinetuning"): "needs a backbone of its own naming; a method's phases say what is "
+    "trained when",
+    ("BatchSizeFinder", "LearningRateFinder"): "searches before a single fit; fl-lightning tune searches for all",
+    ("GradientAccumulationScheduler",): "needs Lightning's own steps; trainer.accumulate_grad_batches says the same",
+    ("SpikeDetection",): "needs Lightning's own steps; federation.max_growth ends what explodes",
+}
+"""Lightning's callbacks that would fail in the first client's fit, and what to use instead."""
+
+
 def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
     """Refuse callbacks that would fail in every client's fit.
 
@@ -100,15 +115,16 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         logged: names of the values that a fit logs.
 
     Raises:
-        ConfigError: for one that needs the Trainer's own logger, or watches a value that no fit has.
+        ConfigError: for one of Lightning's that no client's fit can do with, or that watches a value that no fit has.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     own = any(not type(each).__module__.startswith("lightning.") for each in callbacks)  # it may log what it likes
     for each in callbacks:
         name, watched = type(each).__name__, getattr(each, "monitor", None)
-        needs_none = not isinstance(each, LearningRateMonitor)
-        rule = f"{name} needs a logger inside the fit, which clients have not; federation.lr_decay says the rate"
-        require(needs_none, "trainer.callbacks", rule, name)
+        kind = "LearningRateMonitor" if isinstance(each, LearningRateMonitor) else name
+        theirs = kind != name or type(each).__module__.startswith("lightning.")  # a class of one's own knows better
+        why = next((rule for kinds, rule in UNFIT.items() if theirs and kind in kinds), "")
+        require(not why, "trainer.callbacks", f"{name} {why}", name)
         known = own or watched is None or watched in logged or not getattr(each, "strict", True)
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 

@@ -1,11 +1,14 @@
 """What a beginner mistypes or misplaces is answered with what to do instead, and nothing is left behind."""
 
+from types import SimpleNamespace
+
 import pytest
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
-from fl_lightning.errors import is_near, suggest
-from fl_lightning.federation.trainers import make_trainer, report_profile
+from fl_lightning.errors import ConfigError, is_near, suggest
+from fl_lightning.federation.trainers import UNFIT, check_callbacks, make_trainer, report_profile
 
 QUICK = ["fit", "--config", "quickstart", "--federation.rounds", "1"]
 NETWORK = """\
@@ -45,6 +48,17 @@ def test_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, capsys, argv
     assert stopped.value.code == 2
     assert [part for part in said if part not in line] == [], line
     assert not (tmp_path / "runs").exists()
+
+
+def test_callbacks_that_would_fail_in_every_fit_are_refused_and_own_ones_are_not():
+    given = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ThroughputMonitor": {"batch_size_fn": len}}
+    given |= {"GradientAccumulationScheduler": {"scheduling": {0: 2}}}
+    for name in (name for names in UNFIT for name in names if hasattr(callbacks, name)):
+        class_ = getattr(callbacks, name)
+        with pytest.raises(ConfigError, match=rf"trainer\.callbacks: {name} (needs|searches)"):
+            check_callbacks(SimpleNamespace(callbacks=[class_(**given.get(name, {}))]), ["loss"])
+    own = type("Own", (callbacks.BackboneFinetuning,), {"__module__": "mine"})
+    check_callbacks(SimpleNamespace(callbacks=[own(), callbacks.Timer(), callbacks.LambdaCallback()]), ["loss"])
 
 
 def test_partition_without_its_argument_is_told_where_it_goes(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """How many processes a run has, and who starts them."""
 
+import atexit
 import builtins
 import io
 import os
@@ -129,10 +130,17 @@ def sum_of_ranks() -> int:
     return int(total) if torch.get_num_threads() == 1 else -1
 
 
+def sum_and_mark(path: str) -> int:
+    """The same in a process that Python would take down in the end, and abort where a library's thread still runs."""
+    atexit.register(open, path, "w")
+    return sum_of_ranks()
+
+
 @pytest.mark.slow
-def test_spawned_processes_meet():
+def test_spawned_processes_meet_and_end_as_forked_ones_do(tmp_path):
     """As on a GPU, and on other systems."""
-    assert launch(sum_of_ranks, Team(2, threads=1), start_method="spawn") == 3
+    assert launch(sum_and_mark, Team(2, threads=1), str(tmp_path / "mark"), start_method="spawn") == 3
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
