@@ -20,6 +20,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.own_data import BoundData
+from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
@@ -237,12 +238,15 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None
         several = self.trainer.world_size > 1
         devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
-        self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, self.manual_backward)
+        plain = not several and self.private is None and is_plain(self.trainer)
+        goes_back = backward if plain else self.manual_backward
+        self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, goes_back)
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
         by_part = [{name: next(waiting) for name in planned.parts} for planned in self._plan]
-        descent = Descent if self.private is None else partial(PrivateDescent, self.private)
+        own_steps = partial(PlainDescent, self.method.fit, self.trainer) if plain else Descent
+        descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
         self._descents = [descent(self._machine, own, self.settings) for own in by_part]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
         self._weights = self.method.term_weights()
@@ -278,6 +282,7 @@ class ClientModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Several consecutive local steps: one mini-batch, one optimizer step each."""
         assert self.settings is not None
+        assert self._bench.descent is not None
         steps, epoch, fit, machine = list(batch.steps()), self.current_epoch, self.method.fit, self._machine
         waiting, begins = self._waiting, self._begins  # a module's attributes are slow to set
         make, divide = (Step, Part.whole) if self.private is None else (PrivateStep, self.private.part)
@@ -292,6 +297,7 @@ class ClientModule(L.LightningModule):
                 waiting = 0
                 if machine.careful is not None:
                     machine.careful.end_batch()
+        self._bench.descent.end_bundle()
         self._waiting, self._begins = waiting, False
 
     def on_train_epoch_end(self) -> None:

@@ -160,6 +160,9 @@ class Descent:
             optimizer.step()
             optimizer.zero_grad()
 
+    def end_bundle(self) -> None:
+        """Several consecutive steps are done."""
+
     def _clip(self, optimizer: Any) -> None:
         assert self.settings.clip_value is not None
         parameters = _parameters([optimizer])

@@ -58,22 +58,27 @@ class LossMeter:
     def means(self) -> dict[str, float]:
         """Mean over the samples of all steps, by name."""
         if self._means is None:
-            self._means = {name: self._mean(name) for name in self.losses if self._counts(name)}
+            read = self._read()
+            self._means = {name: self._mean(name, read[name]) for name in self.losses if self._counts(name)}
         return dict(self._means)
+
+    def _read(self) -> dict[str, Tensor]:
+        """All values by name, on the CPU: one wait for the device."""
+        if not self.losses:
+            return {}
+        every = torch.stack([value for own in self.losses.values() for value, _ in own]).cpu()
+        return dict(zip(self.losses, every.split([len(own) for own in self.losses.values()]), strict=True))
 
     def _counts(self, name: str) -> bool:
         """Whether there was any sample; of several devices some may have none, and have to be there for the sum."""
         return self.devices is not None or any(size for _, size in self.losses[name])
 
-    def _mean(self, name: str) -> float:
-        values = self._values(name).double()
+    def _mean(self, name: str, values: Tensor) -> float:
+        values = values.double()
         sizes = torch.tensor([size for _, size in self.losses[name]], dtype=torch.float64)
         sums = torch.stack([(values * sizes).sum(), sizes.sum()])
         sums = sums if self.devices is None else self.devices.total(sums)
         return float(sums[0] / sums[1])
-
-    def _values(self, name: str) -> Tensor:
-        return torch.stack([value for value, _ in self.losses[name]]).cpu()
 
     def first_broken(self, names: Collection[str]) -> Broken | None:
         """Which of some losses was the first to be no finite number; of those of one step the part before the sum.
@@ -87,7 +92,7 @@ class LossMeter:
         for name, mean in self.means().items():
             if name not in names or math.isfinite(mean):
                 continue
-            values = self._values(name)
+            values = self._read()[name]
             index = int(torch.isfinite(values).logical_not().int().argmax())
             found = Broken(name, self._steps[name][index] + 1, float(values[index]))
             # several devices: it may have been another one's part

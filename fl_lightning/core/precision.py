@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 def widened(x: Tensor) -> Tensor:
     """`x` in float32; float64 stays as it is."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in _WIDE else x.float()
+
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class Wide(nn.Module):

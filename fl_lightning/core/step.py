@@ -111,7 +111,8 @@ class Step:
         self._descents = 0
         self._has_stepped = False
         self._pulled: dict[str, Tensor] = {}
-        self._size = len(part.y) if part.counts else 0
+        self._batch = part.y.shape[0]
+        self._size = self._batch if part.counts else 0
 
     @property
     def round(self) -> int:
@@ -120,14 +121,15 @@ class Step:
 
     def take(self) -> None:
         """Let the method do its step, and take its losses down."""
-        if len(self.y) == 1 or self._bench.precision is not None:
-            with single_sample(self._bench.layers, len(self.y)), self._bench.machine.wide():
-                self._bench.method.local_step(self)
+        bench = self._bench
+        if self._batch == 1 or bench.precision is not None:
+            with single_sample(bench.layers, self._batch), bench.machine.wide():
+                bench.method.local_step(self)
         else:
-            self._bench.method.local_step(self)
-        if self._logged and self._bench.meter is not None:
+            bench.method.local_step(self)
+        if self._logged and bench.meter is not None:
             total = self._total if self._descents == 1 and self._total is not None else self._sum(self._logged)
-            self._bench.meter.add({"loss": total, **self._logged}, self._size)
+            bench.meter.add({"loss": total, **self._logged}, self._size)
 
     def forward(self, x: Tensor | None = None, y: Tensor | None = None, through: Any = None) -> Forward:
         """A forward pass, in the trainer's precision; a batch of one sample leaves batch norm's statistics in peace.
@@ -142,7 +144,7 @@ class Step:
         model = bench.model if through is None else through
         if bench.has_own_loss and model is bench.model:
             return self._own_pass(model.own, x, y)
-        if len(y) > 1 and bench.precision is None:
+        if y.shape[0] > 1 and bench.precision is None:
             features, z = model.forward_features(x)
             return Forward(x, y, features, z, model.head(z))
         with single_sample(bench.layers, len(y)), bench.machine.precision():
@@ -187,14 +189,14 @@ class Step:
             out: the pass that they are of.
             terms: some terms; None takes all that count in the phase.
         """
-        method, wide = self._bench.method, out.wide()
-        named = self._bench.named_terms if terms is None else [(term.name, term) for term in terms]
+        bench, wide = self._bench, out.wide()
+        method, named = bench.method, bench.named_terms if terms is None else [(term.name, term) for term in terms]
         if self._has_stepped:
-            with self._bench.machine.wide():
+            with bench.machine.wide():
                 return {n: self._pulled[n] if n in self._pulled else widened(term(method, wide)) for n, term in named}
-        if self._bench.precision is None:
+        if bench.precision is None:
             return {name: widened(term(method, wide)) for name, term in named}
-        with self._bench.machine.wide():
+        with bench.machine.wide():
             return {name: widened(term(method, wide)) for name, term in named}
 
     @property

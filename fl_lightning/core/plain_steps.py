@@ -1,0 +1,140 @@
+"""Backward passes and steps where nothing stands between loss and parameters: one device, full precision, no onlooker.
+
+A step through Lightning's strategy, precision plugin and hooks, and torch's own wrapper around an optimizer's step,
+takes a small model as long as its arithmetic. Which fits may do without is decided once a fit (`is_plain`); the bits
+are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as optimizers_of_torch
+from typing_extensions import override
+
+from fl_lightning.core.descent import Descent, FitSettings, Machine
+
+if TYPE_CHECKING:
+    from lightning import Trainer
+
+    from fl_lightning.core.facts import Fit
+
+_WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_PASSED = ("pre_backward", "backward", "post_backward", "optimizer_step", "forward_context")
+
+
+def is_plain(trainer: Trainer) -> bool:
+    """Whether all that a Trainer does around a backward pass and a step is to count the step."""
+    plugin: Any = trainer.precision_plugin
+    passes = all(getattr(type(plugin), name) is getattr(Precision, name) for name in _PASSED)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    watched = any(getattr(type(own), name) is not getattr(Callback, name) for own in callbacks for name in _WATCHED)
+    profiled = type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
+    return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
+
+
+def backward(loss: Tensor, **options: Any) -> None:
+    """What is left of Lightning's backward pass in a plain fit."""
+    loss.backward(**options)
+
+
+class PlainDescent(Descent):
+    """The optimizers of one phase in a plain fit.
+
+    Args:
+        fit: of the method, which counts steps.
+        trainer: which counts them, too.
+        machine: see `Descent`, and so on.
+        optimizers: part -> Lightning's wrapper of its optimizer.
+        settings: clipping and accumulation.
+    """
+
+    def __init__(
+        self, fit: Fit, trainer: Trainer, machine: Machine, optimizers: Mapping[str, Any], settings: FitSettings
+    ) -> None:
+        super().__init__(machine, optimizers, settings)
+        self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        self._uncounted = 0
+        self._all = list(optimizers.values())
+        self._steps = {id(own): bare_step(own.optimizer, fit) or _whole_step(own.optimizer) for own in self._all}
+
+    @override
+    def descend(self, loss: Tensor, factor: float, parts: Sequence[str], steps_now: bool) -> None:
+        if parts or factor != 1 or self.settings.accumulate != 1:
+            super().descend(loss, factor, parts, steps_now)
+            return
+        loss.backward()
+        self.step(self._all)
+
+    @override
+    def step(self, optimizers: Sequence[Any]) -> None:
+        for optimizer in optimizers:
+            if self.settings.clip_value is not None:
+                self._clip(optimizer)
+            self._steps[id(optimizer)]()
+        self._uncounted += len(optimizers)
+
+    @override
+    def end_bundle(self) -> None:
+        for count in (self._progress.total, self._progress.current):
+            count.ready += self._uncounted
+            count.completed += self._uncounted
+        self._uncounted = 0
+
+
+def _whole_step(optimizer: Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step(closure=_nothing)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+
+    return step
+
+
+def _nothing() -> None:
+    """Do nothing: gradients are there already."""
+
+
+def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
+    """A step of torch's SGD and the clearing of its gradients in one operation a group; None for any other optimizer.
+
+    Args:
+        optimizer: of a fit, with the one hook that counts its steps.
+        fit: whose steps are counted.
+    """
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    hooks += len(optimizers_of_torch._global_optimizer_pre_hooks) + len(
+        optimizers_of_torch._global_optimizer_post_hooks
+    )
+    if type(optimizer) is not SGD or hooks != 1 or "step" in vars(optimizer):
+        return None
+    groups = optimizer.param_groups
+    if not all(_is_bare(group) for group in groups):
+        return None
+
+    @torch.no_grad()
+    def step() -> None:
+        for group in groups:
+            there = [p for p in group["params"] if p.grad is not None]
+            gradients: Sequence[Any] = [p.grad for p in there]
+            if there:
+                if group["weight_decay"]:
+                    gradients = torch._foreach_add(gradients, there, alpha=group["weight_decay"])
+                torch._foreach_add_(there, gradients, alpha=-group["lr"])
+            for parameter in there:
+                parameter.grad = None
+        fit.num_steps += 1
+
+    return step
+
+
+def _is_bare(group: Mapping[str, Any]) -> bool:
+    unusual = group["momentum"] or group["nesterov"] or group["maximize"] or group["differentiable"]
+    return not unusual and not group.get("fused") and isinstance(group["lr"], (float, int))
