@@ -123,10 +123,10 @@ def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
     def step() -> None:
         for group in groups:
             there = [p for p in group["params"] if p.grad is not None]
-            gradients: Sequence[Any] = [p.grad for p in there]
+            gradients: list[Any] = [p.grad for p in there]
             if there:
                 if group["weight_decay"]:
-                    gradients = torch._foreach_add(gradients, there, alpha=group["weight_decay"])
+                    gradients = list(torch._foreach_add(gradients, there, alpha=group["weight_decay"]))
                 torch._foreach_add_(there, gradients, alpha=-group["lr"])
             for parameter in there:
                 parameter.grad = None
