@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import save
 from workloads import Noise
 
 from fl_lightning.data.module import FederatedData
@@ -100,7 +99,7 @@ def main() -> None:
         }
     for what in ("peak", "round"):
         numbers[f"{what}, over"] = round(statistics.median(a[what] / b[what] for a, b in pairs), 3)
-    save("population", numbers)
+    print(json.dumps(numbers, indent=2))
 
 
 if __name__ == "__main__":
