@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import tempfile
@@ -75,6 +76,81 @@ NEEDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+ABOVE: dict[str, Any] = {
+    "title": "T", "name": "small", "seeds": [0], "base": {"files": ["exp.yaml"], "set": {"federation.rounds": 1}},
+    "rows": {"A": {"set": {"method": "FedAvg"}}},
+}  # fmt: skip
+TABLE = {
+    **ABOVE, "source": "S", "note": "N", "figure": "Local-T.last", "figures": {"L": {"of": "Local-T.last", "scale": 1}},
+    "spread": "seeds", "scale": 100, "columns": {"B": {"set": {"data.batch_size": 64}}},
+    "published": {"A": {"B": {"L": "60 ± 1"}}},
+}  # fmt: skip
+TUNE = {
+    **ABOVE, "monitor": "Local-T.last", "goal": "max", "trials": 2, "search": "grid", "pruning": False,
+    "validation": 0.2, "space": {"optimizer.init_args.lr": {"low": 0.1, "high": 0.2, "log": True, "whole": False}},
+}  # fmt: skip
+FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "table": (TABLE, ["table", "file.yaml", "--dry-run"]),
+    "tune": (TUNE, ["tune", "file.yaml", "--print-commands"]),
+}
+"""Files of tables and searches: every key of them, and what is asked of them without running a cell."""
+
+
+def places_of(node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of nested mappings, from outside in."""
+    for name, value in node.items() if isinstance(node, dict) else ():
+        yield (*above, name)
+        yield from places_of(value, (*above, name))
+
+
+def try_files(kind: str, place: Path, options: Any, found: Counter[str]) -> None:
+    """Set every key of a table's or a search's file to every value."""
+    content, argv = FILES[kind]
+    for keys in places_of(content):
+        taken = []
+        for value in VALUES if options.match in f"{kind} {keys}" else ():
+            found["tried"] += 1
+            folder = place / f"{kind}{found['tried']}"
+            folder.mkdir()
+            changed = copy.deepcopy(content)
+            node = changed
+            for name in keys[:-1]:
+                node = node[name]
+            node[keys[-1]] = value
+            (folder / "exp.yaml").write_text(yaml.safe_dump(BASE))
+            (folder / "file.yaml").write_text(yaml.dump(changed, Dumper=_Dumper, sort_keys=False))
+            code, err, seconds = run(argv, folder, False, SLOWEST)
+            taken += [value] if _judged(code, err, seconds, f"{kind} {'.'.join(keys)}", value, found) else []
+        if options.show:
+            print(f"{kind} {'.'.join(keys)} takes {taken}", flush=True)
+
+
+def try_combinations(place: Path, options: Any, found: Counter[str]) -> None:
+    """Every rule under every attack and filter, for a method of weights, one of prototypes and one without a server."""
+    from typing import get_args
+
+    from fl_lightning import catalog
+    from fl_lightning.federation.attacks import Kind
+
+    rules = [None, *(entry.name for entry in catalog.entries("aggregators"))]
+    filters = [[], *([entry.class_path] for entry in catalog.entries("filters"))]
+    for method in ("FedAvg", "FedProto", "DRDFL"):
+        for rule, kind, names in itertools.product(rules, get_args(Kind), filters):
+            what = f"{method} {rule} {kind} {names}"
+            if options.match not in what:
+                continue
+            found["tried"] += 1
+            changed = put(BASE, "method", {"class_path": method})
+            own = {"clip": 1.0, "noise_multiplier": 1.0} if any("Clip" in name for name in names) else {}
+            changed["federation"] |= {"attack": {"clients": [0], "kind": kind}, "aggregator": rule, "rounds": 2}
+            changed["federation"]["wire"] = [{"class_path": name, "init_args": own} for name in names]
+            folder = place / f"both{found['tried']}"
+            folder.mkdir()
+            (folder / "exp.yaml").write_text(yaml.safe_dump(changed))
+            argv = ["fit", "--config", "exp.yaml", "--quiet"]
+            _judged(*run(argv, folder, not options.check, SLOWEST), what, "", found)
+
+
 def spots(kind: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """Class, configuration that has it, dotted key of one of its options, and the option's annotation."""
     import lightning as L
@@ -132,7 +208,7 @@ def main() -> None:
     from fl_lightning.trust import Trust
 
     parser = argparse.ArgumentParser()
-    kinds = [*PLACES, *LIBRARIES, "trainer", "federation", "data", "top"]
+    kinds = [*PLACES, *LIBRARIES, "trainer", "federation", "data", "top", *FILES, "combinations"]
     parser.add_argument("--only", default=",".join(kinds), help="kinds, with commas between them")
     parser.add_argument("--match", default="", help="only options whose key or class holds this")
     parser.add_argument("--check", action="store_true", help="go as far as the first round, and no further")
@@ -142,6 +218,12 @@ def main() -> None:
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
         for kind in options.only.split(","):
+            if kind in FILES:
+                try_files(kind, Path(place), options, found)
+                continue
+            if kind == "combinations":
+                try_combinations(Path(place), options, found)
+                continue
             for name, base, key, hint in list(spots(kind)):
                 if options.match in f"{name} {key}":
                     with suppress(ConfigError):
@@ -170,26 +252,31 @@ def _try(place: Path, name: str, base: dict[str, Any], key: str, value: Any, opt
         code, err, seconds = run(argv, folder, not options.check, SLOWEST)
         if code in (-9, -24) and not options.check:  # it trains for long, as it was told, or does not come to that
             code, err, seconds = run(argv, folder, False, SLOWEST)
-        lines = err.splitlines()
-        wrong = [
-            word
-            for word, holds in (
-                ("traceback", "Traceback" in err or code not in (-9, -24, 0, 1, 2)),
-                ("hang", code in (-9, -24)),
-                ("long line", any(len(line) > LONGEST for line in lines)),
-                ("not one line", code == 2 and len(lines) != 1),
-                ("talks", code == 0 and bool(lines)),
-                ("sick", code == 1 and "Traceback" not in err),
-            )
-            if holds
-        ]
-        found.update([*wrong, "refused" if code == 2 else "taken" if code == 0 else "ended"])
-        if wrong:
-            last = lines[-1][:330] if lines else ""
-            print(f"{wrong} {name} {key}: {value!r}: {code}, {seconds:.1f} s: {last}", flush=True)
-        return code == 0
+        return _judged(code, err, seconds, f"{name} {key}", value, found)
     found["refused by type"] += 1
     return False
+
+
+def _judged(code: int, err: str, seconds: float, what: str, value: Any, found: Counter[str]) -> bool:
+    """Whether an answer takes the value; says what is wrong with it."""
+    lines = err.splitlines()
+    wrong = [
+        word
+        for word, holds in (
+            ("traceback", "Traceback" in err or code not in (-9, -24, 0, 1, 2)),
+            ("hang", code in (-9, -24)),
+            ("long line", any(len(line) > LONGEST for line in lines)),
+            ("not one line", code == 2 and len(lines) != 1),
+            ("talks", code == 0 and bool(lines)),
+            ("sick", code == 1 and "Traceback" not in err),
+        )
+        if holds
+    ]
+    found.update([*wrong, "refused" if code == 2 else "taken" if code == 0 else "ended"])
+    if wrong:
+        last = lines[-1][:330] if lines else ""
+        print(f"{wrong} {what}: {value!r}: {code}, {seconds:.1f} s: {last}", flush=True)
+    return code == 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
-from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
-from fl_lightning.table.quantity import Figure, read_figure
+from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_overlay
+from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
 _SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
@@ -145,15 +145,15 @@ class _Reader:
         spread = content.get("spread", "")
         require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
         scale = content.get("scale", 100)
-        require(type(scale) in (int, float), "scale", "must be a number", scale)
-        name = str(content.get("name") or f"{path.resolve().parent.parent.name}-{path.stem}")
+        require(is_scale(scale), "scale", "must be a number, finite and not 0", scale)
+        name = text_of(content, "name", f"{path.resolve().parent.parent.name}-{path.stem}")
         check_name(name)
         return Definition(
             path,
             name,
-            one_line(content.get("title") or path.stem),
-            one_line(content.get("source") or ""),
-            one_line(content.get("note") or ""),
+            text_of(content, "title", path.stem),
+            text_of(content, "source"),
+            text_of(content, "note"),
             tuple(seeds),
             spread,
             float(scale),
@@ -176,7 +176,7 @@ class _Reader:
 
     def _figures(self, node: Mapping[str, Any], key: str) -> dict[str, Figure]:
         """`figures` by name, or `figure` without one; empty where there is neither."""
-        given = node.get("figures") or {}
+        given = given_in(node, "figures", {})
         require(isinstance(given, Mapping), f"{key}figures", "must hold figures by name", given)
         figures = {str(name): read_figure(figure, f"{key}figures.{name}") for name, figure in given.items()}
         one = {"": read_figure(node["figure"], f"{key}figure")} if "figure" in node else {}
@@ -185,13 +185,13 @@ class _Reader:
     def _row(self, name: str, node: Any, columns: Sequence[Column]) -> Row:
         key = f"rows.{name}"
         overlay = self._overlay(node, key, ("figure", "figures", "columns"))
-        own = node.get("columns") or {}
+        own = given_in(node, "columns", {})
         require(isinstance(own, Mapping), f"{key}.columns", "must hold what differs, by column", own)
         for column in own:
             _among(str(column), [c.name for c in columns], f"{key}.columns.{column}")
         different = {str(c): None if o is None else self._overlay(o, f"{key}.columns.{c}") for c, o in own.items()}
         figure = read_figure(node["figure"], f"{key}.figure") if "figure" in node else None
-        given = node.get("figures") or {}
+        given = given_in(node, "figures", {})
         require(isinstance(given, Mapping), f"{key}.figures", "must hold figures by name", given)
         for printed in given:
             _among(str(printed), dict.fromkeys(n for c in columns for n in c.figures), f"{key}.figures.{printed}")
@@ -203,7 +203,7 @@ class _Reader:
         return read_overlay(node, key, self.path, beside)
 
     def _published(self, rows: Sequence[Row], columns: Sequence[Column]) -> dict[str, dict[str, dict[str, Published]]]:
-        node = self.content.get("published") or {}
+        node = given_in(self.content, "published", {})
         require(isinstance(node, Mapping), "published", "must hold figures by row and column", node)
         found: dict[str, dict[str, dict[str, Published]]] = {}
         by_name = {column.name: column for column in columns}
@@ -221,9 +221,16 @@ class _Reader:
         return found
 
 
-def one_line(text: Any) -> str:
-    """A text of a table's file, as it is printed."""
-    return printable(" ".join(str(text).split()))
+def text_of(content: Mapping[str, Any], key: str, default: str = "") -> str:
+    """A text of a table's file in one line, as it is printed; a number may stand for it.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    value = content.get(key)
+    plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    require(value is None or plain, key, "must be a text", value)
+    return printable(" ".join(("" if value is None else str(value)).split())) or default
 
 
 def _among(name: str, choices: Iterable[str], key: str) -> None:

@@ -56,7 +56,7 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     if node is None:
         return Overlay()
     known_keys(node, (*OVERLAY, *others), key)
-    files, settings = node.get("files") or [], node.get("set") or {}
+    files, settings = given_in(node, "files", []), given_in(node, "set", {})
     named = isinstance(files, list) and all(isinstance(file, str) for file in files)
     require(named, f"{key}.files", "must be a list of YAML files", files)
     require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
@@ -91,6 +91,11 @@ def split_options(argv: Sequence[str], seeds: str) -> tuple[list[str], list[str]
         else:
             overrides.append(f"{word}={waiting.pop(0)}")
     return own, overrides
+
+
+def given_in(node: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a file says under a key; the default only where it says nothing, so that ``0`` or ``""`` is a mistake."""
+    return default if node.get(key) is None else node[key]
 
 
 def known_keys(node: Any, allowed: Sequence[str], key: str, whole: str = "table") -> None:

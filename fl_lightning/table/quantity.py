@@ -60,6 +60,11 @@ class Figure:
         return mean if self.report != SUMMARY and is_score(mean) and not mean.endswith(SPREADS) else ""
 
 
+def is_scale(value: Any) -> bool:
+    """Whether a value can be a factor of figures."""
+    return type(value) in (int, float) and value != 0 and abs(value) < 1e300
+
+
 def read_figure(node: Any, key: str) -> Figure:
     """``Local-T_received.best`` -> a figure; so is ``{of: Local-T_received.best, scale: 1}``.
 
@@ -72,7 +77,7 @@ def read_figure(node: Any, key: str) -> Figure:
                 name in ("of", "scale"), f"{key}.{name}", f"there is no such key; {suggest(str(name), ('of', 'scale'))}"
             )
         scale = node.get("scale", 1)
-        require(type(scale) in (int, float), f"{key}.scale", "must be a number", scale)
+        require(is_scale(scale), f"{key}.scale", "must be a number, finite and not 0", scale)
         return replace(read_figure(node.get("of"), f"{key}.of"), scale=float(scale))
     rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last, or summary.ENTRY"
     text, at, by = node.partition("@") if isinstance(node, str) else ("", "", "")

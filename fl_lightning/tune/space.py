@@ -15,8 +15,8 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.reading import read_yaml
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
-from fl_lightning.table.definition import one_line
-from fl_lightning.table.overlays import Overlay, known_keys, read_overlay
+from fl_lightning.table.definition import text_of
+from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_overlay
 from fl_lightning.table.quantity import Figure, read_figure
 
 _KEYS = (
@@ -127,13 +127,13 @@ def read_search(path: Path) -> Search:
     require(share, "validation", "must be a share above 0 and below 1", validation)
     pruning = content.get("pruning", kind == "optuna")
     require(type(pruning) is bool, "pruning", "must be true or false", pruning)
-    common = _space(content.get("space") or {}, "space")
-    name = str(content.get("name") or f"{path.resolve().parent.name}-{path.stem}")
+    common = _space(given_in(content, "space", {}), "space")
+    name = text_of(content, "name", f"{path.resolve().parent.name}-{path.stem}")
     check_name(name)
     return Search(
         path,
         name,
-        one_line(content.get("title") or path.stem),
+        text_of(content, "title", path.stem),
         tuple(seeds),
         read_figure(content.get("monitor", "Local-T_received.last"), "monitor"),
         goal == "max",
@@ -152,7 +152,7 @@ def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Con
     for name, own in node.items():
         own = {} if own is None else own
         overlay = read_overlay(own, f"rows.{name}", path, ("space",))
-        space = {**common, **_space(own.get("space") or {}, f"rows.{name}.space")}
+        space = {**common, **_space(given_in(own, "space", {}), f"rows.{name}.space")}
         require(bool(space), f"rows.{name}.space", "is empty, so that there is nothing to choose")
         try:
             check_name(str(name))
