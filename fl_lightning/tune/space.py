@@ -23,6 +23,7 @@ _KEYS = (
     "title", "name", "seeds", "monitor", "goal", "trials", "search", "pruning", "validation", "base", "rows", "space",
 )  # fmt: skip
 _RANGE = ("values", "low", "high", "log", "whole")
+MOST_TRIALS = 10**6
 SEARCHES = ("grid", "optuna")
 Point = dict[str, Any]
 """Key -> value: one choice of everything that may vary."""
@@ -122,7 +123,8 @@ def read_search(path: Path) -> Search:
     require(goal in ("max", "min"), "goal", "must be max or min", goal)
     require(kind in SEARCHES, "search", "must be grid or optuna", kind)
     trials, validation = content.get("trials", 10), content.get("validation", 0.2)
-    require(type(trials) is int and trials >= 1, "trials", "must be a whole number >= 1", trials)
+    few = type(trials) is int and 1 <= trials <= MOST_TRIALS
+    require(few, "trials", f"must be a whole number from 1 to {MOST_TRIALS}", trials)
     share = type(validation) is float and 0 < validation < 1
     require(share, "validation", "must be a share above 0 and below 1", validation)
     pruning = content.get("pruning", kind == "optuna")

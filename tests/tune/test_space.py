@@ -51,6 +51,7 @@ def test_points_of_ranges():
     ("old", "new", "key"),
     [
         ("trials: 4", "trials: 0", "trials"),
+        ("trials: 4", "trials: 4611686018427387904", "trials"),
         ("trials: 4", "trial: 4", "trial"),
         ("search: grid", "search: random", "search"),
         ("validation: 0.25", "validation: 0", "validation"),
