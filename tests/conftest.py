@@ -10,6 +10,7 @@ os.environ["FL_LIGHTNING_CHECK_SHAPES"] = "1"  # before anything of the package 
 import numpy as np
 import pytest
 import torch
+from leaves import flatten
 from tiny_models import TinyConvNet
 from torch import nn
 
@@ -225,13 +226,6 @@ def run_federation(set_up_federation):
         return loop
 
     return run
-
-
-def flatten(state, prefix="") -> dict:
-    """Nested containers as one flat dictionary of leaves."""
-    if not isinstance(state, dict):
-        return {prefix: state}
-    return {name: leaf for key, value in state.items() for name, leaf in flatten(value, f"{prefix}/{key}").items()}
 
 
 def same_leaf(a, b) -> bool:

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from conftest import flatten
 from every_method import METHODS
+from leaves import flatten
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
