@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+
+import lightning as L
 
 from fl_lightning.errors import ConfigError, require
 
@@ -84,15 +87,25 @@ def check_batches(flags: Mapping[str, Any], num_batches: int) -> None:
             require(int(share * num_batches) >= 1, f"trainer.{name}", rule, share)
 
 
+def told(flags: Mapping[str, Any]) -> set[str]:
+    """The flags that say something else than Lightning's defaults, which a resolved configuration has all of.
+
+    Args:
+        flags: of the Trainer.
+    """
+    usual = inspect.signature(L.Trainer.__init__).parameters
+    defaults = {name: usual[name].default if name in usual else None for name in flags}
+    return {name for name, value in flags.items() if value is not None and value != defaults[name]}
+
+
 def unstacked_flag(flags: Mapping[str, Any]) -> str:
     """The first flag that only a client's own Trainer heeds; empty where none is set.
 
     Args:
         flags: of the Trainer.
     """
-    for name, value in flags.items():
-        usual = value in (None, False) or value == TRAINER_DEFAULTS.get(name) or (name, value) == ("strategy", "auto")
-        if name not in _TOGETHER and not usual:
+    for name in flags:
+        if name in told(flags) and name not in _TOGETHER and flags[name] != TRAINER_DEFAULTS.get(name):
             return name
     precision = str(flags.get("precision") or 32)
     many = flags.get("devices", 1) not in (1, "auto", "1")

@@ -20,6 +20,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
+from fl_lightning.federation.flags import told
+
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
 
@@ -40,9 +42,9 @@ class Fits:
         self.trainer = trainer
         plain = isinstance(trainer.strategy, SingleDeviceStrategy) and not trainer.loggers
         plain = plain and isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
-        self.shortens = plain and not (COUNT_BATCHES | _BY_FIT) & {
-            n for n, v in flags.items() if v not in (None, False)
-        }
+        self.shortens = plain and not (COUNT_BATCHES | _BY_FIT) & told(
+            {n: v for n, v in flags.items() if v is not False}
+        )
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
 

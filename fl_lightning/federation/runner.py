@@ -26,7 +26,7 @@ from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
-from fl_lightning.federation.flags import check_batches, check_flags
+from fl_lightning.federation.flags import check_batches, check_flags, told
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import COUNT_BATCHES, Fits
@@ -149,7 +149,7 @@ class Runner:
         self.trainer = make_trainer(flags)
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        by_batch = not self.single_device or bool(COUNT_BATCHES & flags.keys())
+        by_batch = not self.single_device or bool(COUNT_BATCHES & told(flags))
         fewest, size = int(data.num_train.min()), data.batch_size
         check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
