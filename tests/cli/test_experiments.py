@@ -215,7 +215,7 @@ def test_readme_of_the_experiments_names_every_file():
         for index in range(0, len(rest), 2):
             names = [name + choice + rest[index + 1] for name in names for choice in rest[index].split(",")]
         named |= {f"experiments/{name}" for name in names}
-    there = {path.as_posix() for path in YAMLS}
+    there = {path.as_posix() for path in YAMLS if path.parent.parent.name != "tunes"}  # what searches chose
     assert sorted(there - named) == []
     assert sorted(named - there) == []
 
