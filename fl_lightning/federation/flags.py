@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import lightning as L
-
 from fl_lightning.errors import ConfigError, require
 
 # What the runner itself decides; a value from the configuration would be overwritten or could not work.
@@ -93,6 +91,8 @@ def told(flags: Mapping[str, Any]) -> set[str]:
     Args:
         flags: of the Trainer.
     """
+    import lightning as L  # takes seconds, and the command line asks this module before it needs it
+
     usual = inspect.signature(L.Trainer.__init__).parameters
     defaults = {name: usual[name].default if name in usual else None for name in flags}
     return {name for name, value in flags.items() if value is not None and value != defaults[name]}
