@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import yaml
@@ -209,18 +210,15 @@ def things(tmp_path, monkeypatch):
         path = tmp_path / "fl_lightning" / name
         path.parent.mkdir(parents=True)
         path.write_text(SOURCE if name.startswith("losses") else (catalog.ROOT / name).read_text())
-    caches = (catalog.options, catalog.find)
-    for cache in caches:
-        cache.cache_clear()
+    for name in ("options", "find"):  # caches of its own: a class that is found anew is another class
+        monkeypatch.setattr(catalog, name, cache(getattr(catalog, name).__wrapped__))
 
     def body(module):
         file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
         return tuple(ast.parse(file.read_text()).body) if file.is_file() else ()
 
     monkeypatch.setattr(catalog, "body", body)
-    yield "fl_lightning.losses.thing"
-    for cache in caches:
-        cache.cache_clear()
+    return "fl_lightning.losses.thing"
 
 
 def test_dataclasses_are_read_from_the_sources(things):
