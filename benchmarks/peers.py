@@ -52,7 +52,7 @@ def pfllib(options: argparse.Namespace, method: str) -> float:
     numbers = {"-lr": "0.01", "-gr": str(options.rounds), "-eg": "1", "-ls": "1", "-jr": "1.0"}
     words = [word for pair in {**names, **numbers}.items() for word in pair]
     system = Path(options.pfllib, "system").resolve()
-    return peer_seconds([options.python, "main.py", *words], system, r"time cost -+ ([\d.]+)", None)
+    return peer_seconds([options.python, "main.py", *words], system, r"(?m)^-{20,}(?: time cost -+)? ([\d.]+)$", None)
 
 
 def ours_on_its_split(options: argparse.Namespace, method: str) -> float:
@@ -146,12 +146,13 @@ def main() -> None:
         for method in options.methods:
             ours = {"ours, 2 workers": lambda method=method: ours_on_its_split(options, method)}
             found[f"PFLlib, {method}"] = in_turns(lambda m=method: pfllib(options, m), ours, options.repetitions)  # type: ignore[misc]
+            save("peers", {**machine(), "peers": found}, quiet=True)
             print(f"PFLlib over ours, {method}: {found[f'PFLlib, {method}']['ratio']} (goal {GOALS['PFLlib']})")
     if options.pfl_research:
         cases = {f"ours, {n} worker{'s' * (n > 1)}": lambda n=n: ours_of_a_thousand(options, n) for n in (1, 2)}
         found["pfl-research, FedAvg"] = in_turns(lambda: pfl_research(options), cases, options.repetitions)
+        save("peers", {**machine(), "peers": found}, quiet=True)
         print(f"pfl-research over ours: {found['pfl-research, FedAvg']['ratio']} (goals 1.25 and 2.3)")
-    save("peers", {**machine(), "peers": found}, quiet=True)
 
 
 if __name__ == "__main__":
