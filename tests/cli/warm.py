@@ -1,5 +1,7 @@
 """What the fork server does once, so that no command has to do it again: all imports, and one parser and Trainer."""
 
+import gc
+
 import matplotlib.pyplot  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import wandb.sdk.launch  # noqa: F401 - wandb.init imports it, in seconds
@@ -16,3 +18,5 @@ from fl_lightning.trust import Trust
 named = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
 resolve(named, Trust())
 make_trainer({"accelerator": "cpu"})
+gc.collect()
+gc.freeze()  # what is there by now is never garbage
