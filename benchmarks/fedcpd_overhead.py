@@ -15,11 +15,12 @@ import time
 
 import torch
 from results import save
-from subsets import FashionMNISTSample
 
 from fl_lightning.core.method import Method
+from fl_lightning.data.idx import FashionMNIST
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
+from fl_lightning.data.sample import Sample
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.settings import EvaluationPolicy, Federation
 from fl_lightning.methods.fedcpd import FedCPD
@@ -31,7 +32,7 @@ GOAL = 3.0
 
 def federation(kind: type[Method], samples: int, root: str | None) -> FederatedLoop:
     """Two rounds of a federation of 10 clients are done."""
-    data = FederatedData(FashionMNISTSample(samples, root=root, normalize="half"), Dirichlet(0.5), 10, batch_size=10)
+    data = FederatedData(Sample(FashionMNIST(root, normalize="half"), samples), Dirichlet(0.5), 10, batch_size=10)
     data.setup(0)
     nothing = EvaluationPolicy(trained=False, received=False, globally=False, server=False)
     loop = FederatedLoop(Federation(rounds=10**6, evaluate=nothing))

@@ -40,7 +40,7 @@ class Protocol:
     Args:
         file: the experiment.
         images: of the whole data set.
-        sample: options that take a sample of them; the number follows.
+        dataset: what samples are drawn from, and how it is normalised.
         options: options of every run.
         overlays: method -> options that choose it, where these are not its name alone.
         methods: those of the table; empty for all.
@@ -50,7 +50,7 @@ class Protocol:
 
     file: Path
     images: int
-    sample: tuple[str, ...]
+    dataset: tuple[str, str]
     options: tuple[str, ...] = ()
     overlays: dict[str, list[str]] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ PROTOCOLS = {
     "fedcpd": Protocol(
         EXPERIMENTS / "fedcpd/fmnist_dirichlet01.yaml",
         70_000,
-        ("--data.dataset", "subsets.FashionMNISTSample", "--data.dataset.normalize", "half"),
+        ("FashionMNIST", "half"),
         overlays={
             "FedProto": overlay("fedproto/pfllib.yaml"),
             # sums over an image's values, under which SGD at 0.01 diverges
@@ -79,7 +79,7 @@ PROTOCOLS = {
     "drdfl": Protocol(
         EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
         60_000,
-        ("--data.dataset", "subsets.ImageFolderSample", "--data.dataset.normalize", "standard"),
+        ("ImageFolder", "standard"),
         options=("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128"),
         overlays={
             "DRDFL": [],
@@ -103,11 +103,13 @@ def words(method: str, protocol: Protocol, options: argparse.Namespace) -> list[
     found += ["--federation.checkpoint.every", str(options.rounds), "--trainer.accelerator", "cpu"]
     if options.epochs:
         found += ["--federation.local_epochs", str(options.epochs)]
+    dataset = "--data.dataset"
     if options.samples:
-        found += [*protocol.sample, "--data.dataset.samples", str(options.samples)]
-        found += ["--data.partition.min_samples", "10"]
+        found += [dataset, "Sample", f"{dataset}.samples", str(options.samples), "--data.partition.min_samples", "10"]
+        dataset, (name, normalize) = f"{dataset}.dataset", protocol.dataset
+        found += [dataset, name, f"{dataset}.normalize", normalize]
     if options.root:
-        found += ["--data.dataset.root", str(Path(options.root).resolve())]
+        found += [f"{dataset}.root", str(Path(options.root).resolve())]
     return found
 
 
@@ -120,8 +122,7 @@ def run(method: str, protocol: Protocol, options: argparse.Namespace) -> Path:
         command = [sys.executable, "-m", "fl_lightning", "fit", *words(method, protocol, options)]
         command += ["--output", str(output), "--name", name, "--quiet", "--overwrite"]
         path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=HERE, check=True, env=environment)  # from here, so that the sample's class is found
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     return output / name
 
 

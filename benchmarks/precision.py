@@ -44,11 +44,13 @@ def quickstart(method: str) -> list[str]:
 def fashion_mnist(method: str, options: argparse.Namespace) -> list[str]:
     words = ["--config", str(HERE.parent / "experiments/fedcpd/fmnist_dirichlet01.yaml"), *OVERLAYS[method]]
     words += ["--federation.rounds", str(options.rounds), "--trainer.accelerator", "cpu"]
+    dataset = "--data.dataset"
     if options.samples:
-        words += ["--data.dataset", "subsets.FashionMNISTSample", "--data.dataset.samples", str(options.samples)]
-        words += ["--data.dataset.normalize", "half", "--data.partition.min_samples", "10"]
+        words += [dataset, "Sample", f"{dataset}.samples", str(options.samples), "--data.partition.min_samples", "10"]
+        dataset += ".dataset"
+        words += [dataset, "FashionMNIST", f"{dataset}.normalize", "half"]
     if options.root:
-        words += ["--data.dataset.root", str(Path(options.root).resolve())]
+        words += [f"{dataset}.root", str(Path(options.root).resolve())]
     return words
 
 

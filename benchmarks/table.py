@@ -40,6 +40,7 @@ from fl_lightning.data.augmentation import Augmentation, build_augmentation
 from fl_lightning.data.datasets import FashionMNIST
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
+from fl_lightning.data.sample import Sample
 
 PUBLISHED = {"FedAvg": 37.9, "FedRep": 50.0, "FedProto": 42.0}
 """PFLlib's seconds a round (commit d832e76) on a 2-core machine of this project, same model, data and work."""
@@ -60,9 +61,10 @@ def spread(values: list[float]) -> Row:
 
 def fashion_mnist(options: argparse.Namespace) -> Row:
     where = {"root": str(Path(options.root).resolve())} if options.root else {}
+    whole = {"class_path": "FashionMNIST", "init_args": where}
     if options.quick:
-        return {"class_path": "subsets.FashionMNISTSample", "init_args": {"samples": 1000, **where}}
-    return {"class_path": "FashionMNIST", "init_args": where}
+        return {"class_path": "Sample", "init_args": {"samples": 1000, "dataset": whole}}
+    return whole
 
 
 def rounds_config(method: str, workers: int, options: argparse.Namespace) -> Row:
@@ -131,12 +133,8 @@ def _workers(count: int) -> str:
 
 def _fashion_mnist_data(options: argparse.Namespace) -> FederatedData:
     least = 5 if options.quick else 40
-    if options.quick:
-        from subsets import FashionMNISTSample
-
-        dataset: Any = FashionMNISTSample(1000, root=options.root)
-    else:
-        dataset = FashionMNIST(root=options.root)
+    whole = FashionMNIST(root=options.root)
+    dataset = Sample(whole, 1000) if options.quick else whole
     data = FederatedData(dataset, Dirichlet(0.1, min_samples=least), num_clients=20, batch_size=10)
     data.setup(0)
     return data

@@ -8,6 +8,7 @@ from fl_lightning.data.idx import EMNIST, MNIST, FashionMNIST
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
+from fl_lightning.data.sample import Sample
 from fl_lightning.data.text import IMDB
 from fl_lightning.data.tokens import TextFile
 
@@ -27,6 +28,7 @@ __all__ = [
     "HuggingFace",
     "ImageFolder",
     "PFLlibFolder",
+    "Sample",
     "TextFile",
     "TorchDataset",
     "default_cache_dir",

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.listed import FromFile
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
+from fl_lightning.data.sample import Sample
 from fl_lightning.data.skews import ByGroup
 from fl_lightning.data.splits import from_file, matched
 from fl_lightning.data.tokens import TextFile, Words
@@ -238,3 +241,41 @@ def test_fl_benchs_partition(tmp_path, make_arrays):
         pickle.dump({"separation": {"train": [0, 1], "total": 2}, "data_indices": indices}, file)
     clients = from_file(FromFile(str(tmp_path / "partition.pkl")), make_arrays([4, 4]), 2, seed=0)
     assert [[own.train.tolist(), own.test.tolist()] for own in clients] == [[[0, 2], [4]], [[1], [3]]]
+
+
+# --- less of a data set ---------------------------------------------------------------------------------------------
+class Uneven(Dataset):
+    """Classes of 30, 20 and 10 training samples and of 6, 4 and 2 test samples; x tells which one each is."""
+
+    def arrays(self):
+        y = torch.arange(3).repeat_interleave(torch.tensor([30, 20, 10]))
+        y = torch.cat([y, torch.arange(3).repeat_interleave(torch.tensor([6, 4, 2]))])
+        x = torch.arange(72.0)[:, None]
+        return Arrays(x, y, 60, ("a", "b", "c"), groups=torch.arange(72))
+
+
+def test_a_sample_has_every_class_of_both_parts_in_its_share():
+    arrays = checked(Sample(Uneven(), 36))
+    train, test = arrays.y[: arrays.num_train], arrays.y[arrays.num_train :]
+    assert train.bincount().tolist() == [15, 10, 5]
+    assert test.bincount().tolist() == [3, 2, 1]
+    taken = arrays.x[:, 0].long()
+    assert taken.diff().min() > 0  # in the whole set's order, none twice
+    assert torch.equal(arrays.groups, taken)
+    assert torch.equal(Uneven().arrays().y[taken], arrays.y)
+    assert torch.equal(checked(Sample(Uneven(), 36)).x, arrays.x)
+    assert not torch.equal(checked(Sample(Uneven(), 36, draw=1)).x, arrays.x)
+    assert torch.equal(checked(Sample(Uneven(), 72)).x, Uneven().arrays().x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"samples": 0}, "^data.dataset.samples: must be >= 1, got 0"),
+        ({"samples": 73}, "^data.dataset.samples: must be at most 72, all that there are, got 73"),
+        ({"samples": 5, "draw": -1}, "^data.dataset.draw: must be >= 0, got -1"),
+    ],
+)
+def test_samples_that_cannot_be_drawn_are_refused(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        Sample(Uneven(), **arguments).arrays()
