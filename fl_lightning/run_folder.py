@@ -108,22 +108,30 @@ class RunFolder:
         return files or next((path for path in folders if os.path.lexists(path) and not path.is_dir()), None)
 
     def _leading_out(self) -> Path | None:
-        """A folder of the run's that is a link to somewhere else; None if there is none."""
+        """A link to somewhere else in place of a folder of the run's, or in a logger's, which writes through it."""
         here = os.path.realpath(self.path)
-        links = (path for name in _OWN_FOLDERS for path in self.path.glob(name) if path.is_symlink())
+        own = (path for name in _OWN_FOLDERS for path in self.path.glob(name))
+        wandbs = self.path / "wandb"  # it begins a folder of its own at every start, with a link to its cache
+        others = (path for path in self._of_loggers() if wandbs not in path.parents)
+        links = (path for path in (*own, *others) if path.is_symlink())
         return next((path for path in links if not os.path.realpath(path).startswith(f"{here}{os.sep}")), None)
 
     def _pipe(self) -> Path | None:
         """What is no plain file in the folders of loggers, where others than we open files; None if there is none."""
+        for path in self._of_loggers():
+            with suppress(OSError):  # a link to nothing
+                mode = os.stat(path).st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    return path
+        return None
+
+    def _of_loggers(self) -> Iterator[Path]:
+        """Folders that are no run's own, and all that is in them."""
         ours = ("checkpoints", "models")
         for folder, inner, files in os.walk(self.path):
             if folder == str(self.path):
                 inner[:], files = [name for name in inner if name not in ours], []
-            for name in files:
-                with suppress(OSError):  # a link to nothing
-                    if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
-                        return Path(folder, name)
-        return None
+            yield from (Path(folder, name) for name in (*inner, *files))
 
     def _check_identity(self, own: Mapping[str, Any]) -> None:
         try:

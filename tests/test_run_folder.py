@@ -31,6 +31,17 @@ def test_folder_that_is_a_link_out_of_the_run_is_refused(folder, name, options, 
         folder.claim(*options, {})
 
 
+@pytest.mark.parametrize("name", ["log", "log/version_0", "log/version_0/hparams.yaml"])
+def test_loggers_do_not_write_through_a_link_out_of_the_run(folder, name, tmp_path):
+    """Lightning's CSV logger writes hparams.yaml anew on resume, whatever stands there."""
+    (tmp_path / "mine").write_text("precious")
+    link = folder.path / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "mine" if name.endswith("yaml") else tmp_path)
+    with pytest.raises(ConfigError, match=rf"output: .*{name} is a link that leads out of the run's folder"):
+        folder.claim("auto", False, {})
+
+
 def test_links_inside_the_run_and_to_it_are_none_of_them(folder, tmp_path):
     (folder.path / "wandb-1").mkdir()
     (folder.path / "wandb").symlink_to("wandb-1")
