@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from fl_lightning.audit.canaries import Estimate, audit_canaries
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import configured
 
 BASE = Path(__file__).parent.parent / "experiments" / "quickstart.yaml"
@@ -35,7 +35,7 @@ def audit(seed: int, rounds: int, participation: float, options: dict[str, objec
     argv += [f"--federation.participation={participation}", "--federation.sampling=poisson"]
     argv += ["--federation.wire=" + yaml.safe_dump(wire, default_flow_style=True, width=10**6).strip()]
     _, config = configured("fit", "", argv)
-    found = audit_canaries(Experiment(config), 300, lambda _: None)
+    found = audit_canaries(BuiltExperiment(config), 300, lambda _: None)
     assert found is not None
     return found
 

@@ -30,7 +30,7 @@ from results import save
 
 from fl_lightning import files
 from fl_lightning.core import checkup
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.sickness import Ward
@@ -122,7 +122,7 @@ def rounds_of(method: str, rounds: int, clock: Clock) -> tuple[list[float], list
         words = ["--config", str(QUICKSTART), "--method", method, "--federation.rounds", str(rounds + 1)]
         _, config = configured("fit", "", [*words, "--output", folder], imports_own=True)
         with mock.patch.object(FederatedLoop, "advance", timed):
-            Experiment(config).fit()
+            BuiltExperiment(config).fit()
     return seconds[1:], spent[1:]
 
 

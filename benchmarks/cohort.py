@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.parser import configured
@@ -44,7 +44,7 @@ def federation(method: str, cohort: str, folder: str, threads: int) -> tuple[Fed
     """The quickstart, set up."""
     words = ["--config", str(QUICKSTART), "--method", method, "--federation.cohort", cohort, "--output", folder]
     _, config = configured("fit", "", words, imports_own=True)
-    experiment = Experiment(config)
+    experiment = BuiltExperiment(config)
     experiment.setup(in_memory=True)
     torch.set_num_threads(threads)
     watch = Rows()

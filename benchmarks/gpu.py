@@ -29,7 +29,7 @@ from workloads import HandWritten, federation, noise, seconds
 from fl_lightning.catalog import entries
 from fl_lightning.core.step import Step
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
@@ -66,7 +66,7 @@ def quickstart(method: str, accelerator: str, *options: str) -> FederatedLoop:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--config", str(QUICKSTART), "--method", method, *SMALL, "--output", folder, *options]
         _, config = configured("fit", "", [*words, "--trainer.accelerator", accelerator], imports_own=True)
-        experiment = Experiment(config)
+        experiment = BuiltExperiment(config)
         experiment.setup(in_memory=True)
     experiment.loop.callbacks = [Rows()]
     return experiment.loop

@@ -367,7 +367,7 @@ def _command(argv: list[str], trains: bool) -> int:
     import traceback
 
     from fl_lightning import cli
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
 
     if not trains:
 
@@ -375,7 +375,7 @@ def _command(argv: list[str], trains: bool) -> int:
             self.check(resume, overwrite)
             raise SystemExit(0)
 
-        Experiment.fit = only_check  # type: ignore[method-assign]
+        BuiltExperiment.fit = only_check  # type: ignore[method-assign]
     cli.draw_run = lambda *arguments: None  # type: ignore[assignment]
     sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.attacks import STRENGTHS, Attack
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.sickness import RoundError
@@ -94,7 +94,7 @@ def run(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
     start, seen = time.perf_counter(), Honest()
     _, config = configured("fit", "", case.words(), imports_own=True)
-    experiment = Experiment(config)
+    experiment = BuiltExperiment(config)
     experiment.setup(in_memory=True)
     experiment.loop.callbacks.append(seen)
     try:

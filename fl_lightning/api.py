@@ -14,7 +14,7 @@ from typing_extensions import Self
 from fl_lightning.configuration import Config
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment as BuiltExperiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation import launch
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.sickness import RoundError

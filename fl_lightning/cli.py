@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fl_lightning.configuration import Config
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
 
 TRACEBACK = "FL_LIGHTNING_TRACEBACK"
 """Environment variable under which a sick client's error is shown as it was raised."""
@@ -131,11 +131,11 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
     """Run a federation in this process, or in as many as it asks for."""
     import torch
 
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
     from fl_lightning.federation import launch
 
     arguments = config, resume, overwrite, loudness
-    experiment = Experiment(config)
+    experiment = BuiltExperiment(config)
     team = experiment.team()
     if team.size == 1:
         launch.use_threads(team)
@@ -153,12 +153,12 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
 
 def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Loudness) -> int:
     """Run a federation in this process, which may be one of several."""
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
     from fl_lightning.federation import launch
     from fl_lightning.report.plain import PlainConsole
 
     console = PlainConsole(quiet=loudness.quiet)
-    experiment = Experiment(config)
+    experiment = BuiltExperiment(config)
     try:
         return _fit_and_show(experiment, resume, overwrite, console, loudness.verbose)
     except WriteError as error:
@@ -166,7 +166,9 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Lou
         return launch.end_all()
 
 
-def _fit_and_show(experiment: Experiment, resume: str | None, overwrite: bool, console: Console, verbose: bool) -> int:
+def _fit_and_show(
+    experiment: BuiltExperiment, resume: str | None, overwrite: bool, console: Console, verbose: bool
+) -> int:
     from fl_lightning.federation.loggers import places
     from fl_lightning.federation.remarks import remarks
     from fl_lightning.federation.sickness import RoundError
@@ -227,11 +229,11 @@ def _evaluate(argv: list[str]) -> int:
     require((folder / "config.yaml").is_file(), "evaluate", "there is no run in that folder", options.run)
 
     from fl_lightning.configuration import read_config
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
     from fl_lightning.report.console import print_evaluation
 
     trust = Trust(tuple(options.trust))
-    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
     figures = experiment.evaluate(options.checkpoint)
     return 0 if print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures) else 1

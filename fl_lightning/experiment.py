@@ -47,7 +47,7 @@ LOGGERS = "loggers.json"
 """In the run's folder: the versions of loggers, so that a resumed run goes on in the same ones."""
 
 
-class Experiment:
+class BuiltExperiment:
     """Everything that one configuration says, built.
 
     Args:

@@ -30,9 +30,9 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
     Raises:
         ConfigError: if it cannot be built again, or a file is damaged.
     """
-    from fl_lightning.experiment import Experiment
+    from fl_lightning.experiment import BuiltExperiment
 
-    experiment = Experiment(resolve(read_config(folder / "config.yaml"), trust))
+    experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
     experiment.setup()
     checkpoints = Checkpoints(folder / "checkpoints")

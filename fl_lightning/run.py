@@ -180,12 +180,12 @@ class Run:
         Raises:
             ConfigError: if there is no checkpoint, or the configuration names a package that is not trusted.
         """
-        from fl_lightning.experiment import Experiment
+        from fl_lightning.experiment import BuiltExperiment
         from fl_lightning.parser import resolve
         from fl_lightning.undisturbed import undisturbed
 
         with undisturbed():
-            built = Experiment(resolve(self.config, self.trust))
+            built = BuiltExperiment(resolve(self.config, self.trust))
             built.folder = self.folder
             return {name: now for name, _, now in built.evaluate(checkpoint)}
 

@@ -23,7 +23,7 @@ from fl_lightning.core.coding import Coding, deviations, of_groups
 from fl_lightning.core.message import Message
 from fl_lightning.core.private_mean import CLIPPED, Clipped
 from fl_lightning.errors import require
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.loop import FederatedLoop
@@ -136,7 +136,7 @@ def _scale(coding: Coding, norms: tuple[float, float]) -> Tensor:
     return scale
 
 
-def audit_canaries(experiment: Experiment, number: int, tell: Callable[[str], None]) -> Estimate | None:
+def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str], None]) -> Estimate | None:
     """Run a federation again, in memory, with canaries among its clients; None where no `ClipAndNoise` is in its wire.
 
     Noise at the server: what the mean of all rounds says of a canary. Noise at the client: what all its messages say.

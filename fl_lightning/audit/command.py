@@ -15,7 +15,7 @@ from fl_lightning.audit.matching import Attack
 from fl_lightning.audit.page import draw_curves, draw_reconstructions, write_page
 from fl_lightning.configuration import read_config
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.files import write_text
 from fl_lightning.parser import resolve
 from fl_lightning.trust import Trust
@@ -77,13 +77,13 @@ def run_audit(
     return said
 
 
-def _experiment(run: Path, trust: Trust) -> Experiment:
+def _experiment(run: Path, trust: Trust) -> BuiltExperiment:
     require((run / "config.yaml").is_file(), "audit", "there is no run in that folder", str(run))
-    return Experiment(resolve(read_config(run / "config.yaml"), trust))
+    return BuiltExperiment(resolve(read_config(run / "config.yaml"), trust))
 
 
 def _inversions(
-    experiments: Sequence[Experiment], attack: Attack, images: int, noise: float, tell: Callable[[str], None]
+    experiments: Sequence[BuiltExperiment], attack: Attack, images: int, noise: float, tell: Callable[[str], None]
 ) -> tuple[list[Inversion], Victim]:
     """The attacks on every run, all on the same images."""
     found: list[Inversion] = []
@@ -113,7 +113,7 @@ def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int]
     return report
 
 
-def _estimates(experiments: Sequence[Experiment], canaries: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def _estimates(experiments: Sequence[BuiltExperiment], canaries: int, tell: Callable[[str], None]) -> dict[str, Any]:
     estimates: dict[str, Estimate | None] = {}
     for experiment in experiments:
         own = estimates[experiment.name] = audit_canaries(experiment, canaries, tell)

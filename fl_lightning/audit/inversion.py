@@ -17,7 +17,7 @@ from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.private_mean import CLIPPED, Clipped
 from fl_lightning.data.store import ClientData
 from fl_lightning.errors import require
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.seeding import seed_global_streams, torch_generator
@@ -95,7 +95,9 @@ def _bounds(own: ClientData) -> tuple[Tensor, Tensor]:
     return (0 - mean) / std, (1 - mean) / std
 
 
-def invert(experiment: Experiment, victim: Victim, attack: Attack, noise: float, report: Callable[[int], None]) -> Any:
+def invert(
+    experiment: BuiltExperiment, victim: Victim, attack: Attack, noise: float, report: Callable[[int], None]
+) -> Any:
     """Attack what the victim sends under a run's configuration, as it is and with noise.
 
     The client receives what it receives in round 1, makes one step of plain SGD on its images, and sends; its message

@@ -15,7 +15,7 @@ from fl_lightning.audit.matching import Attack, best_order, psnr, total_variatio
 from fl_lightning.core.coding import Coding
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import configured
 
 CONFIG = """\
@@ -52,7 +52,7 @@ def run_folder(tmp_path):
 def experiment(folder):
     from fl_lightning.configuration import read_config
 
-    return Experiment(read_config(folder / "config.yaml"))
+    return BuiltExperiment(read_config(folder / "config.yaml"))
 
 
 def wire(**options):

@@ -11,7 +11,7 @@ from cli.test_bad_input import NAMES, VALUES
 from fl_lightning import cli
 from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import resolve
 from fl_lightning.precheck import check_names
 from fl_lightning.shipped import folder
@@ -124,7 +124,7 @@ def test_mistake_is_answered_without_torch_in_the_words_of_the_real_class(answer
         given = CommandLine(["--config", f"{number}.yaml"])
         check_names(given)
         with given.speaking():
-            Experiment(resolve(given.tree, Trust(own=True))).setup()
+            BuiltExperiment(resolve(given.tree, Trust(own=True))).setup()
     assert err == f"fl-lightning: error: {raised.value}\n"
 
 

@@ -15,7 +15,7 @@ from fl_lightning.configuration import short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import resolve
 from fl_lightning.precheck import FILLED_IN, check_names
 from fl_lightning.trust import Trust, import_name
@@ -74,7 +74,7 @@ def resolved(argv):
 
 def without_data(config):
     """The experiment with one made-up sample of the right shape in place of its data set."""
-    experiment = Experiment(config)
+    experiment = BuiltExperiment(config)
     dataset = short_name(config["data"]["dataset"])
     vocabulary = config["data"]["dataset"].get("init_args", {}).get("vocabulary", 0)
     x = torch.zeros((1, *SHAPES[dataset]), dtype=torch.int64 if vocabulary else torch.uint8)

@@ -1,5 +1,6 @@
 """What the fork server does once, so that no command has to do it again: all imports, and one parser and Trainer."""
 
+import atexit
 import gc
 
 import matplotlib.pyplot  # noqa: F401
@@ -20,3 +21,4 @@ resolve(named, Trust())
 make_trainer({"accelerator": "cpu"})
 gc.collect()
 gc.freeze()  # what is there by now is never garbage
+atexit.register(gc.unfreeze)  # or libraries that count their objects find some left over

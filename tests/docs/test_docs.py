@@ -20,7 +20,7 @@ import fl_lightning
 from docs.blocks import ROOT, blocks_of, commands_of, own_words
 from fl_lightning import catalog, cli
 from fl_lightning.command_line import CommandLine
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import OneLineParser, check_options, resolve
 from fl_lightning.precheck import check_names
 from fl_lightning.table.definition import read_definition
@@ -78,7 +78,7 @@ class Page:
         whole = {"method", "model", "data"} <= content.keys() and "dataset" in content["data"]
         config = resolved([*([] if whole else ["--config", QUICKSTART]), "--config", str(path)])
         if block.mark == "setup":
-            Experiment(config).setup()
+            BuiltExperiment(config).setup()
 
     def check_bash(self, block) -> None:
         for words in commands_of(block.body):

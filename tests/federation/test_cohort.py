@@ -15,7 +15,7 @@ from fl_lightning.core.rows import Unstackable
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
-from fl_lightning.experiment import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Federation
@@ -239,7 +239,7 @@ def test_terms_that_a_stack_would_get_wrong_are_noticed(term, reason, run_federa
 
 def test_resolved_configuration_is_stacked_and_gathers_bundles(trial):
     """It names every flag of the Trainer, most of them with Lightning's default."""
-    built = Experiment(trial(name="cohort", method="FedAvg", federation__cohort=4).config)
+    built = BuiltExperiment(trial(name="cohort", method="FedAvg", federation__cohort=4).config)
     built.setup(in_memory=True)
     runner = built.loop.runner
     assert (built.loop.cohort.reason, runner.steps_per_bundle, runner.fits.shortens) == ("", 16, True)
