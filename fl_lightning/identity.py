@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ _NO_IDENTITY = (
     "federation.steps_per_bundle", "federation.workers", "federation.threads", "federation.worker_timeout",
     "federation.cohort", "federation.compile",
     "federation.on_client_error", "federation.max_growth", "federation.early_stopping",
-    "data.cache", "data.dataset.init_args.root", "data.dataset.init_args.download",
+    "data.cache",
 )  # fmt: skip
+_PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks",
@@ -27,6 +29,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         key: value
         for key, value in flat.items()
         if not any(key == name or key.startswith(name + ".") for name in _NO_IDENTITY)
+        and not _PLACE.fullmatch(key)
         and (not key.startswith("trainer") or key.startswith(trainer))
     }
 

@@ -24,6 +24,7 @@ SECONDS = "seconds"
 """How long a round took; with an underscore and a word behind it, a part of that."""
 _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
+_ALONE = re.compile("Local-T(_received)?(/fine_tuned)?")  # compared with what a client reaches alone
 _LESS = re.compile(r"[^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)[^/]*/")
 
 
@@ -67,7 +68,7 @@ def spreads_of(column: str) -> tuple[str, ...]:
     """
     if is_measure(column):
         return MEASURE_SPREADS
-    return (*ACCURACY_SPREADS, HURT) if column in ("Local-T", "Local-T_received") else ACCURACY_SPREADS
+    return (*ACCURACY_SPREADS, HURT) if _ALONE.fullmatch(column) else ACCURACY_SPREADS
 
 
 def less_is_better(column: str) -> bool:

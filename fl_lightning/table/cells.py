@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -109,6 +110,11 @@ class Cell:
         summary = self.summary()
         ended = summary.get("rounds", 0) >= self.rounds or bool(summary.get("stopped"))
         return bool(summary.get("finished")) and ended and not altered(self.folder, summary)
+
+    def keep_results(self) -> None:
+        """Delete what only a run that goes on needs, its checkpoints and its clients' models."""
+        for name in ("checkpoints", "models"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
 def cells_of(table: Definition, choice: Choice) -> list[Cell]:

@@ -129,6 +129,7 @@ class Tuning:
 
     def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
         cells = [cell for trial in batch for cell in trial.cells]
+        others = {cell.name for cell in cells if cell.finished}  # those that were there before stay as they are
         with Progress(self.console, cells) as progress:
 
             def told(crew: Crew) -> None:
@@ -144,6 +145,9 @@ class Tuning:
             median.look(cell)
         for trial in batch:
             self._judge(trial, [states[cell.name] for cell in trial.cells])
+        for cell in cells:
+            if states[cell.name] == "finished" and cell.name not in others:
+                cell.keep_results()
         refused = (job.said for job in crew.jobs if job.state == "failed" and job.code == REFUSED)
         varied = {key for trial in batch for key in trial.point}
         self.refusal = next((said for said in refused if not _speaks_of(said, varied)), "")

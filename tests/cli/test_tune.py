@@ -43,6 +43,10 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     code, out, err = place.call("fit", "--config", "exp.yaml", "--config", str(folder / "fedrep.yaml"), "--quiet")
     assert code == 0, err
 
+    kept = {path.name for row in rows for path in (place.path / "runs/cells" / row["runs"]).iterdir()}
+    assert {"config.yaml", "metrics.csv", "summary.json"} < kept
+    assert kept.isdisjoint({"checkpoints", "models"})  # hundreds of trials would fill a disk
+
     stamps = {
         row["runs"]: (place.path / "runs/cells" / row["runs"] / "summary.json").stat().st_mtime_ns for row in rows
     }
