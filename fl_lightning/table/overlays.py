@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, flatten
+from fl_lightning.command_line import SECTIONS, flatten, merged
 from fl_lightning.errors import require, suggest
+from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
 
 OVERLAY = ("files", "set")
@@ -34,6 +35,28 @@ class Overlay:
             yield from ("--config", os.path.relpath(file))
         for key, value in flatten(self.settings):
             yield option(key, value)
+
+    def layers(self) -> Iterator[tuple[str, Any]]:
+        """The same as dotted keys and values, later ones over earlier ones."""
+        for file in self.files:
+            content = read_yaml(file, "--config")
+            yield from flatten(content if isinstance(content, Mapping) else {})
+        yield from flatten(self.settings)
+
+
+def laid_over(layers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """What a file would hold that says all that dotted keys and values say, one after another.
+
+    >>> laid_over([("optimizer", "SGD"), ("optimizer.init_args.lr", 0.1)])
+    {'optimizer': {'class_path': 'SGD', 'init_args': {'lr': 0.1}}}
+    """
+    node: dict[str, Any] = {}
+    for key, value in layers:
+        section, *path = key.split(".")
+        for name in reversed(path):
+            value = {name: value}
+        node[section] = merged(node.get(section), value, section)
+    return node
 
 
 def option(key: str, value: Any) -> str:

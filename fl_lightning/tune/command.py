@@ -22,7 +22,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
-from fl_lightning.table.overlays import Overlay, option, split_options
+from fl_lightning.table.overlays import Overlay, laid_over, option, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.running import Command, Crew
 from fl_lightning.tune.space import Contender, Point, Search, read_search
@@ -228,16 +228,16 @@ class Tuning:
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
         path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
-        node: dict[str, Any] = {}
-        named = {"method": best.cells[0].config["method"]["class_path"].rpartition(".")[2]}
-        for key, value in best.point.items():
-            place, names = node, key.split(".")
-            for name in names[:-1]:
-                place = place.setdefault(name, {})
-            place[names[-1]] = value
-        if isinstance(node.get("method"), dict):
-            node["method"] = {"class_path": named["method"], **node["method"]}
-        write_text(path, head + yaml.safe_dump({**named, **node}, sort_keys=False))
+        whole = best.cells[0].config["method"]["class_path"]
+        method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
+        node = laid_over([("method", method), *contender.overlay.layers(), *best.point.items()])
+        alone = {name: own["class_path"] for name, own in node.items() if _is_name(own)}
+        write_text(path, head + yaml.safe_dump({**node, **alone}, sort_keys=False))
+
+
+def _is_name(node: Any) -> bool:
+    """Whether a section is a class without arguments."""
+    return isinstance(node, dict) and node.keys() == {"class_path"}
 
 
 def _speaks_of(line: str, keys: Iterable[str]) -> bool:

@@ -68,6 +68,23 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     assert (code, "--only: the search has none of that name" in err) == (2, True)
 
 
+def test_an_overlay_says_all_that_its_row_says(place):
+    """A rate that was chosen under one optimizer is none for another."""
+    place.write("half.yaml", "federation: {local_epochs: 2}\n")
+    row = "{files: [half.yaml], set: {optimizer: Adam, data.batch_size: 32}, space: {optimizer.init_args.lr: [0.003]}}"
+    place.write("small.yaml", TUNE.partition("rows:")[0] + f"rows:\n  FedRep: {row}\n")
+    assert place.call("tune", "small.yaml")[0] == 0
+    overlay = place.path / "runs/tunes/small/fedrep.yaml"
+    code, _, err = place.call("fit", "--config", "exp.yaml", "--config", str(overlay), "--quiet")
+    assert code == 0, err
+    (tried,) = (place.path / "runs/cells").iterdir()
+    tried, again = (yaml.safe_load((run / "config.yaml").read_text()) for run in (tried, place.run))
+    for section in ("method", "model", "optimizer", "trainer"):
+        assert again[section] == tried[section]
+    assert (again["data"]["batch_size"], again["federation"]["local_epochs"]) == (32, 2)
+    assert (again["optimizer"]["class_path"], again["optimizer"]["init_args"]["lr"]) == ("torch.optim.Adam", 0.003)
+
+
 def test_options_of_a_configuration_are_laid_over_every_run(place):
     more = ["--federation.rounds", "1", "--data.batch_size=8", "--quiet"]
     assert place.call("tune", "small.yaml", *more)[0] == 0
