@@ -252,5 +252,10 @@ def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:
         fits = isinstance(node, Mapping) and isinstance(node.get("class_path"), str)
         require(fits, key, "must be a logger's name, or hold one under class_path", node)
         name = CLASS_PATH if takes_place_of(node["class_path"]) else node["class_path"]
-        found.append(checker.node([base], {**node, "class_path": name}, key, free={"save_dir"}))
+        checked = checker.node([base], {**node, "class_path": name}, key, free={"save_dir"})
+        for argument in ("name", "version"):  # of a folder, for most
+            value = checked["init_args"].get(argument)
+            fits = not isinstance(value, str) or all(len(part.encode(errors="replace")) <= 255 for part in value.split("/"))
+            require(fits, f"{key}.{argument}", "must be at most 255 bytes long", value)
+        found.append(checked)
     return found

@@ -66,6 +66,12 @@ def test_tensorboard_logger_receives_the_values(workplace):
             assert logged[round] == pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["CSVLogger", "WandbLogger"])
+def test_name_that_no_folder_can_have_is_refused_before_training(workplace, name):
+    line = refused(workplace, "--logger", name, "--logger.name", "n" * 256)
+    assert line.startswith(("logger.name: must be at most 255 bytes long", "logger.0.name: must be at most 255"))
+
+
 def test_logger_named_on_the_command_line(workplace):
     workplace.draws = False
     workplace.fit("--quiet", "--logger", "CSVLogger", "--federation.rounds", "1")
