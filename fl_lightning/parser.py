@@ -255,7 +255,8 @@ def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:
         checked = checker.node([base], {**node, "class_path": name}, key, free={"save_dir"})
         for argument in ("name", "version"):  # of a folder, for most
             value = checked["init_args"].get(argument)
-            fits = not isinstance(value, str) or all(len(part.encode(errors="replace")) <= 255 for part in value.split("/"))
+            parts = value.split("/") if isinstance(value, str) else ()
+            fits = all(len(part.encode(errors="replace")) <= 255 for part in parts)
             require(fits, f"{key}.{argument}", "must be at most 255 bytes long", value)
         found.append(checked)
     return found
