@@ -17,7 +17,14 @@ from fl_lightning.trust import import_name
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "experiments/README.md", "experiments/fedcpd/README.md")
+OUTSIDE = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "experiments/README.md",
+    "experiments/fedcpd/README.md",
+    "experiments/feddw/results/README.md",
+    "experiments/leaderboard/README.md",
+)
 """Files of the repository that are pages, too."""
 NOTEBOOK = "experiments/notebooks/compare.ipynb"
 PICTURES = "experiments/pictures"
