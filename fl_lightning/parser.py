@@ -254,7 +254,7 @@ def _loggers(checker: Checker, given: Any) -> list[dict[str, Any]]:
         name = CLASS_PATH if takes_place_of(node["class_path"]) else node["class_path"]
         checked = checker.node([base], {**node, "class_path": name}, key, free={"save_dir"})
         for argument in ("name", "version"):  # of a folder, for most
-            value = checked["init_args"].get(argument)
+            value = checked.get("init_args", {}).get(argument)
             parts = value.split("/") if isinstance(value, str) else ()
             fits = all(len(part.encode(errors="replace")) <= 255 for part in parts)
             require(fits, f"{key}.{argument}", "must be at most 255 bytes long", value)

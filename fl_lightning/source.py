@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Named(NamedTuple):
     node: ast.ClassDef | ast.expr | None
 
 
-@lru_cache
+@cache
 def file_of(module: str) -> Path | None:
     """A module's file; None if there is none to be read."""
     package, *parts = module.split(".")
@@ -46,14 +46,14 @@ def file_of(module: str) -> Path | None:
     return file if file.is_file() else None
 
 
-@lru_cache
+@cache  # without a limit: a class that were read twice would be two classes
 def body(module: str) -> tuple[ast.stmt, ...]:
     """A module's statements; none if there is no file to be read."""
     file = file_of(module)
     return tuple(ast.parse(file.read_text(encoding="utf-8")).body) if file else ()
 
 
-@lru_cache
+@cache
 def statements(module: str) -> tuple[ast.stmt, ...]:
     """A module's statements, those under a condition among them; none if there is no file to be read."""
     return tuple(_flat(body(module)))
@@ -71,7 +71,7 @@ def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield statement
 
 
-@lru_cache
+@cache
 def lookup(module: str, name: str) -> Named | None:
     """What a module calls `name`; None if it calls nothing so."""
     if file_of(module) is None or module in _OPAQUE:
@@ -118,7 +118,7 @@ def _origin(statement: ast.ImportFrom, module: str) -> str:
     return ".".join([*parts, *([statement.module] if statement.module else [])])
 
 
-@lru_cache
+@cache
 def exports(module: str) -> tuple[str, ...]:
     """The names that a package's own file imports or defines, in their order."""
     names: dict[str, None] = {}

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import pytest
 
-from fl_lightning import catalog, class_names, schema, static
+from fl_lightning import catalog, class_names, schema, source, static
 from fl_lightning.command_line import CommandLine
 from fl_lightning.parser import _resolved as resolved_with
 from fl_lightning.shipped import folder
@@ -110,6 +110,17 @@ MODEL_PRUNING = "lightning.pytorch.callbacks.ModelPruning"
 )
 def test_short_names_are_the_same(package, base):
     assert class_names.short_names([static.load(base)]) == class_names.short_names([import_name(base)])
+
+
+def test_class_stays_the_same_however_many_modules_are_read():
+    before = static.load("torch.optim.SGD")
+    package = source.file_of("torch.nn").parent
+    for path in package.rglob("*.py"):
+        source.statements(f"torch.nn.{path.relative_to(package).with_suffix('').as_posix().replace('/', '.')}")
+    assert source.statements.cache_info().currsize > 128
+    static.class_of.cache_clear()
+    assert issubclass(static.load("torch.optim.SGD"), static.load("torch.optim.Optimizer"))
+    assert static.load("torch.optim.SGD").source == before.source
 
 
 def test_class_that_hands_arguments_on_is_not_read():

@@ -144,7 +144,7 @@ def measured(name: str) -> str:
 
 def compared(name: str) -> str:
     """The method's row of experiments/fedcpd/README.md, with the table's head; empty where it has none."""
-    lines = (ROOT / OUTSIDE[-1]).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "experiments/fedcpd/README.md").read_text(encoding="utf-8").splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("| method |"))
     row = next((line for line in lines[head:] if line.startswith(f"| {name} |")), None)
     return "\n".join([*lines[head : head + 2], row]) if row else ""
