@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
 
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import rows_of
@@ -161,6 +160,8 @@ def differ(first: Value, second: Value) -> bool:
     if len(gaps) >= LEAST_SEEDS:
         if np.ptp(gaps) == 0:
             return bool(gaps[0] != 0)
+        from scipy import stats
+
         return bool(stats.ttest_1samp(gaps, 0.0).pvalue < LEVEL)
     gaps = pairs(first.clients, second.clients)
     if len(gaps) < 2:

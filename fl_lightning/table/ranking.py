@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from scipy import stats
 
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.table.definition import Definition
@@ -69,6 +68,8 @@ def interval(value: Value, other: Value) -> tuple[float, float, float]:
     gap = (value.mean or 0.0) - (other.mean or 0.0)
     gaps = pairs(value.seeds, other.seeds)
     if len(gaps) >= LEAST_SEEDS:
+        from scipy import stats
+
         half = float(stats.t.ppf(1 - LEVEL / 2, len(gaps) - 1)) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
         return float(gaps.mean()), float(gaps.mean()) - half, float(gaps.mean()) + half
     gaps = pairs(value.clients, other.clients)

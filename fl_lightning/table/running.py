@@ -13,9 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.federation.launch import num_cores
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
-from fl_lightning.federation.tether import end_with
 from fl_lightning.files import make_folder, remove_abandoned
 from fl_lightning.table.cells import Cell
 
@@ -59,6 +57,8 @@ class Crew:
     def __init__(
         self, cells: Sequence[Cell], logs: Path, jobs: int, command: Command, told: Callable[[Crew], None]
     ) -> None:
+        from fl_lightning.federation.launch import num_cores  # here: help, mistakes and forecasts do not wait for torch
+
         self.jobs = [Job(cell) for cell in distinct(cells)]
         self.logs = logs
         self.at_once = jobs
@@ -164,6 +164,8 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
         log: the file, which is added to.
         threads: of the run on the CPU, where its configuration does not say.
     """
+    from fl_lightning.federation.tether import end_with
+
     end_with(starter)
     os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the table, which hands it on
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -50,6 +50,12 @@ ANSWERED = [
     ["fit", "--trainer.callbacks.help", "EarlyStopping"],
     ["fit", "--config", "quickstart", "--print_config"],
     ["fit", "--config", "quickstart", "--logger", "CSVLogger", "--trainer.callbacks", "EarlyStoping"],
+    ["table", "--help"],
+    ["table", "tables/quickstart", "--dry-run", "--seeds", "0"],
+    ["table", "tables/quickstart", "--print-commands", "--seeds", "0"],
+    ["table", "tables/quickstart", "--only", "FedAvgg"],
+    ["tune", "--help"],
+    ["report", "--help"],
 ]
 MORE = [
     ("optimizer.init_args.lr", "fast"),
