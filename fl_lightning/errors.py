@@ -111,6 +111,23 @@ def require(condition: bool, key: str, allowed: str, value: object = ...) -> Non
         raise ConfigError(key, allowed, value)
 
 
+def require_positive(owner: str, **options: float) -> None:
+    """Raise `ConfigError` for the first option that is not > 0.
+
+    Args:
+        owner: key that the options belong to: ``method``, or a term's class.
+        options: each option's value.
+    """
+    for name, value in options.items():
+        require(value > 0, f"{owner}.{name}", "must be > 0", value)
+
+
+def require_at_least(owner: str, least: int, **options: float) -> None:
+    """Raise `ConfigError` for the first option that is below `least`; the rest as `require_positive`."""
+    for name, value in options.items():
+        require(value >= least, f"{owner}.{name}", f"must be >= {least}", value)
+
+
 def require_choices(owner: str, **options: tuple[object, Any]) -> None:
     """Raise `ConfigError` for the first option whose value its type does not allow.
 

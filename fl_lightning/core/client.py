@@ -228,7 +228,7 @@ class ClientModule(L.LightningModule):
         made: list[Optimizer] = []
         for planned in self._plan:
             own.plan(planned.epochs)
-            made += [fit.make_optimizer(parameters, planned.phase) for parameters in planned.parts.values()]
+            made += [fit.make_optimizer(own, planned.phase, part=part) for part, own in planned.parts.items()]
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))
         made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,37 +12,34 @@ from torch import Tensor
 from fl_lightning.core.message import Message, accumulation_dtype
 from fl_lightning.core.server import Server
 
+Shares = Callable[[Mapping[int, Message]], Tensor]
+"""How much each participant gets of everyone's weights.
 
-class CombiningServer(Server, ABC):
+Takes a round's messages, by client in the order of clients: the weights that are combined, and all artifacts. Returns
+[N, N], row i of the i-th of them.
+"""
+
+
+class CombiningServer(Server):
     """Averages all that comes in, and combines some of the weights anew for each participant.
 
-    A client hears its last combination until it has taken part again; who never did hears the mean. A subclass says
-    what the combinations are.
+    A client hears its last combination until it has taken part again; who never did hears the mean.
 
     Args:
         initial: as the base's.
         combined: names of the weights that are combined.
+        shares: what the combinations are.
         private: names of artifacts that are for the server alone.
     """
 
     sees_messages = True
 
-    def __init__(self, initial: Message, combined: Sequence[str], private: Sequence[str] = ()) -> None:
+    def __init__(self, initial: Message, combined: Sequence[str], shares: Shares, private: Sequence[str] = ()) -> None:
         self.combined = list(combined)
+        self.shares = shares
         self.private = frozenset(private)
         self.own: dict[int, dict[str, Tensor]] = {}
         super().__init__(initial)
-
-    @abstractmethod
-    def shares(self, messages: Mapping[int, Message]) -> Tensor:
-        """How much each participant gets of everyone's weights.
-
-        Args:
-            messages: of a round, by client in the order of clients: the weights that are combined, and all artifacts.
-
-        Returns:
-            [N, N], row i of the i-th of them.
-        """
 
     def message_for(self, client: int) -> Message:
         """The means, and the client's own combination."""

@@ -59,6 +59,7 @@ class Phase:
         resting: submodules whose batch norm rests: it uses its running statistics and leaves them as they are.
         parts: name -> submodules; each part has an optimizer of its own, and `Step.descend` names the ones that step.
             None is one part for all that is trained.
+        settings: part -> options of its optimizer, by their names in it (``lr``, ``weight_decay``, …).
         optimizer: makes the optimizers; None takes the configuration's.
         lr: learning rate before any decay from round to round; None takes the optimizer's own.
         tune: changes an optimizer that has been made.
@@ -71,6 +72,7 @@ class Phase:
     through: str = "model"
     resting: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
+    settings: Mapping[str, Mapping[str, float]] | None = None
     optimizer: OptimizerFactory | None = None
     lr: float | None = None
     tune: Callable[[Optimizer], None] | None = None
@@ -108,7 +110,12 @@ class Fit:
         return self.epoch == self.epochs - 1
 
     def make_optimizer(
-        self, parameters: Iterable[nn.Parameter], phase: Phase | None = None, decays: bool = True
+        self,
+        parameters: Iterable[nn.Parameter],
+        phase: Phase | None = None,
+        decays: bool = True,
+        part: str = "",
+        lr: float | None = None,
     ) -> Optimizer:
         """A fresh optimizer: the phase's, else the configuration's.
 
@@ -116,13 +123,16 @@ class Fit:
             parameters: what it trains.
             phase: the phase that it is for.
             decays: at the present round's learning rate; false takes the first round's.
+            part: of the phase.
+            lr: learning rate before any decay; None takes the phase's, else the optimizer's own.
         """
         make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
         assert make is not None, "a method outside a federation has no optimizer"
         optimizer = make(parameters)
+        lr = phase.lr if lr is None and phase is not None else lr
+        settings = {} if phase is None or phase.settings is None else phase.settings.get(part, {})
         for group in optimizer.param_groups:
-            if phase is not None and phase.lr is not None:
-                group["lr"] = phase.lr
+            group.update({} if lr is None else {"lr": lr}, **settings)
             group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
         if phase is not None and phase.tune is not None:
             phase.tune(optimizer)

@@ -6,22 +6,26 @@ Chadha, Duchi, "Federated Asymptotics: a model to compare federated learning alg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.core.freezing import batch_norms, only, single_sample, training
+from fl_lightning.core.freezing import batch_norms, only, single_sample, trainable, training
 from fl_lightning.core.method import Method, Predictor, Seen, headline
 from fl_lightning.core.precision import widened
 from fl_lightning.core.steps import WideCopies
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from fl_lightning.core.host import OwnData
+    from fl_lightning.core.step import Step
 
 KEY = "federation.evaluate.fine_tune"
 NAME = "fine_tuned"
@@ -60,10 +64,7 @@ class FineTune:
         way = ways[str(headline(ways, "Local-T"))]
         if way.adapts:
             method.adapt(data)
-        copies = WideCopies([p for p in method.parameters() if p.requires_grad])
-        optimizer = method.fit.make_optimizer(copies.wide, decays=False)
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] if self.lr is None else self.lr
+        copies = WideCopies(trainable(method), partial(method.fit.make_optimizer, decays=False, lr=self.lr))
         layers = batch_norms(method)
         with training(method), torch.enable_grad():
             for _ in range(self.epochs):
@@ -73,7 +74,7 @@ class FineTune:
                     rule = f"{type(method).__name__}'s predictions have no gradient to fine-tune by: must be null"
                     require(loss is None or loss.requires_grad, KEY, rule)
                     if loss is not None:
-                        copies.step(optimizer, step.gradients(loss, copies.own))
+                        copies.step(step.gradients(loss, copies.own))
 
 
 def train_copy(
@@ -88,17 +89,38 @@ def train_copy(
         epochs: passes over the training part.
         lr: learning rate; None takes the optimizer's own, before any decay.
     """
+
+    def loss(step: Step) -> Tensor:
+        return step.values(step.forward(), [method.terms.cross_entropy])["cross_entropy"]
+
+    train_outside(method, data, parameters, epochs, loss, partial(method.fit.make_optimizer, decays=False, lr=lr))
+
+
+def train_outside(
+    method: Method,
+    data: OwnData,
+    parameters: list[nn.Parameter],
+    epochs: int,
+    loss: Callable[[Step], Tensor],
+    make_optimizer: Callable[[Any], Optimizer],
+) -> None:
+    """Train some parameters outside the local fit, in train mode.
+
+    Args:
+        method: the client's.
+        data: its samples.
+        parameters: what is trained; none is nothing to do.
+        epochs: passes over the training part.
+        loss: of a mini-batch.
+        make_optimizer: makes the optimizer, of a list of parameters.
+    """
     if not parameters or epochs == 0:
         return
-    copies = WideCopies(parameters)
-    optimizer = method.fit.make_optimizer(copies.wide, decays=False)
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] if lr is None else lr
+    copies = WideCopies(parameters, make_optimizer)
     with training(method), torch.enable_grad(), only(method, parameters):
         for _ in range(epochs):
             for step in data.steps():
-                loss = step.values(step.forward(), [method.terms.cross_entropy])["cross_entropy"]
-                copies.step(optimizer, step.gradients(loss, parameters))
+                copies.step(step.gradients(loss(step), parameters))
 
 
 def _loss(scores: Tensor, y: Tensor) -> Tensor | None:

@@ -43,6 +43,10 @@ class Forward:
             return self
         return replace(self, z=widened(self.z), logits=widened(self.logits), dtype=self.dtype or self.z.dtype)
 
+    def predicting(self, logits: Tensor) -> Forward:
+        """The same pass, with other logits [B, C] for the losses to see."""
+        return replace(self, logits=logits, loss=None)
+
     def through(self, network: nn.Module | Callable[..., Any], *inputs: Any) -> Any:
         """Pass inputs through a network in the precision in which this pass was made, and return what it gives.
 

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+def trainable(part: nn.Module) -> list[nn.Parameter]:
+    """A part's parameters that are trained at all."""
+    return [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+
 @contextmanager
 def frozen(part: nn.Module) -> Iterator[None]:
     """Build no graph for a part's parameters."""
-    trained = [p for p in part.parameters() if p.requires_grad]
+    trained = trainable(part)
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
@@ -63,6 +68,14 @@ def keeping_statistics(module: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for buffer, value in zip(statistics, before, strict=True):
             buffer.copy_(value)
+
+
+@contextmanager
+def keeping_state(module: nn.Module) -> Iterator[None]:
+    """Put all that a module's state dict holds back afterwards."""
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    yield
+    module.load_state_dict(before)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from fl_lightning.core.message import ClassMeans
+
 if TYPE_CHECKING:
     from fl_lightning.core.facts import Facts, Fit, Phase
     from fl_lightning.core.step import Step
@@ -43,6 +45,10 @@ class Collected(NamedTuple):
     z: Tensor
     logits: Tensor
     y: Tensor
+
+    def class_means(self) -> ClassMeans:
+        """The embeddings' mean of each class, [C, D]."""
+        return ClassMeans.from_samples(self.z, self.y, self.logits.shape[1])
 
 
 class OwnData(Protocol):

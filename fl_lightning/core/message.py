@@ -250,6 +250,17 @@ class Message:
         """Values and bytes really sent."""
         return Size(self.num_params, self.num_bytes)
 
+    def copy_to(self, buffer: Tensor, name: str) -> bool:
+        """Put an artifact that is a plain tensor into a buffer, zeros where there is none.
+
+        Returns:
+            Whether there is one.
+        """
+        value = self.artifacts.get(name)
+        there = isinstance(value, Tensor)
+        buffer.copy_(value) if there else buffer.zero_()  # type: ignore[arg-type]
+        return there
+
     def clone(self) -> Message:
         """Copy, sharing no memory: for who keeps a message beyond the call that brought it."""
         weights = {name: tensor.clone() for name, tensor in self.weights.items()}

@@ -2,85 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fl_lightning.core.division import division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
+from fl_lightning.core.host import OwnData
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.precision import Wide
+from fl_lightning.core.predictor import Figure, Predictor, Seen, headline, personal_and_global, personal_only
 from fl_lightning.core.server import Server
+from fl_lightning.core.step import Step
 from fl_lightning.core.term import Term, Terms
 
 if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
     from fl_lightning.core.mixing import Mixer
-    from fl_lightning.core.step import Step
     from fl_lightning.models.split import SplitModel
 
-__all__ = ["Figure", "Method", "Phase", "Predictor", "Seen", "headline"]
-
-Figure = Literal["Local-T", "Global-T", "Server-T"]
-
-
-class Seen:
-    """A batch that is to be predicted; what several predictors need of it is computed once.
-
-    Args:
-        x: [B, …] inputs.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-        self._known: dict[Any, Any] = {}
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, computed at the first call with this key."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
-    def z(self, model: SplitModel) -> Tensor:
-        """The embedding [B, D]."""
-        return self.once((id(model), "z"), lambda: model.embed(self.x))
-
-    def logits(self, model: SplitModel) -> Tensor:
-        """The logits [B, C]."""
-        return self.once((id(model), "logits"), lambda: model.head(self.z(model)))
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """One way to predict.
-
-    Args:
-        scores: from a batch to class scores [B, C]; the largest wins.
-        figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
-            scores rest on what travels alone, which is measured, not believed.
-        adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
-        fine_tunes: whether the configuration's fine-tuning does (`core/finetuning.py`); no method says so.
-    """
-
-    scores: Callable[[Seen], Tensor]
-    figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
-    adapts: bool = False
-    fine_tunes: bool = False
-
-
-def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:
-    """The name of the predictor that gives a headline figure; None where there is none.
-
-    Raises:
-        ValueError: if several claim it.
-    """
-    names = [name for name, way in ways.items() if figure in way.figures]
-    if len(names) > 1:
-        raise ValueError(f"{figure} must have one predictor, but {' and '.join(map(repr, names))} claim it")
-    return names[0] if names else None
+# What a method's file speaks of; it may be had from here.
+__all__ = [
+    "Facts",
+    "Figure",
+    "Message",
+    "Method",
+    "OwnData",
+    "Phase",
+    "Predictor",
+    "Seen",
+    "Server",
+    "Step",
+    "Term",
+    "headline",
+    "personal_and_global",
+    "personal_only",
+]
 
 
 class Method(Wide):
@@ -94,6 +52,7 @@ class Method(Wide):
         model: body and head.
         terms: the method's terms beside the cross-entropy.
         extra_terms: terms that the configuration adds to the method.
+        instead: a term that counts in the cross-entropy's place.
     """
 
     shared: tuple[str, ...] = ("model",)
@@ -103,11 +62,15 @@ class Method(Wide):
     """How messages travel where the configuration does not say."""
 
     def __init__(
-        self, model: SplitModel, terms: Sequence[Term] = (), extra_terms: Sequence[Term] | None = None
+        self,
+        model: SplitModel,
+        terms: Sequence[Term] = (),
+        extra_terms: Sequence[Term] | None = None,
+        instead: Term | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.terms = Terms(terms, extra_terms)
+        self.terms = Terms(terms, extra_terms, instead)
         self.facts = Facts()
         """What is known of the federation; set anew for every round."""
         self.fit = Fit()
@@ -124,7 +87,10 @@ class Method(Wide):
 
     def term_weights(self) -> dict[str, float]:
         """The factor of each loss in the present round, by name: of the terms, and of `losses`."""
-        return {**{term.name: term.weight_at(self.facts) for term in self.terms}, **self.losses()}
+        weights = {term.name: term.weight_at(self.facts) for term in self.terms}
+        if self.terms.has_instead:
+            weights[self.terms.cross_entropy.name] = 0.0
+        return {**weights, **self.losses()}
 
     # --- what travels, what stays -------------------------------------------------------------------------------------
 
@@ -164,6 +130,7 @@ class Method(Wide):
         load_entries(self, message.weights)
         for term in self.terms.exchanging:
             term.receive(self, message)
+            term.prepare(self, data)
 
     def phases(self) -> list[Phase]:
         """The phases of a local fit. Default: one, all parameters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,15 @@ from torch import Tensor, nn
 def widened(x: Tensor) -> Tensor:
     """`x` in float32; float64 stays as it is."""
     return x if x.dtype in _WIDE else x.float()
+
+
+def widened_vector(tensors: Iterable[Tensor]) -> Tensor:
+    """[P] all entries of some tensors one after another, in float32 or wider.
+
+    >>> widened_vector([torch.ones(1, 2), torch.zeros((), dtype=torch.bfloat16)])
+    tensor([1., 1., 0.])
+    """
+    return torch.cat([widened(tensor).reshape(-1) for tensor in tensors])
 
 
 _WIDE = (torch.float32, torch.float64)

@@ -155,7 +155,10 @@ class Server:
         self.open_round()
 
     def _step(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
-        return mean if self.optimizer is None else self.optimizer.step(self.message.weights, mean)
+        if self.optimizer is None:
+            return mean
+        self.optimizer.share = len(self.facts.participants) / self.facts.num_clients
+        return self.optimizer.step(self.message.weights, mean)
 
     def aggregate(self, messages: Mapping[int, Message]) -> Message:
         """One whole round at once: fold in `messages` and return what goes out."""

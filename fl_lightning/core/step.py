@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.facts import Phase
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.freezing import single_sample
+from fl_lightning.core.freezing import single_sample, training
 from fl_lightning.core.precision import widened
 from fl_lightning.errors import require
 
@@ -185,6 +185,11 @@ class Step:
         """
         with self._bench.machine.precision():
             return network(*inputs)
+
+    def told_by(self, model: Any) -> Forward:
+        """What a split model that does not learn makes of the mini-batch: in eval mode, in float32 or wider."""
+        with torch.no_grad(), training(model, False):
+            return self.forward(through=model).wide()
 
     def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
         """Each term's unweighted value, by its name: outside autocast, in float32 or wider.

@@ -200,25 +200,26 @@ def keeps_float32(module: nn.Module) -> bool:
 
 
 class WideCopies:
-    """Parameters to step on outside a fit: float32 copies of narrow ones, the others themselves.
+    """Parameters to step on by an optimizer of their own: float32 copies of narrow ones, the others themselves.
 
     Args:
         parameters: those of a module.
+        make_optimizer: makes the optimizer, of a list of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], make_optimizer: Callable[[Any], Optimizer]) -> None:
         self.own = list(parameters)
-        self.wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
-        """What an optimizer is made for."""
+        self._wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
+        self._optimizer = make_optimizer(self._wide)
 
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
-        """One step of an optimizer on `wide`, by gradients that the parameters have; theirs are narrowed after it."""
-        for wide, gradient in zip(self.wide, gradients, strict=True):
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """One step by gradients that the parameters have; theirs are narrowed after it."""
+        for wide, gradient in zip(self._wide, gradients, strict=True):
             wide.grad = gradient.to(wide.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         with torch.no_grad():
-            for own, wide in zip(self.own, self.wide, strict=True):
+            for own, wide in zip(self.own, self._wide, strict=True):
                 if own is not wide:
                     own.copy_(wide)
 

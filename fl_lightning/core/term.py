@@ -100,6 +100,9 @@ class Term(Wide):
     def receive(self, host: Host, message: Message) -> None:
         """Take the term's artifact out of what came in."""
 
+    def prepare(self, host: Host, data: OwnData) -> None:
+        """Note what it needs of the client's own data, after every receive."""
+
     def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         """The term's artifacts, computed from the client's own training data after the fit."""
         return {}
@@ -141,18 +144,22 @@ class Terms(nn.ModuleList):
         own: the method's, beside the cross-entropy. One that does not even exchange gives way to an extra one of its
             name.
         extra: those that the configuration adds.
+        instead: one of the method's that counts in the place of the cross-entropy, the last of all.
 
     Raises:
         ConfigError: if a name occurs twice.
     """
 
-    def __init__(self, own: Sequence[Term] = (), extra: Sequence[Term] | None = None) -> None:
+    def __init__(
+        self, own: Sequence[Term] = (), extra: Sequence[Term] | None = None, instead: Term | None = None
+    ) -> None:
         extra = list(extra or ())
         names = {term.name for term in extra}
         own = [term for term in own if term.exchanges or term.name not in names]
-        super().__init__([CrossEntropy(), *own, *extra])
-        self.num_own = 1 + len(own)
-        """How many of them are the method's, the cross-entropy among them; the others are extra ones."""
+        super().__init__([CrossEntropy(), *own, *extra, *([] if instead is None else [instead])])
+        self.num_own, self._num_extra = 1 + len(own), len(extra)
+        self.has_instead = instead is not None
+        """Whether another loss counts in the place of the cross-entropy."""
         all_names = [term.name for term in self]
         for name in all_names:
             require(all_names.count(name) == 1, "method.extra_terms", "each term may occur once only", name)
@@ -173,4 +180,4 @@ class Terms(nn.ModuleList):
     @property
     def extra(self) -> list[Term]:
         """Those that the configuration adds."""
-        return list(self)[self.num_own :]
+        return list(self)[self.num_own : self.num_own + self._num_extra]

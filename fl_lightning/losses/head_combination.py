@@ -6,10 +6,14 @@ Xu, Tong, Huang, "Personalized Federated Learning with Feature Alignment and Cla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fl_lightning.core.message import Message
 from fl_lightning.core.simplex import least_on_simplex
 from fl_lightning.shapes import checked
 
@@ -62,3 +66,18 @@ def head_combination(h: Float[Tensor, "N C D"], variances: Float[Tensor, " N"]) 
     """
     flat, spread = h.double().flatten(1), variances.double().clamp(min=0).diag()
     return torch.stack([least_on_simplex(spread + (own - flat) @ (own - flat).T) for own in flat])
+
+
+STATISTICS, VARIANCE = "statistics", "variance"
+"""The artifacts by which clients say what they know of their embeddings: the class means, with counts, and V."""
+
+
+def combination_of(messages: Mapping[int, Message]) -> Tensor:
+    """`head_combination` by what the clients say of their embeddings, [N, N].
+
+    Args:
+        messages: by client.
+    """
+    own: list[Any] = [message.artifacts for message in messages.values()]
+    h = [scaled_means(artifacts[STATISTICS].mean, artifacts[STATISTICS].count) for artifacts in own]
+    return head_combination(torch.stack(h), torch.stack([artifacts[VARIANCE] for artifacts in own]))

@@ -7,15 +7,23 @@ Distribution Skew via Logits Calibration" (FedLC), ICML 2022.
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import widened
+from fl_lightning.core.term import Term
+from fl_lightning.errors import require, require_choices
 from fl_lightning.shapes import checked
+
+if TYPE_CHECKING:
+    from fl_lightning.core.host import Host, OwnData
 
 Form = Literal["code", "paper"]
 
@@ -76,3 +84,59 @@ def calibrated_loss(
         return F.cross_entropy(adjusted, y) * (form == "code")
     own = adjusted.gather(1, y[:, None])
     return (adjusted.scatter(1, y[:, None], -torch.inf).logsumexp(1) - own[:, 0]).mean()
+
+
+class OfFrequencies(Term, ABC):
+    """A loss that knows how many training samples of each class the client has."""
+
+    class_counts: Tensor  # n, [C] int64
+
+    @override
+    def setup(self, host: Host) -> None:
+        self.register_buffer("class_counts", torch.ones(host.model.num_classes, dtype=torch.long), persistent=False)
+
+    @override
+    def prepare(self, host: Host, data: OwnData) -> None:
+        self.class_counts.copy_(data.class_counts)
+
+
+class BalancedSoftmax(OfFrequencies):
+    """The cross-entropy of a balanced softmax, −log( n_y^γ e^{g_y} / Σ_c n_c^γ e^{g_c} ).
+
+    Args:
+        weight: factor of the loss, >= 0.
+        gamma: γ, >= 0; 0 is the cross-entropy.
+    """
+
+    paper = "Ren et al., NeurIPS 2020"
+
+    def __init__(self, weight: float = 1.0, gamma: float = 1.0) -> None:
+        super().__init__(weight)
+        require(gamma >= 0, "BalancedSoftmax.gamma", "must be >= 0", gamma)
+        self.gamma = gamma
+
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
+        return balanced_softmax_loss(out.logits, out.y, self.class_counts, self.gamma)
+
+
+class Calibrated(OfFrequencies):
+    """The cross-entropy of calibrated logits, f_c = g_c − τ n_c^{−1/4}.
+
+    Args:
+        weight: factor of the loss, >= 0.
+        tau: τ, >= 0.
+        form: ``code``, as all public codes have it, or ``paper``, which leaves c = y out of the sum.
+    """
+
+    paper = "Zhang et al., ICML 2022"
+
+    def __init__(self, weight: float = 1.0, tau: float = 1.0, form: Form = "code") -> None:
+        super().__init__(weight)
+        require(tau >= 0, "Calibrated.tau", "must be >= 0", tau)
+        require_choices("Calibrated", form=(form, Form))
+        self.tau, self.form = tau, form
+
+    @override
+    def forward(self, host: Host, out: Forward) -> Tensor:
+        return calibrated_loss(out.logits, out.y, self.class_counts, self.tau, self.form)

@@ -18,9 +18,9 @@ from typing_extensions import override
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.mixing import PUSH_WEIGHT
+from fl_lightning.core.phases import check_alternation
 from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.term import Term
-from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ class DFedPGP(Method):
         chain_rule: bool = False,
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
-        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
-        require(head_lr is None or head_lr > 0, "method.head_lr", "must be > 0 or null", head_lr)
+        check_alternation(head_epochs, body_epochs, head_lr)
         super().__init__(model, extra_terms=extra_terms)
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs

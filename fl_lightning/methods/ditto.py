@@ -6,20 +6,15 @@ Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Perso
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Phase, Predictor
+from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global
 from fl_lightning.core.private_steps import record_safe
-from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.losses.proximal import proximal_loss
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.step import Step
 
 
 class Ditto(Method):
@@ -82,7 +77,4 @@ class Ditto(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self.personal, self.model)

@@ -6,27 +6,19 @@ authors' code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.freezing import only, training
-from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.precision import widened
-from fl_lightning.core.server import Server
-from fl_lightning.core.steps import WideCopies
-from fl_lightning.core.term import Term
-from fl_lightning.errors import require, require_choices
+from fl_lightning.core.finetuning import train_outside
+from fl_lightning.core.freezing import trainable
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term, personal_only
+from fl_lightning.core.weighing import SelfWeighingServer
+from fl_lightning.errors import require_at_least, require_choices
+from fl_lightning.losses.class_alignment import Aligned, class_alignment_loss, fisher_trace
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-
-Aligned = Literal["samples", "means"]
 
 
 class FedAS(Method):
@@ -58,8 +50,7 @@ class FedAS(Method):
         aligned: Aligned = "samples",
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(alignment_lr >= 0, "method.alignment_lr", "must be >= 0", alignment_lr)
-        require(alignment_epochs >= 0, "method.alignment_epochs", "must be >= 0", alignment_epochs)
+        require_at_least("method", 0, alignment_lr=alignment_lr, alignment_epochs=alignment_epochs)
         require_choices("method", aligned=(aligned, Aligned))
         super().__init__(model, extra_terms=extra_terms)
         self.alignment_lr, self.alignment_epochs, self.aligned = alignment_lr, alignment_epochs, aligned
@@ -71,55 +62,28 @@ class FedAS(Method):
     @override
     @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
-        parameters = [p for p in self.model.body.parameters() if p.requires_grad]
-        if not self.alignment_lr or not self.alignment_epochs or not parameters:
+        if not self.alignment_lr or not self.alignment_epochs:
             return super().receive(message, data)
-        seen = data.collected()
-        means = ClassMeans.from_samples(seen.z, seen.y, self.model.num_classes).mean.to(widened(seen.z).dtype)  # μ
+        means = data.collected().class_means().mean  # μ, by the last own body
         super().receive(message, data)
-        copies = WideCopies(parameters)
-        optimizer = torch.optim.SGD(copies.wide, lr=self.alignment_lr)
-        with training(self), torch.enable_grad(), only(self, parameters):
-            for _ in range(self.alignment_epochs):
-                for step in data.steps():
-                    loss = self._misalignment(widened(step.forward().z), step.y, means)
-                    copies.step(optimizer, step.gradients(loss, parameters))
-        return None
 
-    def _misalignment(self, z: Tensor, y: Tensor, means: Tensor) -> Tensor:
-        """Σ over a batch's classes of the mean squared distance of embeddings z [B, D], or of their mean, from μ_c."""
-        of_class = torch.nn.functional.one_hot(y, len(means)).to(z.dtype)
-        of_class = of_class / of_class.sum(0).clamp(min=1)  # [B, C], columns sum to 1 where there is a sample
-        if self.aligned == "samples":
-            return (of_class.sum(1) * (z - means[y]).square().mean(1)).sum()
-        here = of_class.sum(0) > 0
-        return (of_class.T @ z - means).square().mean(1)[here].sum()
+        def loss(step: Step) -> Tensor:
+            return class_alignment_loss(step.forward().z, step.y, means, self.aligned)
+
+        step = partial(torch.optim.SGD, lr=self.alignment_lr)
+        train_outside(self, data, trainable(self.model.body), self.alignment_epochs, loss, step)
+        return None
 
     @override
     def send(self, data: OwnData) -> Message:
-        message, parameters = super().send(data), [p for p in self.model.parameters() if p.requires_grad]
-        trace = torch.zeros((), dtype=torch.float32, device=data.class_counts.device)
-        with training(self, False), torch.enable_grad():
-            for step in data.steps():
-                loss = step.values(step.forward(), [self.terms.cross_entropy])["cross_entropy"]
-                trace += sum(widened(slope).square().sum() for slope in step.gradients(loss, parameters))
-        message.artifacts["trace"] = trace
+        message = super().send(data)
+        message.artifacts["trace"] = fisher_trace(self, data)
         return message
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T"))}
+        return personal_only(self.model)
 
     @override
-    def make_server(self, initial: Message, facts: Facts) -> Server:
-        return FisherServer(initial)
-
-
-class FisherServer(Server):
-    """Weighs clients by the traces that they send."""
-
-    @override
-    def weight_of(self, message: Message) -> float:
-        trace = message.artifacts["trace"]
-        assert isinstance(trace, Tensor)
-        return max(float(trace), 0.0)
+    def make_server(self, initial: Message, facts: Facts) -> SelfWeighingServer:
+        return SelfWeighingServer(initial, weighed_by="trace")

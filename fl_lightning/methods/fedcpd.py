@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.method import Method, Phase
+from fl_lightning.core.phases import check_alternation
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation, Reduction
@@ -87,8 +88,7 @@ class FedCPD(Method):
     ) -> None:
         for key, weight in (("alpha", alpha), ("beta", beta), ("gamma", gamma)):
             require(weight >= 0, f"method.{key}", "must be >= 0", weight)
-        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
-        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
+        check_alternation(head_epochs, body_epochs)
         distance: Distance = "sample_mse" if reading.align_reduction == "mean" else "sample_sq"
         own: list[Term] = [
             PrototypeAlignment(alpha, distance, **vars(prototypes)),

@@ -6,23 +6,14 @@ NeurIPS 2023. Checked against the authors' code.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Predictor, Seen
+from fl_lightning.core.method import Message, Method, OwnData, Predictor, Step, Term, personal_and_global
 from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedDBE(Method):
@@ -62,12 +53,9 @@ class FedDBE(Method):
         self._knows = False
 
     @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        received = message.artifacts.get("mean")
-        self._knows = isinstance(received, Tensor)  # once a round: the same for all clients
-        self.consensus.copy_(received) if isinstance(received, Tensor) else self.consensus.zero_()
+        self._knows = message.copy_to(self.consensus, "mean")  # once a round: the same for all clients
         self.mean.zero_()
 
     @override
@@ -78,12 +66,9 @@ class FedDBE(Method):
     def local_step(self, step: Step) -> None:
         out = step.forward()
         mean = torch.lerp(self.mean, widened(out.z).mean(0).to(self.mean), self.momentum)
+        values = step.values(out.predicting(step.through(self._personal, out.z)) if self._knows else out)
         if self._knows:
-            logits = step.through(self.model.head, out.z + self.bias.to(out.z.dtype))
-            values = step.values(replace(out, logits=logits, loss=None))
             values["mean"] = 0.5 * (mean - self.consensus).square().mean()
-        else:
-            values = step.values(out)
         step.descend(values)
         step.observe(out)
         self.mean.copy_(mean.detach())
@@ -97,12 +82,8 @@ class FedDBE(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(self._personal, ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(lambda seen: self._personal(seen.z(self.model)), self.model)
 
-    def _personal(self, seen: Seen) -> Tensor:
-        """The logits of the embedding and m_i."""
-        z = seen.z(self.model)
+    def _personal(self, z: Tensor) -> Tensor:
+        """The logits [B, C] of embeddings [B, D] and m_i."""
         return self.model.head(z + self.bias.to(z.dtype))

@@ -6,27 +6,17 @@ Algorithm 1. Checked against the authors' code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
 from fl_lightning.core.optimizing import OptimizingServer
-from fl_lightning.core.precision import widened
+from fl_lightning.core.precision import widened_vector
 from fl_lightning.core.private_steps import record_safe
-from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.core.term import Term
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedDyn(Method):
@@ -57,18 +47,16 @@ class FedDyn(Method):
 
     @override
     def setup(self) -> None:
-        for name in ("moved", "start"):
-            self.register_buffer(name, torch.zeros_like(self._theta().detach()), persistent=name == "moved")
-
-    def _theta(self) -> Tensor:
-        return torch.cat([widened(p).reshape(-1) for p in self.model.parameters()])
+        like = widened_vector(self.model.parameters()).detach()
+        self.register_buffer("moved", torch.zeros_like(like))
+        self.register_buffer("start", torch.zeros_like(like), persistent=False)
 
     @override
     @torch.no_grad()
     @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        self.start.copy_(self._theta())
+        self.start.copy_(widened_vector(self.model.parameters()))
 
     @override
     def losses(self) -> dict[str, float]:
@@ -77,7 +65,7 @@ class FedDyn(Method):
     @override
     @record_safe("dynamic")
     def local_step(self, step: Step) -> None:
-        out, theta = step.forward(), self._theta()
+        out, theta = step.forward(), widened_vector(self.model.parameters())
         dynamic = 0.5 * (theta - self.start).square().sum() + self.moved @ theta
         step.descend({**step.values(out), "dynamic": dynamic})
         step.observe(out)
@@ -85,31 +73,17 @@ class FedDyn(Method):
     @override
     @torch.no_grad()
     def on_fit_end(self) -> None:
-        self.moved += self._theta() - self.start
+        self.moved += widened_vector(self.model.parameters()) - self.start
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
         trained = [name for name, _ in self.named_parameters()]
-        return DynamicServer(initial, DynamicMean(lr=1.0), trained, weighting="uniform")
+        return OptimizingServer(initial, DynamicMean(lr=1.0), trained, weighting="uniform")
 
 
 class DynamicMean(ServerOptimizer):
     """Adds to the mean how far all clients have moved on average in all rounds, −h/α."""
 
-    share = 1.0  # of all clients, those that took part
-
     @override
     def direction(self, name: str, delta: Tensor) -> Tensor:
         return delta + self.remembered("moved", name, delta).add_(delta, alpha=self.share)
-
-
-class DynamicServer(OptimizingServer):
-    """Tells the step after the mean how many have taken part."""
-
-    hears_mean = True
-    optimizer: DynamicMean
-
-    @override
-    def close_round(self) -> None:
-        self.optimizer.share = len(self.facts.participants) / self.facts.num_clients
-        super().close_round()

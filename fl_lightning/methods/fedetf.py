@@ -6,24 +6,16 @@ Fixed Classifier", ICCV 2023. Checked against the authors' code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.finetuning import train_copy
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Message, Method, OwnData, Predictor, Term
 from fl_lightning.errors import require
-from fl_lightning.losses.logit_adjustment import balanced_softmax_loss
+from fl_lightning.losses.logit_adjustment import BalancedSoftmax
 from fl_lightning.models.equiangular import EquiangularHead
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedETF(Method):
@@ -45,7 +37,7 @@ class FedETF(Method):
         extra_terms: terms added to the loss.
     """
 
-    shared = ("model",)
+    shared = ("model.body", "model.head.projection", "model.head.scale")
     paper = "Li et al., ICCV 2023"
 
     def __init__(
@@ -59,23 +51,16 @@ class FedETF(Method):
     ) -> None:
         require(finetune_rounds >= 0, "method.finetune_rounds", "must be >= 0", finetune_rounds)
         require(finetune_epochs >= 1, "method.finetune_epochs", "must be >= 1", finetune_epochs)
-        positive = finetune_lr is None or finetune_lr > 0
-        require(positive, "method.finetune_lr", "must be > 0 or null", finetune_lr)
+        require(finetune_lr is None or finetune_lr > 0, "method.finetune_lr", "must be > 0 or null", finetune_lr)
         model.head = EquiangularHead(model.embedding_size, model.num_classes, projection_size)
-        super().__init__(model, extra_terms=extra_terms)
+        super().__init__(model, extra_terms=extra_terms, instead=BalancedSoftmax())
         self.rounds, self.epochs, self.lr = finetune_rounds, finetune_epochs, finetune_lr
 
-    class_counts: Tensor  # n, [C] int64
     frame: Tensor  # V, [size, C]
 
     @override
     def setup(self) -> None:
-        self.register_buffer("class_counts", torch.ones(self.model.num_classes, dtype=torch.long), persistent=False)
         self.register_buffer("frame", self.model.get_parameter("head.frame").detach().clone(), persistent=False)
-
-    @override
-    def is_shared(self, name: str, module: nn.Module) -> bool:
-        return super().is_shared(name, module) and name != "model.head.frame"
 
     @override
     def is_kept(self, name: str, module: nn.Module) -> bool:
@@ -86,22 +71,6 @@ class FedETF(Method):
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         self.model.get_parameter("head.frame").copy_(self.frame)
-        self.class_counts.copy_(data.class_counts)
-
-    @override
-    def losses(self) -> dict[str, float]:
-        return {"balanced_softmax": 1.0}
-
-    @override
-    def term_weights(self) -> dict[str, float]:
-        return {**super().term_weights(), "cross_entropy": 0.0}
-
-    @override
-    def local_step(self, step: Step) -> None:
-        out = step.forward()
-        balanced = balanced_softmax_loss(out.logits, step.y, self.class_counts)
-        step.descend({**step.values(out), "balanced_softmax": balanced})
-        step.observe(out)
 
     @override
     def predictors(self) -> dict[str, Predictor]:

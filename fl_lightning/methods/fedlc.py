@@ -5,22 +5,10 @@ Zhang, Li, Li, Xu, Wu, Ding, Wu, "Federated Learning with Label Distribution Ske
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-from typing_extensions import override
-
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Method, Term
 from fl_lightning.errors import require, require_choices
-from fl_lightning.losses.logit_adjustment import Form, calibrated_loss
+from fl_lightning.losses.logit_adjustment import Calibrated, Form
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedLC(Method):
@@ -45,31 +33,4 @@ class FedLC(Method):
     ) -> None:
         require(tau >= 0, "method.tau", "must be >= 0", tau)
         require_choices("method", form=(form, Form))
-        super().__init__(model, extra_terms=extra_terms)
-        self.tau, self.form = tau, form
-
-    class_counts: Tensor  # n, [C] int64
-
-    @override
-    def setup(self) -> None:
-        self.register_buffer("class_counts", torch.ones(self.model.num_classes, dtype=torch.long), persistent=False)
-
-    @override
-    def receive(self, message: Message, data: OwnData) -> None:
-        super().receive(message, data)
-        self.class_counts.copy_(data.class_counts)
-
-    @override
-    def losses(self) -> dict[str, float]:
-        return {"calibrated": 1.0}
-
-    @override
-    def term_weights(self) -> dict[str, float]:
-        return {**super().term_weights(), "cross_entropy": 0.0}
-
-    @override
-    def local_step(self, step: Step) -> None:
-        out = step.forward()
-        calibrated = calibrated_loss(out.logits, step.y, self.class_counts, self.tau, self.form)
-        step.descend({**step.values(out), "calibrated": calibrated})
-        step.observe(out)
+        super().__init__(model, extra_terms=extra_terms, instead=Calibrated(tau=tau, form=form))

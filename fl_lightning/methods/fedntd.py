@@ -7,23 +7,15 @@ NeurIPS 2022.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from fl_lightning.core.freezing import training
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Message, Method, OwnData, Step, Term
 from fl_lightning.errors import require
 from fl_lightning.losses.not_true import not_true_distillation_loss
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedNTD(Method):
@@ -73,8 +65,7 @@ class FedNTD(Method):
         out = step.forward()
         values = step.values(out)
         if self.beta:
-            with torch.no_grad(), training(self.teacher, False):
-                taught = step.through(self.teacher, step.x)
-            values["not_true"] = not_true_distillation_loss(out.logits, taught, step.y, self.temperature)
+            told = step.told_by(self.teacher)
+            values["not_true"] = not_true_distillation_loss(out.logits, told.logits, step.y, self.temperature)
         step.descend(values)
         step.observe(out)

@@ -6,25 +6,17 @@ Checked against the authors' code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.combining import CombiningServer
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import ClassMeans, Message
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.term import Term
-from fl_lightning.errors import require
-from fl_lightning.losses.head_combination import feature_variance, head_combination, scaled_means
+from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Phase, Predictor, Term, personal_only
+from fl_lightning.core.phases import check_alternation, head_then_body
+from fl_lightning.losses.head_combination import STATISTICS, VARIANCE, combination_of, feature_variance
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
 
 
 class FedPAC(Method):
@@ -57,9 +49,7 @@ class FedPAC(Method):
         head_lr: float | None = None,
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
-        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
-        require(head_lr is None or head_lr > 0, "method.head_lr", "must be > 0 or null", head_lr)
+        check_alternation(head_epochs, body_epochs, head_lr)
         super().__init__(model, terms=[PrototypeAlignment(weight)], extra_terms=extra_terms)
         self.head_epochs, self.body_epochs, self.head_lr = head_epochs, body_epochs, head_lr
 
@@ -68,47 +58,33 @@ class FedPAC(Method):
 
     @override
     def setup(self) -> None:
-        shape = self.model.num_classes, self.model.embedding_size
-        self.register_buffer("means", torch.zeros(shape), persistent=False)
+        self.register_buffer("means", torch.zeros(self.model.num_classes, self.model.embedding_size), persistent=False)
         self.register_buffer("variance", torch.zeros(()), persistent=False)
 
     @override
     def phases(self) -> list[Phase]:
-        return [
-            Phase("head", trains=("model.head",), epochs=self.head_epochs, lr=self.head_lr),
-            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
-        ]
+        return head_then_body(self.head_epochs, self.body_epochs, self.head_lr)
 
     @override
     @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         seen = data.collected()
-        self.means.copy_(ClassMeans.from_samples(seen.z, seen.y, len(self.means)).mean)
+        self.means.copy_(seen.class_means().mean)
         self.variance.copy_(feature_variance(seen.z.to(self.means), self.means, data.class_counts))
 
     @override
     def send(self, data: OwnData) -> Message:
         message = super().send(data)
-        message.artifacts["statistics"] = ClassMeans(self.means.clone(), data.class_counts.clone())
-        message.artifacts["variance"] = self.variance.clone()
+        message.artifacts[STATISTICS] = ClassMeans(self.means.clone(), data.class_counts.clone())
+        message.artifacts[VARIANCE] = self.variance.clone()
         return message
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T"))}
+        return personal_only(self.model)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> CombiningServer:
         heads = [name for name in initial.weights if name.startswith("model.head.")]
-        return HeadServer(initial, heads, ("statistics", "variance"))
-
-
-class HeadServer(CombiningServer):
-    """Combines heads by what clients say of their embeddings."""
-
-    @override
-    def shares(self, messages: Mapping[int, Message]) -> Tensor:
-        own: list[Any] = [message.artifacts for message in messages.values()]
-        h = [scaled_means(artifacts["statistics"].mean, artifacts["statistics"].count) for artifacts in own]
-        return head_combination(torch.stack(h), torch.stack([artifacts["variance"] for artifacts in own]))
+        return CombiningServer(initial, heads, combination_of, private=(STATISTICS, VARIANCE))

@@ -7,25 +7,16 @@ Li, Zhan, Shao, Li, Song, "FedPHP: Federated Personalization with Inherited Priv
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.freezing import training
-from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Method, Predictor, Step, Term, personal_and_global
 from fl_lightning.errors import require, require_choices
-from fl_lightning.losses.discrepancy import mean_discrepancy
+from fl_lightning.losses.inheritance import Transfer, inheritance_loss
+from fl_lightning.models.mixture import move_towards
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.step import Step
-
-Transfer = Literal["KD", "MMD"]
 
 
 class FedPHP(Method):
@@ -47,11 +38,7 @@ class FedPHP(Method):
     paper = "Li et al., ECML PKDD 2021"
 
     def __init__(
-        self,
-        model: SplitModel,
-        weight: float = 0.1,
-        transfer: Transfer = "MMD",
-        extra_terms: list[Term] | None = None,
+        self, model: SplitModel, weight: float = 0.1, transfer: Transfer = "MMD", extra_terms: list[Term] | None = None
     ) -> None:
         require(0 <= weight <= 1, "method.weight", "must be in [0, 1]", weight)
         require_choices("method", transfer=(transfer, Transfer))
@@ -78,29 +65,18 @@ class FedPHP(Method):
         out = step.forward()
         values = step.values(out)
         if self.weight:
-            with torch.no_grad(), training(self.personal, False):
-                taught = step.forward(through=self.personal).wide()
-            own = out.wide()
-            if self.transfer == "KD":
-                values["inherited"] = F.cross_entropy(own.logits, (taught.logits / 4).softmax(1).to(own.logits))
-            else:
-                values["inherited"] = mean_discrepancy(own.z, taught.z)
+            values["inherited"] = inheritance_loss(out, step.told_by(self.personal), self.transfer)
         step.descend(values)
         step.observe(out)
 
     @override
-    @torch.no_grad()
     def on_fit_end(self) -> None:
         facts = self.facts
         expected = max(int(facts.rounds * len(facts.participants) / facts.num_clients), 1)
         keep = (0.9 * self.num_fits.to(torch.float32) / expected).clamp(max=0.9)
-        for p, w in zip(self.personal.state_dict().values(), self.model.state_dict().values(), strict=True):
-            p.copy_(torch.lerp(widened(w), widened(p), keep.to(widened(p).dtype)) if p.is_floating_point() else w)
+        move_towards(self.personal, self.model, keep)
         self.num_fits += 1
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self.personal, self.model)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Phase
-from fl_lightning.core.term import Term
-from fl_lightning.errors import require
+from fl_lightning.core.method import Method, Phase, Term
+from fl_lightning.core.phases import check_alternation, head_then_body
 from fl_lightning.models.split import SplitModel
 
 
@@ -40,15 +39,11 @@ class FedRep(Method):
         body_epochs: int | None = None,
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(head_epochs >= 0, "method.head_epochs", "must be >= 0", head_epochs)
-        require(body_epochs is None or body_epochs >= 0, "method.body_epochs", "must be >= 0 or null", body_epochs)
+        check_alternation(head_epochs, body_epochs)
         super().__init__(model, extra_terms=extra_terms)
         self.head_epochs = head_epochs
         self.body_epochs = body_epochs
 
     @override
     def phases(self) -> list[Phase]:
-        return [
-            Phase("head", trains=("model.head",), epochs=self.head_epochs),
-            Phase("body", trains=("model.body", "terms"), epochs=self.body_epochs),
-        ]
+        return head_then_body(self.head_epochs, self.body_epochs)

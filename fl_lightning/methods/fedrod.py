@@ -7,23 +7,14 @@ with a linear personal head. The authors' repository holds no code.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Predictor, Seen
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Method, Predictor, Seen, Step, Term
 from fl_lightning.errors import require
-from fl_lightning.losses.logit_adjustment import balanced_softmax_loss
+from fl_lightning.losses.logit_adjustment import BalancedSoftmax
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class FedRoD(Method):
@@ -48,32 +39,22 @@ class FedRoD(Method):
 
     def __init__(self, model: SplitModel, gamma: float = 1.0, extra_terms: list[Term] | None = None) -> None:
         require(gamma >= 0, "method.gamma", "must be >= 0 (0 is FedAvg's generic model)", gamma)
-        super().__init__(model, extra_terms=extra_terms)
-        self.gamma = gamma
-
-    class_counts: Tensor  # n, [C] int64
+        super().__init__(model, extra_terms=extra_terms, instead=BalancedSoftmax(gamma=gamma))
 
     @override
     def setup(self) -> None:
         self.personal_head = copy.deepcopy(self.model.head)  # p
-        self.register_buffer("class_counts", torch.ones(self.model.num_classes, dtype=torch.long), persistent=False)
 
     @override
-    def receive(self, message: Message, data: OwnData) -> None:
-        super().receive(message, data)
-        self.class_counts.copy_(data.class_counts)
-
-    @override
-    def losses(self) -> dict[str, float]:
-        return {"balanced_softmax": 1.0}
+    def term_weights(self) -> dict[str, float]:
+        return {**super().term_weights(), "cross_entropy": 1.0}  # the personal predictor's
 
     @override
     def local_step(self, step: Step) -> None:
         out, task = step.forward(), self.terms.cross_entropy
         personal = step.through(self.personal_head, out.z.detach()) + out.logits.detach()
-        values = step.values(replace(out, logits=personal, loss=None), [task])
+        values = step.values(out.predicting(personal), [task])
         values |= step.values(out, [term for term in step.terms if term is not task])
-        values["balanced_softmax"] = balanced_softmax_loss(out.logits, step.y, self.class_counts, self.gamma)
         step.descend(values)
         step.observe(out)
 

@@ -6,18 +6,13 @@ Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu, "Federated Mutual Learning"
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global
 from fl_lightning.errors import require
 from fl_lightning.losses.divergence import divergence
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.step import Step
 
 
 class FML(Method):
@@ -73,7 +68,4 @@ class FML(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self.personal, self.model)

@@ -7,23 +7,14 @@ the authors' code.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
-import torch
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.server import Server
-from fl_lightning.core.steps import WideCopies
-from fl_lightning.core.term import Term
+from fl_lightning.core.freezing import trainable
+from fl_lightning.core.method import Facts, Message, Method, Phase, Predictor, Server, Step, Term, personal_and_global
 from fl_lightning.errors import require
-from fl_lightning.losses.proximal import proximal_loss
+from fl_lightning.losses.moreau_envelope import PULL, MoreauEnvelope
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.step import Step
 
 
 class pFedMe(Method):
@@ -72,44 +63,27 @@ class pFedMe(Method):
 
     @override
     def losses(self) -> dict[str, float]:
-        return {"pull": self.weight}
+        return {PULL: self.weight}
 
     @override
-    @torch.no_grad()
     def on_fit_start(self) -> None:
         self.personal.load_state_dict(self.model.state_dict())
-        self._theta = WideCopies([p for p in self.personal.parameters() if p.requires_grad])
-        self._inner = torch.optim.SGD(self._theta.wide, lr=self.personal_lr)
+        self._envelope = MoreauEnvelope(trainable(self.personal), self.weight, self.personal_lr, self.inner_steps)
 
     @override
     def local_step(self, step: Step) -> None:
-        theta, w = self._theta.own, [p for p in self.model.parameters() if p.requires_grad]
-        moved = [*w, *(p for p in self.terms.parameters() if p.requires_grad)]
-        for _ in range(self.inner_steps):
-            out = step.forward()
-            values = {**step.values(out), "pull": proximal_loss(theta, w)}
-            slopes = step.gradients(step.total(values), [*theta, *moved])
-            self._theta.step(self._inner, slopes[: len(theta)])
-        step.log(values)
-        step.observe(out)
-        with torch.no_grad():
-            slopes = slopes[len(theta) :]  # of terms that see w, and of their own parameters
-            for slope, own, near in zip(slopes, w, theta, strict=False):
-                slope += self.weight * (own - near)
-        step.follow([slope / self.fit.accumulate for slope in slopes], moved)
+        w, of_terms = trainable(self.model), trainable(self.terms)
+        slopes = self._envelope.gradients(step, w, of_terms)
+        step.follow([slope / self.fit.accumulate for slope in slopes], [*w, *of_terms])
 
     @override
-    @torch.no_grad()
     def on_fit_end(self) -> None:
         for own, near in zip(self.model.buffers(), self.personal.buffers(), strict=True):
             own.copy_(near)  # w makes no pass
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self.personal, self.model)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:

@@ -7,25 +7,16 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.aggregation import RunningSum
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method
-from fl_lightning.core.precision import widened
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
+from fl_lightning.core.precision import widened_vector
 from fl_lightning.core.private_steps import record_safe
-from fl_lightning.core.server import Server
-from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class SCAFFOLD(Method):
@@ -58,15 +49,14 @@ class SCAFFOLD(Method):
             self.register_buffer(name, torch.zeros_like(self._y().detach()), persistent=name == "own_control")
 
     def _y(self) -> Tensor:
-        return torch.cat([widened(p).reshape(-1) for p in self.model.parameters()])
+        return widened_vector(self.model.parameters())
 
     @override
     @torch.no_grad()
     @record_safe()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        control = message.artifacts.get("control")
-        self.control.copy_(control) if isinstance(control, Tensor) else self.control.zero_()
+        message.copy_to(self.control, "control")
         self.start.copy_(self._y())
 
     @override

@@ -28,6 +28,20 @@ def through_mixture(personal: SplitModel, other: SplitModel, alpha: Tensor, x: T
     return functional_call(personal, mixed, x)
 
 
+@torch.no_grad()
+def move_towards(module: nn.Module, other: nn.Module, keep: Tensor) -> None:
+    """Move a module's state to k p + (1 − k) w, in float32 or wider; counters become the other's.
+
+    Args:
+        module: p.
+        other: w, of the same architecture.
+        keep: k, [], in [0, 1].
+    """
+    for p, w in zip(module.state_dict().values(), other.state_dict().values(), strict=True):
+        wide = torch.promote_types(p.dtype, torch.float32)
+        p.copy_(torch.lerp(w.to(wide), p.to(wide), keep.to(wide)) if p.is_floating_point() else w)
+
+
 class _Whole(nn.Module):
     """A split model, of which a call gives all that it makes on the way."""
 

@@ -46,6 +46,15 @@ def test_a_phases_rate_stands_before_the_decay(parameters, sgd):
     assert rate(fit.make_optimizer(parameters, Phase("own", lr=0.8), decays=False)) == 0.8
 
 
+def test_a_part_has_settings_of_its_own_before_the_decay(parameters, sgd):
+    fit = Fit(sgd(0.1), lr_factor=0.5)
+    phase = Phase("own", lr=0.8, parts={"a": (), "b": ()}, settings={"b": {"lr": 0.2, "weight_decay": 0.3}})
+    one, other = (fit.make_optimizer(parameters, phase, part=part) for part in "ab")
+    assert (rate(one), rate(other)) == (0.4, 0.1)
+    assert (one.param_groups[0]["weight_decay"], other.param_groups[0]["weight_decay"]) == (0, 0.3)
+    assert rate(fit.make_optimizer(parameters, decays=False, lr=0.7)) == 0.7
+
+
 def test_tuning_sees_the_optimizer_as_it_will_step(parameters, sgd):
     seen = []
     phase = Phase("own", lr=0.8, tune=lambda made: seen.append(rate(made)))

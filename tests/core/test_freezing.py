@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from fl_lightning.core.freezing import batch_norms, frozen, keeping_statistics, only, single_sample, training
+from fl_lightning.core.freezing import (
+    batch_norms,
+    frozen,
+    keeping_state,
+    keeping_statistics,
+    only,
+    single_sample,
+    trainable,
+    training,
+)
 
 
 @pytest.fixture
@@ -73,3 +82,16 @@ def test_batch_norm_that_rests_already_is_not_woken(net):
     with single_sample(layers, 1):
         pass
     assert not layers[0].training
+
+
+def test_keeping_state_puts_weights_and_statistics_back(net):
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with keeping_state(net), torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.add_(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_trainable_are_the_parameters_that_are_not_frozen(net):
+    net.head.bias.requires_grad_(False)
+    assert [id(p) for p in trainable(net.head)] == [id(net.head.weight)]

@@ -187,3 +187,13 @@ def test_masked_weights_survive_a_file_and_share_no_memory(assert_identical):
 def test_masked_weights_refuse_values_that_their_mask_does_not_place():
     with pytest.raises(ValueError, match=r"`values` is \(2,\) but `mask` has 1 active"):
         MaskedWeights(torch.zeros(2), torch.tensor([True, False]))
+
+
+def test_a_tensor_goes_into_a_buffer_and_zeros_where_there_is_none():
+    buffer, means = torch.full((2,), 9.0), ClassMeans(torch.zeros(2, 1), torch.tensor([1, 0]))
+    message = Message(artifacts={"mean": torch.tensor([1.0, 2.0]), "other": means})
+    assert message.copy_to(buffer, "mean")
+    assert buffer.tolist() == [1.0, 2.0]
+    assert not message.copy_to(buffer, "absent")
+    assert buffer.tolist() == [0.0, 0.0]
+    assert not message.copy_to(buffer, "other")

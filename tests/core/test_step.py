@@ -90,6 +90,16 @@ def test_forward_pass_goes_through_the_phases_model(mlp):
     assert torch.equal(Step(bench, Part.whole(X, Y)).forward().logits, method.copy(X))
 
 
+def test_what_a_teacher_tells_is_a_constant_and_leaves_it_as_it_is(conv_net, make_client):
+    client, teacher = make_client(Method(conv_net())).train(), conv_net()
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    told = client.step(X, Y).told_by(teacher)
+    assert not told.logits.requires_grad
+    assert teacher.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    assert torch.equal(told.logits, teacher.eval()(X))
+
+
 def test_pass_of_one_sample_leaves_batch_norm_in_peace(conv_net, make_client):
     client = make_client(Method(conv_net())).train()
     (norm,) = batch_norms(client.method)

@@ -62,6 +62,20 @@ def test_terms_are_the_cross_entropy_the_methods_and_the_extra_ones():
     assert Terms().extra == []
 
 
+def test_a_term_in_the_cross_entropys_place_comes_last_and_is_no_extra_one():
+    """So that the others keep their places, and their names in a state dict."""
+
+    class Own(Term):
+        pass
+
+    terms = Terms([Own()], [HTMLPage2Term(2.0)], instead=Term())
+    assert [term.name for term in terms] == ["cross_entropy", "own", "htmlpage2_term", "term"]
+    assert terms.extra == [terms[2]]
+    assert (terms.has_instead, Terms().has_instead) == (True, False)
+    with pytest.raises(ConfigError, match="each term may occur once only"):
+        Terms(extra=[Own()], instead=Own())
+
+
 # --- forward ----------------------------------------------
 
 

@@ -52,14 +52,6 @@ def test_two_rounds_are_those_of_the_paper(aligned, mlp, make_data, set_up_feder
         torch.testing.assert_close(there, tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_misalignment_by_hand(mlp):
-    """Class 0: (1, 0) and (3, 2) around (2, 0); class 2: (0, 4) around (0, 0). D = 2."""
-    z, y = torch.tensor([[1.0, 0.0], [0.0, 4.0], [3.0, 2.0]]), torch.tensor([0, 2, 0])
-    means = torch.tensor([[2.0, 0.0], [9.0, 9.0], [0.0, 0.0]])
-    assert FedAS(mlp())._misalignment(z, y, means) == (1 / 2 + 5 / 2) / 2 + 16 / 2
-    assert FedAS(mlp(), aligned="means")._misalignment(z, y, means) == 1 / 2 + 16 / 2
-
-
 def test_traces_weigh(mlp, make_client):
     server = make_client(FedAS(mlp())).make_server(Facts(num_clients=3))
     server.setup(Facts(num_clients=3))

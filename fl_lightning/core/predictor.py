@@ -1,0 +1,96 @@
+"""Ways to predict: what a client is tested by, and which headline figures each way gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fl_lightning.models.split import SplitModel
+
+Figure = Literal["Local-T", "Global-T", "Server-T"]
+
+
+class Seen:
+    """A batch that is to be predicted; what several predictors need of it is computed once.
+
+    Args:
+        x: [B, …] inputs.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self._known: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives, computed at the first call with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def z(self, model: SplitModel) -> Tensor:
+        """The embedding [B, D]."""
+        return self.once((id(model), "z"), lambda: model.embed(self.x))
+
+    def logits(self, model: SplitModel) -> Tensor:
+        """The logits [B, C]."""
+        return self.once((id(model), "logits"), lambda: model.head(self.z(model)))
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """One way to predict.
+
+    Args:
+        scores: from a batch to class scores [B, C]; the largest wins.
+        figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
+            scores rest on what travels alone, which is measured, not believed.
+        adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
+        fine_tunes: whether the configuration's fine-tuning does (`core/finetuning.py`); no method says so.
+    """
+
+    scores: Callable[[Seen], Tensor]
+    figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
+    adapts: bool = False
+    fine_tunes: bool = False
+
+
+def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:
+    """The name of the predictor that gives a headline figure; None where there is none.
+
+    Raises:
+        ValueError: if several claim it.
+    """
+    names = [name for name, way in ways.items() if figure in way.figures]
+    if len(names) > 1:
+        raise ValueError(f"{figure} must have one predictor, but {' and '.join(map(repr, names))} claim it")
+    return names[0] if names else None
+
+
+def personal_only(personal: SplitModel | Callable[[Seen], Tensor]) -> dict[str, Predictor]:
+    """The one way to predict of a method that has no global model.
+
+    Args:
+        personal: a model, for its logits, or what gives class scores [B, C].
+    """
+    return {"": Predictor(_scores(personal), ("Local-T", "Global-T"))}
+
+
+def personal_and_global(personal: SplitModel | Callable[[Seen], Tensor], shared: SplitModel) -> dict[str, Predictor]:
+    """Each client's own way to predict, and that of the model that all share, which gives Server-T.
+
+    Args:
+        personal: a model, for its logits, or what gives class scores [B, C].
+        shared: the global model.
+    """
+    return {
+        "personal": Predictor(_scores(personal), ("Local-T", "Global-T")),
+        "global": Predictor(_scores(shared), ("Server-T",)),
+    }
+
+
+def _scores(way: SplitModel | Callable[[Seen], Tensor]) -> Callable[[Seen], Tensor]:
+    return (lambda seen: seen.logits(way)) if isinstance(way, nn.Module) else way  # type: ignore[arg-type]

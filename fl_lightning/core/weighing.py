@@ -1,0 +1,28 @@
+"""A server that believes what clients say of how much they count."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.core.message import Message
+from fl_lightning.core.server import Server
+
+
+class SelfWeighingServer(Server):
+    """Weighs each client in the mean by a number that it sends; one below 0 counts as 0.
+
+    Args:
+        initial: as the base's.
+        weighed_by: name of the artifact that is the number, a scalar tensor.
+    """
+
+    def __init__(self, initial: Message, weighed_by: str) -> None:
+        super().__init__(initial)
+        self.weighed_by = weighed_by
+
+    @override
+    def weight_of(self, message: Message) -> float:
+        number = message.artifacts[self.weighed_by]
+        assert isinstance(number, Tensor)
+        return max(float(number), 0.0)
