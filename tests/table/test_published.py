@@ -30,6 +30,7 @@ TABLES = {
     "fedproto/tables/lambda.yaml": (6, 1, 0),
     "niid_bench/tables/flower.yaml": (24, 3, 20),
     "leaderboard/tables/digits.yaml": (112, 5, 0),
+    "leaderboard/tables/fashionmnist.yaml": (56, 5, 0),
     "tables/quickstart.yaml": (4, 3, 0),
 }
 
@@ -71,7 +72,8 @@ def test_cells_and_published_figures(file):
         if table.figure(row, column, name) is not None
     }
     assert printed <= there
-    assert bool(table.source) == (file not in ("tables/quickstart.yaml", "leaderboard/tables/digits.yaml"))
+    ours = ("tables/quickstart.yaml", "leaderboard/tables/digits.yaml", "leaderboard/tables/fashionmnist.yaml")
+    assert bool(table.source) == (file not in ours)
 
 
 def test_every_row_and_every_column_resolves():
