@@ -43,6 +43,12 @@ class Choice:
     rounds: int | None = None
     overrides: tuple[str, ...] = ()
 
+    @property
+    def laid_over(self) -> tuple[str, ...]:
+        """What the command line changes in every run."""
+        rounds = () if self.rounds is None else (f"--federation.rounds={self.rounds}",)
+        return (*rounds, *self.overrides)
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -136,8 +142,7 @@ def _cells(table: Definition, choice: Choice) -> Iterator[Cell]:
             if not wanted or left_out:
                 continue
             options = [word for overlay in _overlays(table, row, column) for word in overlay.words()]
-            rounds = [] if choice.rounds is None else [f"--federation.rounds={choice.rounds}"]
-            options += [*rounds, *choice.overrides]
+            options += choice.laid_over
             config = _resolved(options, row, column)
             for seed in choice.seeds or table.seeds:
                 own = (*options, f"--seed={seed}")
@@ -166,7 +171,7 @@ def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list
     """Pairs of cells of two columns that are one run because of the command line's options, and two without them."""
     first: dict[tuple[str, Path], Cell] = {}
     pairs = []
-    for cell in cells if choice.overrides else ():
+    for cell in cells if choice.laid_over else ():
         other = first.setdefault((cell.row.name, cell.folder), cell)
         if other.column is not cell.column and _differ(table, choice, cell, other):
             pairs.append((other, cell))
@@ -175,7 +180,7 @@ def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list
 
 def _differ(table: Definition, choice: Choice, *cells: Cell) -> bool:
     """Whether cells are different runs as the table's file has them."""
-    plain = replace(choice, rows=(cells[0].row.name,), seeds=(cells[0].seed,), overrides=())
+    plain = replace(choice, rows=(cells[0].row.name,), seeds=(cells[0].seed,), rounds=None, overrides=())
     of_columns = [cells_of(table, replace(plain, columns=(cell.column.name,))) for cell in cells]
     return len({cell.folder for own in of_columns for cell in own}) > 1
 

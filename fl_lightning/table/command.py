@@ -67,6 +67,9 @@ def table(argv: Sequence[str], command: Command) -> int:
     if options.dry_run:
         _forecast(console, distinct(shard), options.jobs)
         return 0
+    if choice.laid_over:  # whoever reads the table must know that its runs are not the file's
+        said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
+        definition = replace(definition, note=f"{definition.note.strip()} {said}".strip())
     folder = choice.output / "tables" / definition.name
     missing = _without_data(shard)
     left = [cell for cell in shard if cell.column.name not in missing]

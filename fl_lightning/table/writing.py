@@ -80,7 +80,8 @@ def _explained(table: Definition, values: Values) -> list[str]:
     said = f"Means of {runs} seed{many}; ± over seeds (sample deviation), in parentheses over clients."
     if any(value.published for value in values.values()):
         over = f", ± over {table.spread}" if table.spread else ""
-        said += f" In brackets: published ({in_markdown(table.source)}){over}, and ours minus that."
+        source = f" ({in_markdown(table.source)})" if table.source else ""
+        said += f" In brackets: published{source}{over}, and ours minus that."
     figures = sorted({str(figure) for column in table.columns for figure in column.figures.values()})
     own = [(row, figure) for row in table.rows for figure in (row.figure, *row.figures.values()) if figure]
     figures += sorted({f"{figure} ({in_markdown(row.name)})" for row, figure in own})

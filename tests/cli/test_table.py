@@ -76,7 +76,8 @@ def test_a_table_from_one_command(place):
     assert "[50.5 ± 1; " in text
     assert "## Ranking by Digits received" in text
     assert (place.path / f"runs/tables/{place.path.name}-small/ranking.csv").read_text().count("\n") == 3
-    assert "nowhere, Table 1" in text
+    assert "published (nowhere, Table 1), ± over seeds, and ours" in text
+    assert "Every run was started" not in text
     tex = (place.path / f"runs/tables/{place.path.name}-small/table.tex").read_text()
     assert tex.count(r"\\") == 4  # the head, two methods, one line of what was published
     assert tex.count("&") == 16
@@ -124,6 +125,7 @@ def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
     place.write("tables/small.yaml", text)
     code, out, err = place.call("table", "tables/small.yaml", "--seeds", "0", "--jobs", "2", "--rounds", "1")
     assert code == 1, err + out
+    assert "Every run was started with --federation.rounds=1 over what the file says." in out
     assert "column MNIST: " in out
     assert "train-images-idx3-ubyte" in out
     assert "FedBN, Digits, seed 0: " in out
@@ -159,10 +161,11 @@ def test_columns_that_the_command_line_makes_the_same_are_refused_and_never_show
         "rows:", "  Longer:\n    figures: {late: Global-T.last}\n    set: {federation.rounds: 3}\nrows:"
     )
     place.write("tables/both.yaml", both)
-    code, out, err = place.call("table", "tables/both.yaml", "--seeds", "0", "--federation.rounds", "1")
-    assert code == 2
-    assert not out
-    assert "turn the columns Digits and Longer into the same run; say which with --columns" in err
+    for option in ("--federation.rounds", "--rounds"):
+        code, out, err = place.call("table", "tables/both.yaml", "--seeds", "0", option, "1")
+        assert code == 2
+        assert not out
+        assert "turn the columns Digits and Longer into the same run; say which with --columns" in err
     chosen = ("--seeds", "0", "--only", "FedAvg", "--columns", "Longer", "--federation.rounds", "1")
     code, out, err = place.call("table", "tables/both.yaml", *chosen)
     assert code == 0, err + out

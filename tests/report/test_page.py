@@ -285,6 +285,12 @@ def test_stand_ins_are_replaced_everywhere():
     assert bundle.filled({"a": ["$x", {"b": "$x"}], "c": "x"}, {"$x": 1}) == {"a": [1, {"b": 1}], "c": "x"}
 
 
+@pytest.mark.parametrize(("rounds", "ticks"), [(2, [1, 2]), (3, [1, 2, 3]), (4, None)])
+def test_a_short_run_has_no_ticks_between_its_rounds(tmp_path, rounds, ticks):
+    figure = next(accuracies(lines_of(make_run(tmp_path / "run", rounds=rounds))))
+    assert figure.spec["encoding"]["x"]["axis"].get("values") == ticks
+
+
 # --- in a browser ---------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ ACCURACIES = {
     "Server-T": "The global model on all clients' test samples, where the method has one.",
 }
 FEW_POINTS = 30  # lines of so many points show them
+LEAST_ROUNDS = 3  # between the first and the last, for ticks to be chosen by the library
 COSTED_POINTS = 60  # of a line over communication, whose points can each be hovered over
 HEIGHT = 260
 
@@ -283,7 +284,12 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
             "tooltip": [{"field": name, "type": "nominal"} for name in ("x", *groups)],
         },
     }
-    axis = {"tickMinStep": 1, "format": "d"}
+    axis: Spec = {"tickMinStep": 1, "format": "d"}
+    rounds = sorted(set(rows.columns["x"]))
+    if (
+        rounds and rounds[-1] - rounds[0] < LEAST_ROUNDS
+    ):  # else there would be ticks between them, under the same numbers
+        axis["values"] = rounds
     spec: Spec = {
         "width": WHOLE,
         "height": HEIGHT,
