@@ -34,6 +34,7 @@ from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
+from fl_lightning.federation.threads import choose_threads
 from fl_lightning.files import WriteError, read_json, write_json, write_text
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
@@ -95,6 +96,8 @@ class BuiltExperiment:
             folder=None if in_memory else self.folder,
             identity=self.identity,
         )
+        if self.loop.settings.threads is None:
+            choose_threads(self.loop.runner.modules, self.data.store, self.data.batch_size)
 
     def _say_whose_optimizer(self) -> None:
         """Say so where the section `optimizer` says something that a model's own optimizer overrules."""
