@@ -202,7 +202,8 @@ def _fit_and_show(
         saved = (
             f", which is saved; continue with\n  {again}" if loop.checkpoints is not None else f"; {experiment.advice}"
         )
-        console.print(f"stopped after round {done}{saved}", soft_wrap=True)
+        where = f"after round {done}{saved}" if done else f"before round 1; start with\n  {again}"
+        console.print(f"stopped {where}", soft_wrap=True)
         return code
     draw_run(experiment.folder, experiment.data, summary)
     print_summary(summary, console, places(experiment.recorder.loggers))

@@ -166,6 +166,9 @@ class BuiltExperiment:
         settings = self.loop.settings
         in_turn = settings.exchange is not None and settings.exchange.in_turn
         participants = max(1, int(settings.participation * self.data.num_clients))
+        devices, samples = self.trainer.get("devices"), self.data.batch_size
+        rule = f"must be at most data.batch_size ({samples}), over which they share a mini-batch"
+        require(not isinstance(devices, int) or devices <= samples, "trainer.devices", rule, devices)
         return plan(settings.workers, settings.threads, participants, self.trainer, in_turn)
 
     def _prepare(self, resume: str | None, overwrite: bool, loggers: Loggers) -> None:
@@ -309,6 +312,7 @@ def stop_on_signals(loop: FederatedLoop, numbers: tuple[int, ...]) -> StopSignal
     def ask(number: int) -> None:
         loop.stop(number)
         done = "saved" if loop.checkpoints is not None else "done"
-        say(f"stopping once round {loop.round + 1} is {done}; again to stop at once")
+        when = f"once round {loop.round + 1} is {done}" if loop.participants else f"before round {loop.round + 1}"
+        say(f"stopping {when}; again to stop at once")
 
     return StopSignals(ask, stop_at_once, numbers)

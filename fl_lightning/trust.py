@@ -87,8 +87,8 @@ class Trust:
         if self.own and not given and module not in self.announced and is_first_process():
             self.announced.add(module)
             say(f"fl-lightning: imports your own module {module} for {key}")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # where a user's modules lie
+        if os.getcwd() not in sys.path:  # where a user's modules lie; last, so that none there replaces a package
+            sys.path.insert(0 if self.own else len(sys.path), os.getcwd())
 
 
 def import_name(path: str, key: str = "class_path") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -48,12 +49,14 @@ def run_audit(
     """
     require(images >= 0, "audit --images", "must be >= 0", images)
     require(attack.steps >= 1, "audit --steps", "must be >= 1", attack.steps)
-    require(attack.lr is None or attack.lr > 0, "audit --lr", "must be > 0", attack.lr)
+    moves = attack.lr is None or 0 < attack.lr < math.inf
+    require(moves, "audit --lr", "must be > 0 and finite", attack.lr)
     smooth = 0 <= attack.variation < math.inf
     require(smooth, "audit --variation", "must be >= 0 and finite", attack.variation)
     require(0 <= noise < math.inf, "audit --noise", "must be >= 0 and finite", noise)
     require(canaries == 0 or canaries >= 20, "audit --canaries", "must be >= 20, or 0 for no such audit", canaries)
     require(images + canaries > 0, "audit", "there is nothing to do without images and canaries")
+    _check_output(output)
     trust = Trust() if trust is None else trust
     found: list[Inversion] = []
     truth: Victim | None = None
@@ -75,6 +78,13 @@ def run_audit(
     write_page(said, None if truth is None else truth.images, found, output / "index.html")
     write_text(output / "audit.json", json.dumps(said, indent=2) + "\n")
     return said
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a folder that cannot be written to before minutes of searching; nothing is made yet."""
+    there = next((path for path in (output, *output.parents) if path.exists()), output)
+    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    require(writable, "audit --output", f"{there} is no folder that can be written to", str(output))
 
 
 def _experiment(run: Path, trust: Trust) -> BuiltExperiment:

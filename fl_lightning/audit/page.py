@@ -111,7 +111,10 @@ def draw_curves(found: Sequence[Inversion], path: Path) -> Path:
     axes.set_ylabel("PSNR, dB", color=INK)
     axes.grid(color=GRID, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    add_legend(axes, list(lines.values()), list(lines), fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if lines:
+        add_legend(axes, list(lines.values()), list(lines), fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axes.set_title("nothing was sent that could be followed", color=INK, fontsize=10)
     return save(figure, path)
 
 

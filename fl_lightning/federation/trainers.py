@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
-from fl_lightning.federation.launch import gpu_here, num_devices
+from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
 
 
 def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
@@ -41,6 +41,8 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     precision = _precision(flags.get("precision"), accelerator)
     try:
         trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
+    except ConfigError:
+        raise
     except Exception as error:  # whatever Lightning refuses: a type, a range, an extra that is not installed
         named = next((name for name in flags if re.search(rf"\b{name}\b", str(error))), None)
         raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
@@ -149,8 +151,9 @@ def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of a Trainer in one of several processes: its own device, or all of them for one fit.
 
     Raises:
-        ConfigError: for a strategy that cannot share a fit.
+        ConfigError: for a strategy that cannot share a fit, or machines that nobody has started.
     """
+    _check_nodes(flags)
     if num_devices(flags) > 1:
         allowed = flags.get("strategy", "auto") in ("auto", "ddp")
         require(allowed, "trainer.strategy", "must be ddp where trainer.devices is above 1", flags.get("strategy"))
@@ -162,6 +165,15 @@ def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
     together = dist.is_available() and dist.is_initialized()
     on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     return {"plugins": plugins, **({"devices": [gpu_here()]} if together and on_gpu else {})}
+
+
+def _check_nodes(flags: Mapping[str, Any]) -> None:
+    """Refuse machines for which every fit would wait for half an hour."""
+    asked, several = flags.get("num_nodes") or 1, num_devices(flags) > 1
+    nodes = started_outside()[1] if several else 1
+    rule = f"must be the machines of the run ({nodes})" if several else "must be 1: a client's fit has one machine"
+    more = "torchrun or SLURM start federation.workers on several"
+    require(asked in (1, nodes), "trainer.num_nodes", f"{rule}; {more}", asked)
 
 
 class UnwrappedDDP(DDPStrategy):

@@ -194,6 +194,7 @@ def test_other_images_are_not_compared(run_folder, tmp_path):
         ({"canaries": 3}, "audit --canaries"),
         ({"attack": Attack(0)}, "audit --steps"),
         ({"attack": Attack(1, lr=0.0)}, "audit --lr"),
+        ({"attack": Attack(1, lr=math.inf)}, "audit --lr"),
         ({"attack": Attack(1, variation=math.nan)}, "audit --variation"),
     ],
 )
@@ -201,6 +202,22 @@ def test_bad_options_are_refused(options, key, run_folder, tmp_path):
     with pytest.raises(ConfigError, match=rf"^{key}: "):
         run_audit([run_folder("run")], tmp_path / "audit", **{"attack": Attack(1), **options})
     assert not (tmp_path / "audit").exists()
+
+
+def test_folder_that_cannot_be_written_to_is_refused_before_the_search(run_folder, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"^audit --output: .*notes\.txt is no folder that can be written to"):
+        run_audit([run_folder("run")], file / "audit", Attack(10**6))
+    assert file.read_text() == "mine"
+
+
+def test_method_that_sends_nothing_is_shown_as_one_that_gives_nothing_away(run_folder, tmp_path):
+    said = run_audit([run_folder("run", "--method=Local")], tmp_path / "audit", Attack(1), images=1)
+    (own,) = said["inversion"]
+    assert (own["label"], own["attacked_values"], own["psnr"]) == ("Local (run)", 0, None)
+    assert "nothing was sent that it could follow" in (tmp_path / "audit" / "index.html").read_text()
+    assert (tmp_path / "audit" / "psnr.png").exists()
 
 
 def test_step_that_cannot_be_followed_is_said(run_folder, tmp_path):

@@ -70,6 +70,29 @@ def test_signal_stops_a_run_that_then_goes_on_bit_for_bit(workplace, straight, s
     assert code == 0, out + err
 
 
+EARLY = """\
+import os
+import signal
+
+from fl_lightning.federation.callbacks import FederationCallback
+
+
+class Early(FederationCallback):
+    def on_run_start(self, loop):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_signal_before_the_first_round_says_that_there_is_none(workplace):
+    workplace.write("early.py", EARLY)
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", "--federation.callbacks", "[early.Early]")
+    assert code == 143, err
+    assert err.splitlines()[-1] == "stopping before round 1; again to stop at once"
+    told = "stopped before round 1; start with\n  fl-lightning fit --config runs/run/config.yaml --resume auto\n"
+    assert out.endswith(told)
+    assert not list((workplace.run / "checkpoints").glob("*.ckpt"))
+
+
 def test_second_signal_ends_at_once_with_its_own_code(workplace):
     run = started(workplace, *SLOW)
     run.signal(signal.SIGTERM)

@@ -1,6 +1,9 @@
 """Which classes a configuration may name, and what is imported and called for it."""
 
+import importlib.machinery
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -123,6 +126,17 @@ def test_whoever_reads_a_run_may_trust_a_package(monkeypatch, tmp_path):
     tree = with_class("optimizer", {"class_path": "mine_alone.Mine"})
     assert "--trust mine_alone" in message(tree, Trust(("mine",)))
     assert resolve(tree, Trust(("mine_alone",)))["optimizer"]["class_path"] == "mine_alone.Mine"
+
+
+def test_who_trusts_one_package_imports_no_other_of_the_folder_that_one_is_in(monkeypatch, tmp_path):
+    """A file that is called like a library would run as soon as that is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine_beside.py").write_text("from torch.optim import SGD\n\n\nclass Mine(SGD):\n    pass\n")
+    (tmp_path / "opacus.py").write_text(EVIL)
+    resolve(with_class("optimizer", {"class_path": "mine_beside.Mine"}), Trust(("mine_beside",)))
+    found = importlib.machinery.PathFinder.find_spec("opacus")
+    assert tmp_path not in Path(found.origin).parents
 
 
 @pytest.mark.parametrize(("key", "value", "named"), DATA, ids=[named for *_, named in DATA])

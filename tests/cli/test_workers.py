@@ -207,7 +207,11 @@ def test_failure_in_a_worker_shows_its_error(workplace):
         ),
         (
             ["--trainer.devices", "2", "--trainer.strategy", "fsdp"],
-            "trainer.strategy: must be ddp where trainer.devices is above 1, got 'fsdp'",
+            "error: trainer.strategy: must be ddp where trainer.devices is above 1, got 'fsdp'",
+        ),
+        (
+            ["--trainer.devices", "65"],
+            "trainer.devices: must be at most data.batch_size (64), over which they share a mini-batch, got 65",
         ),
         ([*TWO, "--data.num_clients", "2000"], "data.num_clients: must be at most 89"),
         ([*TWO, "--trainer.precision", "16-mixed"], "trainer.precision"),

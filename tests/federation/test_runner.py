@@ -165,6 +165,12 @@ def test_flag_that_lightning_refuses_is_refused(flags):
         make_trainer({"accelerator": "cpu", **flags})
 
 
+@pytest.mark.parametrize(("devices", "rule"), [(1, "must be 1: "), (2, r"must be the machines of the run \(1\); ")])
+def test_machines_that_nobody_has_started_are_refused_instead_of_waited_for(devices, rule):
+    with pytest.raises(ConfigError, match=rf"^trainer\.num_nodes: {rule}.*torchrun or SLURM.*got 2$"):
+        make_trainer({"accelerator": "cpu", "devices": devices, "num_nodes": 2})
+
+
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"lr": 0.1, "momentum": -1}])
 def test_optimizer_that_torch_refuses_is_refused_before_training(mlp, sgd, set_up_federation, options):
     with pytest.raises(ConfigError, match="optimizer"):
