@@ -174,6 +174,25 @@ def test_models_that_are_damaged_or_code_are_left_out(tmp_path, capsys, content)
     assert "harm" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("head", "last"),
+    [
+        (("model.head.weight",), "model.head.weight"),
+        (("model.head.1.weight",), "model.head.1.weight"),  # a dropout before it, as in FedProto's network
+        (("model.head.0.weight", "model.head.3.weight"), "model.head.3.weight"),
+        (("model.head.classifier.weight", "terms.old.teacher.head.weight"), "model.head.classifier.weight"),
+        (("model.head.1.weight", "personal_head.weight"), "model.head.1.weight"),
+    ],
+)
+def test_classification_layer_is_the_last_of_the_own_head(tmp_path, head, last):
+    run = make_run(tmp_path / "run")
+    (run / "models").mkdir()
+    state = {name: torch.full((3, 4), float(place)) for place, name in enumerate(head)}
+    state |= {"model.head.0.bias": torch.zeros(3), "overhead.weight": torch.ones(3, 4)}
+    save_tensors(run / "models" / "00000.pt", state)
+    assert heads_of(read_run(run, "test")).own[0].tolist() == state[last].tolist()
+
+
 # --- the document ---------------------------------------------------------------------------------------------------
 
 

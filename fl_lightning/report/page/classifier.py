@@ -16,8 +16,8 @@ from fl_lightning.report.page.partition import class_counts
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
-HEAD = "head.weight"
-"""End of the name of the classification layer's weights, [C, D]."""
+HEAD = re.compile(r"(.*?\.)??head\.(.+\.)?weight")
+"""Names of weights in a model's head, whose last matrix is the classification layer's, [C, D]."""
 MOST_CLASSES = 100  # of a heat map
 MOST_MODELS = 100  # clients whose models are read
 MOST_WEIGHTS = 10**7  # of a layer that is read; a file of a hundred bytes can claim any number
@@ -178,8 +178,12 @@ def _soft_labels(message: Mapping[str, Any]) -> np.ndarray | None:
 
 
 def _head(state: Mapping[str, Any]) -> np.ndarray | None:
-    names = sorted((name for name in state if isinstance(name, str) and name.endswith(HEAD)), key=len)
-    return _matrix(state[names[0]]) if names else None
+    found = [(HEAD.fullmatch(name), value) for name, value in state.items() if isinstance(name, str)]
+    layers = [(match[1] or "", value) for match, value in found if match and getattr(value, "ndim", 0) == 2]
+    if not layers:
+        return None
+    whose = min((place for place, _ in layers), key=len)  # the model's own; a term may carry another one along
+    return _matrix([value for place, value in layers if place == whose][-1])
 
 
 def _matrix(value: Any) -> np.ndarray | None:
