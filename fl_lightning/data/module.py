@@ -213,7 +213,9 @@ class FederatedData:
         own = vars(self.partition).items()
         numbers = [f"{k}={v}" for k, v in own if type(v) in (int, float) and not k.startswith("_")]
         partition = type(self.partition).__name__ + (f"({', '.join(numbers)})" if numbers else "")
-        return f"{type(self.dataset).__name__}, {partition}, {self.num_clients} clients, seed {seed}"
+        inside = [type(value).__name__ for value in vars(self.dataset).values() if isinstance(value, Dataset)]
+        dataset = type(self.dataset).__name__ + (f"({', '.join(inside)})" if inside else "")
+        return f"{dataset}, {partition}, {self.num_clients} clients, seed {seed}"
 
     def partition_record(self) -> dict[str, Any]:
         """Who holds what, in plain lists and numbers, for ``partition.json``; not of a `Population`."""

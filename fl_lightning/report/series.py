@@ -12,8 +12,8 @@ from fl_lightning.report.colours import DASHES, PALETTE, colours_of
 from fl_lightning.report.record import Row
 from fl_lightning.report.recorded_run import RecordedRun, class_name
 
-_SETTING = ("dataset", "partition", "num_clients", "split", "test_fraction", "validation_fraction", "evaluate_on")
-"""Keys of ``data`` that make two runs' figures comparable."""
+_USUAL = {"split": "holdout", "test_fraction": 0.25, "validation_fraction": 0.0, "evaluate_on": "test", "shift": None}
+"""Keys of ``data``, beside data set, partition and clients, that make two runs' figures comparable, by their default."""
 _NAMED_KEYS = 3  # at most so many keys say how two lines of one method differ
 
 
@@ -138,11 +138,10 @@ def _setting(member: Member) -> str:
         said = member.run.partition
         return ", ".join(str(said[key]) for key in ("dataset", "partition") if key in said) or "unknown data"
     parts = [_shown(data.get("dataset")), _shown(data.get("partition")), f"{data.get('num_clients')} clients"]
-    usual = {"split": "holdout", "validation_fraction": 0.0, "evaluate_on": "test"}
-    for key in _SETTING[3:]:
+    for key, usual in _USUAL.items():
         value = data.get(key)
-        if value is not None and value != usual.get(key, value):
-            parts.append(f"{key} {value}")
+        if value is not None and value != usual:
+            parts.append(f"{key} {_shown(value) if isinstance(value, Mapping) else value}")
     return ", ".join(part for part in parts if part)
 
 
@@ -151,7 +150,8 @@ def _shown(node: Any) -> str:
     arguments = node.get("init_args") if isinstance(node, Mapping) else None
     given = arguments if isinstance(arguments, Mapping) else {}
     hidden = ("root", "download")
-    told = [f"{k}={v}" for k, v in given.items() if k not in hidden and isinstance(v, (bool, int, float, str))]
+    nested = {k: _shown(v) if isinstance(v, Mapping) else v for k, v in given.items()}  # what a sample is drawn from
+    told = [f"{k}={v}" for k, v in nested.items() if k not in hidden and isinstance(v, (bool, int, float, str))]
     return class_name(node) + (f"({', '.join(told)})" if told else "")
 
 

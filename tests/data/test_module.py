@@ -8,6 +8,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
+from fl_lightning.data.sample import Sample
 
 
 class Made(Dataset):
@@ -149,3 +150,5 @@ def test_one_client_with_one_sample_is_a_federation(make_arrays):
 def test_title_names_data_partition_and_seed():
     data = FederatedData(Digits(), Dirichlet(beta=0.5, min_samples=5), num_clients=4)
     assert data.title(3) == "Digits, Dirichlet(beta=0.5, min_samples=5), 4 clients, seed 3"
+    data = FederatedData(Sample(Digits(), 300), IID(), num_clients=4)
+    assert data.title(3) == "Sample(Digits), IID, 4 clients, seed 3"

@@ -120,6 +120,15 @@ def test_nobody_is_compared_with_another_partition(tmp_path):
     assert list(hurt(lines_of(a, b))) == []
 
 
+def test_nobody_is_hurt_by_a_shift_that_the_other_run_has_not(comparison):
+    shifted, other, *alone = comparison
+    config = json.loads((shifted / "config.yaml").read_text())
+    config["data"]["shift"] = {"class_path": "data.NoiseSkew", "init_args": {"std": 0.5}}
+    (shifted / "config.yaml").write_text(json.dumps(config))
+    (figure,) = hurt(lines_of(shifted, other, *alone))
+    assert {row["seed"] for row in figure.rows(lines_of(shifted, other, *alone))} == {1}
+
+
 def test_worst_tenth_of_twenty_clients_is_two(tmp_path):
     lines = lines_of(make_run(tmp_path / "a", clients=20))
     (figure,) = spread(lines)

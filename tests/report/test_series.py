@@ -53,6 +53,22 @@ def test_other_data_is_another_setting():
     assert one.dash == two.dash == 0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("shift", {"class_path": "NoiseSkew", "init_args": {"std": 0.3}}, "shift NoiseSkew(std=0.3)"),
+        ("dataset", {"class_path": "Sample", "init_args": {"dataset": {"class_path": "x.MNIST"}, "samples": 9}},
+         "Sample(dataset=MNIST, samples=9)"),
+    ],
+)  # fmt: skip
+def test_a_shift_and_what_a_sample_is_drawn_from_are_of_the_setting(key, value, named):
+    plain, other = member("Local"), member("B")
+    other.run.config["data"][key] = value
+    one, two = series_of([plain, other])
+    assert named in two.setting
+    assert one.setting != two.setting
+
+
 def test_color_of_a_method_does_not_depend_on_the_others():
     names = [f"method {place}" for place in range(40)]
     alone = {name: colours_of([name])[name] for name in names}

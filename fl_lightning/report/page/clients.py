@@ -185,14 +185,15 @@ def both_moments(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
-    """Each client's accuracy minus that of the model that it trains alone, where such a run has the same partition."""
-    alone = {run.partition_hash: run for line in lines for run in line.runs if run.partition_hash and is_silent(run)}
+    """Each client's accuracy minus that of the model that it trains alone, where such a run has the same samples."""
+    silent = [(line.setting, run) for line in lines for run in line.runs if run.partition_hash and is_silent(run)]
+    alone = {(setting, run.partition_hash): run for setting, run in silent}  # a shift is no part of the hash
     rows, facts = Rows("s", "pick", "seed", "client", "x", "own", "alone"), []
     for moment, column in enumerate(MOMENTS):
         for place, line in enumerate(lines):
             below = total = 0
             for run in line.runs:
-                other = alone.get(run.partition_hash)
+                other = alone.get((line.setting, run.partition_hash))
                 if other is None or is_silent(run):
                     continue
                 own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
