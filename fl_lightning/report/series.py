@@ -13,7 +13,7 @@ from fl_lightning.report.record import Row
 from fl_lightning.report.recorded_run import RecordedRun, class_name
 
 _USUAL = {"split": "holdout", "test_fraction": 0.25, "validation_fraction": 0.0, "evaluate_on": "test", "shift": None}
-"""Keys of ``data``, beside data set, partition and clients, that make two runs' figures comparable, by their default."""
+"""Keys of ``data`` beside data set, partition and clients that make two runs' figures comparable: their defaults."""
 _NAMED_KEYS = 3  # at most so many keys say how two lines of one method differ
 
 
