@@ -59,7 +59,8 @@ class Phase:
         resting: submodules whose batch norm rests: it uses its running statistics and leaves them as they are.
         parts: name -> submodules; each part has an optimizer of its own, and `Step.descend` names the ones that step.
             None is one part for all that is trained.
-        settings: part -> options of its optimizer, by their names in it (``lr``, ``weight_decay``, …).
+        settings: part -> options of its optimizer, by their names in it (``lr``, ``weight_decay``, …); None leaves one
+            as it is.
         optimizer: makes the optimizers; None takes the configuration's.
         lr: learning rate before any decay from round to round; None takes the optimizer's own.
         tune: changes an optimizer that has been made.
@@ -72,7 +73,7 @@ class Phase:
     through: str = "model"
     resting: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
-    settings: Mapping[str, Mapping[str, float]] | None = None
+    settings: Mapping[str, Mapping[str, float | None]] | None = None
     optimizer: OptimizerFactory | None = None
     lr: float | None = None
     tune: Callable[[Optimizer], None] | None = None
@@ -129,10 +130,10 @@ class Fit:
         make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
         assert make is not None, "a method outside a federation has no optimizer"
         optimizer = make(parameters)
-        lr = phase.lr if lr is None and phase is not None else lr
-        settings = {} if phase is None or phase.settings is None else phase.settings.get(part, {})
+        own = {"lr": phase.lr if lr is None and phase is not None else lr}
+        own |= {} if phase is None or phase.settings is None else phase.settings.get(part, {})
         for group in optimizer.param_groups:
-            group.update({} if lr is None else {"lr": lr}, **settings)
+            group.update({option: value for option, value in own.items() if value is not None})
             group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
         if phase is not None and phase.tune is not None:
             phase.tune(optimizer)

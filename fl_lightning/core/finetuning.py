@@ -89,11 +89,8 @@ def train_copy(
         epochs: passes over the training part.
         lr: learning rate; None takes the optimizer's own, before any decay.
     """
-
-    def loss(step: Step) -> Tensor:
-        return step.values(step.forward(), [method.terms.cross_entropy])["cross_entropy"]
-
-    train_outside(method, data, parameters, epochs, loss, partial(method.fit.make_optimizer, decays=False, lr=lr))
+    make_optimizer = partial(method.fit.make_optimizer, decays=False, lr=lr)
+    train_outside(method, data, parameters, epochs, lambda step: step.task_loss(step.forward()), make_optimizer)
 
 
 def train_outside(

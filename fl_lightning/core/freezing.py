@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def trainable(part: nn.Module) -> list[nn.Parameter]:
     """A part's parameters that are trained at all."""
     return [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+
+def frozen_copy(part: nn.Module) -> Any:
+    """A copy of a part, that does not learn: a teacher, or what came in."""
+    return copy.deepcopy(part).requires_grad_(False)
 
 
 @contextmanager

@@ -70,6 +70,9 @@ class OwnData(Protocol):
     def collected(self) -> Collected:
         """The whole training part through the model in eval mode, without gradients; once for all that ask."""
 
+    def risk(self) -> Tensor:
+        """The model's mean cross-entropy on the validation part, or where there is none on the training part."""
+
     def pixel_mean_and_std(self) -> tuple[Tensor, Tensor]:
         """What takes a batch of images back to [0, 1], as ``x * std + mean``: [1, C, 1, 1] each.
 

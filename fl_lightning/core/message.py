@@ -250,6 +250,10 @@ class Message:
         """Values and bytes really sent."""
         return Size(self.num_params, self.num_bytes)
 
+    def without_weights(self) -> Message:
+        """The same message for who keeps its own weights."""
+        return replace(self, weights={})
+
     def copy_to(self, buffer: Tensor, name: str) -> bool:
         """Put an artifact that is a plain tensor into a buffer, zeros where there is none.
 

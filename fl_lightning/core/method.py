@@ -10,11 +10,13 @@ from torch import nn
 
 from fl_lightning.core.division import division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.host import OwnData
 from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.personal import personal_and_global, personal_copy, personal_only
 from fl_lightning.core.precision import Wide
-from fl_lightning.core.predictor import Figure, Predictor, Seen, headline, personal_and_global, personal_only
-from fl_lightning.core.server import Server
+from fl_lightning.core.predictor import Figure, Predictor, Seen, headline
+from fl_lightning.core.server import Server, uniform_mean
 from fl_lightning.core.step import Step
 from fl_lightning.core.term import Term, Terms
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Facts",
     "Figure",
+    "Forward",
     "Message",
     "Method",
     "OwnData",
@@ -37,7 +40,9 @@ __all__ = [
     "Term",
     "headline",
     "personal_and_global",
+    "personal_copy",
     "personal_only",
+    "uniform_mean",
 ]
 
 

@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fl_lightning.core.devices import Part
 from fl_lightning.core.freezing import training
 from fl_lightning.core.host import Collected
+from fl_lightning.core.precision import widened
 from fl_lightning.core.step import Bench, Step
 
 
@@ -66,6 +68,16 @@ class BoundData:
                 z = torch.cat([z for z, _ in rows])
                 self._collected = Collected(z, model.head(z), torch.cat([y for _, y in rows]))
         return self._collected
+
+    def risk(self) -> Tensor:
+        """The model's mean cross-entropy on the validation part, or where there is none on the training part."""
+        method = self._bench.method
+        part: Literal["train", "validation"] = "validation"
+        if next(self.batches("validation"), None) is None:
+            part = "train"
+        with training(method, False), torch.no_grad():
+            losses = [F.cross_entropy(widened(method.model(x)), y, reduction="none") for x, y in self.batches(part)]
+        return torch.cat(losses).mean()
 
     def pixel_mean_and_std(self) -> tuple[Tensor, Tensor]:
         """What takes a batch of images back to [0, 1], as ``x * std + mean``: [1, C, 1, 1] each.

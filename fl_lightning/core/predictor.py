@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
@@ -68,29 +68,3 @@ def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:
     if len(names) > 1:
         raise ValueError(f"{figure} must have one predictor, but {' and '.join(map(repr, names))} claim it")
     return names[0] if names else None
-
-
-def personal_only(personal: SplitModel | Callable[[Seen], Tensor]) -> dict[str, Predictor]:
-    """The one way to predict of a method that has no global model.
-
-    Args:
-        personal: a model, for its logits, or what gives class scores [B, C].
-    """
-    return {"": Predictor(_scores(personal), ("Local-T", "Global-T"))}
-
-
-def personal_and_global(personal: SplitModel | Callable[[Seen], Tensor], shared: SplitModel) -> dict[str, Predictor]:
-    """Each client's own way to predict, and that of the model that all share, which gives Server-T.
-
-    Args:
-        personal: a model, for its logits, or what gives class scores [B, C].
-        shared: the global model.
-    """
-    return {
-        "personal": Predictor(_scores(personal), ("Local-T", "Global-T")),
-        "global": Predictor(_scores(shared), ("Server-T",)),
-    }
-
-
-def _scores(way: SplitModel | Callable[[Seen], Tensor]) -> Callable[[Seen], Tensor]:
-    return (lambda seen: seen.logits(way)) if isinstance(way, nn.Module) else way  # type: ignore[arg-type]

@@ -192,6 +192,11 @@ class Server:
             self.optimizer.load_state_dict(state["server_optimizer"])
 
 
+def uniform_mean(method: Any, initial: Message, facts: Facts) -> Server:
+    """A server that weighs all participants alike: what a method can say as ``make_server = uniform_mean``."""
+    return Server(initial, weighting="uniform")
+
+
 class TrainingServer(Server, ABC):
     """A server with a network of its own, which it trains on what a round's participants sent.
 

@@ -208,6 +208,11 @@ class Step:
         with bench.machine.wide():
             return {name: widened(term(method, wide)) for name, term in named}
 
+    def task_loss(self, out: Forward) -> Tensor:
+        """The task's own loss of a pass, the cross-entropy, in float32 or wider."""
+        task = self._bench.method.terms.cross_entropy
+        return self.values(out, [task])[task.name]
+
     @property
     def terms(self) -> Sequence[Any]:
         """The terms that count in the phase."""

@@ -56,6 +56,6 @@ def fisher_trace(method: Method, data: OwnData) -> Tensor:
     trace = torch.zeros((), dtype=torch.float32, device=data.class_counts.device)
     with training(method, False), torch.enable_grad():
         for step in data.steps():
-            loss = step.values(step.forward(), [method.terms.cross_entropy])["cross_entropy"]
-            trace += sum(widened(slope).square().sum() for slope in step.gradients(loss, parameters))
+            slopes = step.gradients(step.task_loss(step.forward()), parameters)
+            trace += sum(widened(slope).square().sum() for slope in slopes)
     return trace

@@ -5,28 +5,16 @@ Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
 from fl_lightning.core.freezing import keeping_statistics
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.server import Server
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Forward, Method, Phase, Predictor, Seen, Step, Term, uniform_mean
+from fl_lightning.core.personal import personal_and_global, personal_copy
 from fl_lightning.errors import require, require_choices
-from fl_lightning.models.mixture import through_mixture
+from fl_lightning.models.mixture import Mixed, mixed_logits
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.step import Step
-
-Mixed = Literal["weights", "logits"]
 
 
 class APFL(Method):
@@ -47,6 +35,10 @@ class APFL(Method):
 
     shared = ("model",)
     paper = "Deng et al., arXiv:2003.13461, 2020"
+    setup = personal_copy
+    make_server = uniform_mean
+    personal: SplitModel  # v
+    alpha: Tensor  # []
 
     def __init__(
         self,
@@ -62,12 +54,6 @@ class APFL(Method):
         self.register_buffer("alpha", torch.tensor(float(alpha)))
         self.adaptive, self.mixed = adaptive, mixed
 
-    alpha: Tensor  # []
-
-    @override
-    def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model)  # v
-
     @override
     def phases(self) -> list[Phase]:
         return [Phase("all", parts={"global": ("model", "terms"), "personal": ("personal",)})]
@@ -80,38 +66,25 @@ class APFL(Method):
     def local_step(self, step: Step) -> None:
         out, alpha = step.forward(), self.alpha.clone()
         values = step.values(out)
-
-        def risk(alpha: Tensor) -> Tensor:
-            """Of v̄; its gradient does not reach w."""
-            logits = step.through(self._mixture, alpha, step.x, out.logits.detach())
-            return step.values(replace(out, logits=logits, loss=None), [self.terms.cross_entropy])["cross_entropy"]
-
         if self.adaptive and step.is_first and step.epoch == 0:
             with keeping_statistics(self.personal):
-                (slope,) = step.gradients(risk(alpha.requires_grad_()), [alpha])
+                (slope,) = step.gradients(self._risk(step, out, alpha.requires_grad_()), [alpha])
             self.alpha.sub_(self.fit.lr * slope).clamp_(0, 1)
         step.observe(out)
         if self.mixed == "weights":
-            step.descend({**values, "personal": risk(alpha.detach())})
+            step.descend({**values, "personal": self._risk(step, out, alpha.detach())})
         else:
             step.descend(values, "global")
-            out = step.forward()
-            step.descend({"personal": risk(alpha.detach())}, "personal")
+            step.descend({"personal": self._risk(step, step.forward(), alpha.detach())}, "personal")
 
-    def _mixture(self, alpha: Tensor, x: Tensor, others: Tensor) -> Tensor:
-        """What v̄ makes of inputs [B, …], of which w makes `others`, [B, C]."""
-        if self.mixed == "logits":
-            return torch.lerp(others, self.personal(x), alpha.to(others.dtype))
-        return through_mixture(self.personal, self.model, alpha, x)
+    def _risk(self, step: Step, out: Forward, alpha: Tensor) -> Tensor:
+        """F(v̄), where w makes `out`."""
+        logits = step.through(mixed_logits, self.personal, self.model, alpha, step.x, out.logits.detach(), self.mixed)
+        return step.task_loss(out.predicting(logits))
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        mixture = lambda seen: self._mixture(self.alpha, seen.x, seen.logits(self.model))  # noqa: E731
-        return {
-            "personal": Predictor(mixture, ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self._predict, self.model)
 
-    @override
-    def make_server(self, initial: Message, facts: Facts) -> Server:
-        return Server(initial, weighting="uniform")
+    def _predict(self, seen: Seen) -> Tensor:
+        return mixed_logits(self.personal, self.model, self.alpha, seen.x, seen.logits(self.model), self.mixed)

@@ -5,12 +5,10 @@ Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Perso
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global
+from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global, personal_copy
 from fl_lightning.core.private_steps import record_safe
 from fl_lightning.errors import require
 from fl_lightning.losses.proximal import proximal_loss
@@ -33,6 +31,8 @@ class Ditto(Method):
 
     shared = ("model",)
     paper = "Li et al., ICML 2021"
+    setup = personal_copy
+    personal: SplitModel  # v_k
 
     def __init__(
         self,
@@ -47,10 +47,6 @@ class Ditto(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.weight = weight
         self.personal_epochs = personal_epochs
-
-    @override
-    def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model)  # v_k
 
     @override
     def phases(self) -> list[Phase]:

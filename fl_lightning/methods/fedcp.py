@@ -6,28 +6,15 @@ Conditional Policy", KDD 2023. Checked against the authors' code.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from functools import reduce
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Predictor, Seen
-from fl_lightning.core.term import Term
+from fl_lightning.core.freezing import frozen_copy
+from fl_lightning.core.method import Message, Method, OwnData, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.discrepancy import fixed_discrepancy
-from fl_lightning.models.conditional import ConditionalPolicy
+from fl_lightning.models.conditional import ConditionalPolicy, class_direction
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
-
-PARTS = ("body", "head")
 
 
 class FedCP(Method):
@@ -47,6 +34,7 @@ class FedCP(Method):
 
     shared = ("model.body", "generic.head", "policy")
     paper = "Zhang et al., KDD 2023"
+    context: Tensor  # v, [D]
 
     def __init__(
         self, model: SplitModel, weight: float = 5.0, noisy: bool = True, extra_terms: list[Term] | None = None
@@ -55,32 +43,21 @@ class FedCP(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.weight, self.noisy = weight, noisy
 
-    context: Tensor  # v, [D]
-
     @override
     def setup(self) -> None:
-        self.generic = nn.ModuleDict({part: copy.deepcopy(self.model.get_submodule(part)) for part in PARTS})
-        self.generic.requires_grad_(False)  # f⁰, g
+        self.generic = frozen_copy(nn.ModuleDict({"body": self.model.body, "head": self.model.head}))  # f⁰, g
         self.policy = ConditionalPolicy(self.model.embedding_size, self.noisy)
-        self.register_buffer("context", self._context(), persistent=False)
-
-    def _context(self) -> Tensor:
-        """V."""
-        last = self.model.classification_layer
-        layers = [layer for layer in self.model.head.modules() if isinstance(layer, nn.Linear)]
-        assert layers[-1] is last
-        return reduce(torch.matmul, [layer.weight.detach() for layer in reversed(layers)]).sum(0)
+        self.register_buffer("context", class_direction(self.model), persistent=False)
 
     @override
     def is_kept(self, name: str, module: nn.Module) -> bool:
         return super().is_kept(name, module) and not name.startswith("generic.body.")
 
     @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         self.generic["body"].load_state_dict(self.model.body.state_dict())
-        self.context.copy_(self._context())
+        self.context.copy_(class_direction(self.model))
 
     @override
     def losses(self) -> dict[str, float]:
@@ -89,32 +66,24 @@ class FedCP(Method):
     @override
     def local_step(self, step: Step) -> None:
         out = step.forward()
-        values = step.values(replace(out, logits=step.through(self._predict, out.z), loss=None))
+        values = step.values(out.predicting(step.through(self._predict, out.z)))
         if self.weight:
-            with torch.no_grad():
-                before = step.through(self.generic["body"], step.x)
-            values["discrepancy"] = fixed_discrepancy(out.z, before)
+            values["discrepancy"] = fixed_discrepancy(out.z, step.through(self.generic["body"], step.x))
         step.descend(values)
         step.observe(out)
 
     def _predict(self, z: Tensor) -> Tensor:
         """Both heads' logits [B, C], each of its part of embeddings [B, D]."""
         r, s = self.policy(z, self.context)
-        logits: Tensor = self.model.head(r * z) + self.generic["head"](s * z)
-        return logits
+        return self.model.head(r * z) + self.generic["head"](s * z)
 
     @override
-    @torch.no_grad()
     def send(self, data: OwnData) -> Message:
         message = super().send(data)
         for name, own in self.model.head.named_parameters():
-            shared = message.weights[f"generic.head.{name}"]
-            shared.lerp_(own.to(shared.dtype), 0.5)
+            message.weights[f"generic.head.{name}"].lerp_(own.detach(), 0.5)
         return message
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(self._personal, ("Local-T", "Global-T"))}
-
-    def _personal(self, seen: Seen) -> Tensor:
-        return self._predict(seen.z(self.model))
+        return personal_only(lambda seen: self._predict(seen.z(self.model)))

@@ -6,30 +6,16 @@ Checked against the authors' code.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.freezing import training
-from fl_lightning.core.lending import WISH, Lending, LendingServer, as_vector, lent_models, put_vector, shared_entries
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
+from fl_lightning.core.freezing import frozen_copy
+from fl_lightning.core.lending import WISH, Lending, LendingServer, as_vector, lent_models, shared_entries
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Term, personal_only
 from fl_lightning.errors import require_choices
+from fl_lightning.losses.better_models import Baseline, move_towards_better
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-
-Baseline = Literal["start", "last"]
-Part = Literal["train", "validation"]
 
 
 class FedFomo(Method):
@@ -51,6 +37,7 @@ class FedFomo(Method):
 
     shared = ("model",)
     paper = "Zhang et al., ICLR 2021"
+    gains: Tensor  # g, [N]
 
     def __init__(
         self,
@@ -63,11 +50,9 @@ class FedFomo(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.lending, self.baseline = lending, baseline
 
-    gains: Tensor  # g, [N]
-
     @override
     def setup(self) -> None:
-        self.start = copy.deepcopy(self.model).requires_grad_(False)  # θ⁰
+        self.start = frozen_copy(self.model)  # θ⁰
         self.register_buffer("gains", torch.zeros(self.facts.num_clients), persistent=False)
 
     @override
@@ -75,33 +60,16 @@ class FedFomo(Method):
         return True
 
     @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
-        super().receive(replace(message, weights={}), data)
+        super().receive(message.without_weights(), data)
         self.gains.zero_()
         models, weights, start = lent_models(message), shared_entries(self), self.start.state_dict()
         if not models:
             return
-        models[data.client] = as_vector(weights)
+        own = models[data.client] = as_vector(weights)
         begun = as_vector({name: start[name.removeprefix("model.")] for name in weights})
-        base = begun if self.baseline == "start" else models[data.client]
-        risk, place = self._risk_at(base, weights, data)
-        for client, values in models.items():
-            other, there = self._risk_at(values, weights, data)
-            self.gains[client] = (risk - other) / ((there - place).norm() + 1e-5)
-        self.gains.nan_to_num_(0, 0, 0)  # a model that predicts nothing
-        w = self.gains.clamp(min=0)
-        w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
-        steps = [w[client] * (values - base) for client, values in models.items()]
-        put_vector(base + torch.stack(steps).sum(0), weights)
-
-    def _risk_at(self, values: Tensor, weights: dict[str, Tensor], data: OwnData) -> tuple[Tensor, Tensor]:
-        """Puts a model in place; its risk, and its parameters as a vector."""
-        put_vector(values, weights)
-        part: Part = "train" if next(data.batches("validation"), None) is None else "validation"
-        with training(self, False):
-            losses = [F.cross_entropy(widened(self.model(x)), y, reduction="none") for x, y in data.batches(part)]
-        return torch.cat(losses).mean(), torch.cat([widened(p).reshape(-1) for p in self.model.parameters()])
+        base = begun if self.baseline == "start" else own
+        move_towards_better(weights, base, models, data.risk, self.model.parameters(), self.gains)
 
     @override
     def on_fit_start(self) -> None:
@@ -115,7 +83,7 @@ class FedFomo(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(lambda seen: seen.logits(self.model), ("Local-T", "Global-T"))}
+        return personal_only(self.model)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> LendingServer:

@@ -6,12 +6,11 @@ NeurIPS 2022.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from typing_extensions import override
 
+from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.core.method import Message, Method, OwnData, Step, Term
 from fl_lightning.errors import require
 from fl_lightning.losses.not_true import not_true_distillation_loss
@@ -44,7 +43,7 @@ class FedNTD(Method):
 
     @override
     def setup(self) -> None:
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.teacher = frozen_copy(self.model)
 
     @override
     def is_kept(self, name: str, module: nn.Module) -> bool:

@@ -6,12 +6,11 @@ Li, Zhan, Shao, Li, Song, "FedPHP: Federated Personalization with Inherited Priv
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.core.method import Method, Predictor, Step, Term, personal_and_global
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.inheritance import Transfer, inheritance_loss
@@ -49,7 +48,7 @@ class FedPHP(Method):
 
     @override
     def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model).requires_grad_(False)  # p
+        self.personal = frozen_copy(self.model)  # p
         self.register_buffer("num_fits", torch.zeros((), dtype=torch.long))
 
     @override

@@ -5,11 +5,9 @@ Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu, "Federated Mutual Learning"
 
 from __future__ import annotations
 
-import copy
-
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global
+from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, personal_and_global, personal_copy
 from fl_lightning.errors import require
 from fl_lightning.losses.divergence import divergence
 from fl_lightning.models.split import SplitModel
@@ -31,6 +29,8 @@ class FML(Method):
 
     shared = ("model",)
     paper = "Shen et al., arXiv:2006.16765, 2020"
+    setup = personal_copy
+    personal: SplitModel  # v
 
     def __init__(
         self, model: SplitModel, alpha: float = 0.5, beta: float = 0.5, extra_terms: list[Term] | None = None
@@ -39,10 +39,6 @@ class FML(Method):
         require(0 <= beta <= 1, "method.beta", "must be in [0, 1]", beta)
         super().__init__(model, extra_terms=extra_terms)
         self.alpha, self.beta = alpha, beta
-
-    @override
-    def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model)  # v
 
     @override
     def phases(self) -> list[Phase]:
@@ -60,7 +56,7 @@ class FML(Method):
     def local_step(self, step: Step) -> None:
         out, own = step.forward(), step.forward(through=self.personal)
         values = step.values(out)
-        values["personal"] = step.values(own, [self.terms.cross_entropy])["cross_entropy"]
+        values["personal"] = step.task_loss(own)
         values["taught"] = divergence(out.logits.detach(), own.logits)
         values["teaching"] = divergence(own.logits.detach(), out.logits)
         step.descend(values)

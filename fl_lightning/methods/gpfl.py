@@ -6,26 +6,15 @@ for Personalized Federated Learning", ICCV 2023. Checked against the authors' co
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Phase, Predictor, Seen
-from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
+from fl_lightning.core.method import Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
+from fl_lightning.losses.class_guidance import guidance_losses
 from fl_lightning.models.conditional import ConditionalValve
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
 
 
 class GPFL(Method):
@@ -33,10 +22,9 @@ class GPFL(Method):
 
         L = CE(h(V(f(x), p)), y) − log( exp cos(v, e_y) / Σ_c exp cos(v, e_c) ) + λ ‖v − ē_y‖,  v = V(f(x), g)
 
-    ē are the embeddings as they came in, g = mean_c ē_c, p = Σ_c n_c/n ē_c, over the client's n samples; the norm is
-    that of the mini-batch's matrix [B, D]. Embeddings and valve decay by μ. `Local-T` and `Global-T` are by h(V(f(x),
-    p)); there is no global head. (The authors' code makes g and p of the client's own last embeddings, and has zeros in
-    the first round; another public code divides p by C.)
+    ē are the embeddings as they came in, g = mean_c ē_c, p = Σ_c n_c/n ē_c, over the client's n samples. Embeddings and
+    valve decay by μ. `Local-T` and `Global-T` are by h(V(f(x), p)); there is no global head. (The authors' code makes g
+    and p of the client's own last embeddings, and has zeros in the first round; another public code divides p by C.)
 
     Args:
         weight: λ, >= 0; the authors': 0.01 for small networks, 0.0001 for ResNet-18.
@@ -71,22 +59,15 @@ class GPFL(Method):
         self.register_buffer("class_shares", torch.zeros(classes), persistent=False)
 
     @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        self.reference.copy_(self.embeddings)
+        self.reference.copy_(self.embeddings.detach())
         self.class_shares.copy_(data.class_counts / data.class_counts.sum())
 
     @override
     def phases(self) -> list[Phase]:
         parts = {"model": ("model", "terms"), "guidance": ("embeddings", "valve")}
-        return [Phase("all", parts=parts, tune=None if self.weight_decay is None else self._decay)]
-
-    def _decay(self, optimizer: Optimizer) -> None:
-        """Sets μ where embeddings and valve are trained."""
-        for group in optimizer.param_groups:
-            if any(parameter is self.embeddings for parameter in group["params"]):
-                group["weight_decay"] = self.weight_decay
+        return [Phase("all", parts=parts, settings={"guidance": {"weight_decay": self.weight_decay}})]
 
     @override
     def losses(self) -> dict[str, float]:
@@ -95,23 +76,15 @@ class GPFL(Method):
     @override
     def local_step(self, step: Step) -> None:
         out = step.forward()
-        personal = step.through(self.model.head, step.through(self.valve, out.z, self._condition()))
-        values = step.values(replace(out, logits=personal, loss=None))
-        generic = widened(step.through(self.valve, out.z, self.reference.mean(0)))
-        values["angle"] = F.cross_entropy(F.normalize(generic) @ F.normalize(widened(self.embeddings)).T, step.y)
-        values["magnitude"] = (generic - self.reference[step.y]).norm()
-        step.descend(values)
+        values = step.values(out.predicting(step.through(self._personal, out.z, self.class_shares @ self.reference)))
+        generic = step.through(self.valve, out.z, self.reference.mean(0))
+        step.descend({**values, **guidance_losses(generic, step.y, self.embeddings, self.reference)})
         step.observe(out)
 
-    def _condition(self) -> Tensor:
-        """The client's own condition, p."""
-        return self.class_shares @ self.reference
+    def _personal(self, z: Tensor, p: Tensor) -> Tensor:
+        """The head's logits [B, C] of what passes of embeddings [B, D] under the client's condition."""
+        return self.model.head(self.valve(z, p))
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(self._personal, ("Local-T", "Global-T"))}
-
-    def _personal(self, seen: Seen) -> Tensor:
-        """The head's logits of what passes for the client."""
-        logits: Tensor = self.model.head(self.valve(seen.z(self.model), self._condition()))
-        return logits
+        return personal_only(lambda seen: self._personal(seen.z(self.model), self.class_shares @ self.reference))

@@ -6,12 +6,11 @@ the authors' code.
 
 from __future__ import annotations
 
-import copy
-
 from typing_extensions import override
 
 from fl_lightning.core.freezing import trainable
-from fl_lightning.core.method import Facts, Message, Method, Phase, Predictor, Server, Step, Term, personal_and_global
+from fl_lightning.core.method import Method, Phase, Predictor, Step, Term, uniform_mean
+from fl_lightning.core.personal import personal_and_global, personal_copy
 from fl_lightning.errors import require
 from fl_lightning.losses.moreau_envelope import PULL, MoreauEnvelope
 from fl_lightning.models.split import SplitModel
@@ -36,6 +35,9 @@ class pFedMe(Method):
 
     shared = ("model",)
     paper = "Dinh et al., NeurIPS 2020"
+    setup = personal_copy
+    make_server = uniform_mean
+    personal: SplitModel  # θ
 
     def __init__(
         self,
@@ -51,10 +53,6 @@ class pFedMe(Method):
         require(0 < personal_lr < 2 / weight, "method.personal_lr", rule, personal_lr)
         super().__init__(model, extra_terms=extra_terms)
         self.weight, self.inner_steps, self.personal_lr = weight, inner_steps, personal_lr
-
-    @override
-    def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model)  # θ
 
     @override
     def phases(self) -> list[Phase]:
@@ -84,7 +82,3 @@ class pFedMe(Method):
     @override
     def predictors(self) -> dict[str, Predictor]:
         return personal_and_global(self.personal, self.model)
-
-    @override
-    def make_server(self, initial: Message, facts: Facts) -> Server:
-        return Server(initial, weighting="uniform")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fl_lightning.models.split import SplitModel
 
 
 class ConditionalValve(nn.Module):
@@ -48,3 +52,11 @@ class ConditionalPolicy(nn.Module):
             scores = scores - torch.empty_like(scores).exponential_().log()
         r, s = scores.softmax(1).unbind(1)
         return r, s
+
+
+def class_direction(model: SplitModel) -> Tensor:
+    """The sum [D] of the classes' weight vectors in a model's head; of several linear layers' product."""
+    last = model.classification_layer
+    layers = [layer for layer in model.head.modules() if isinstance(layer, nn.Linear)]
+    assert layers[-1] is last
+    return reduce(torch.matmul, [layer.weight.detach() for layer in reversed(layers)]).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +11,30 @@ from torch.func import functional_call
 
 from fl_lightning.models.split import SplitModel
 
+Mixed = Literal["weights", "logits"]
 
-def through_mixture(personal: SplitModel, other: SplitModel, alpha: Tensor, x: Tensor) -> Tensor:
-    """What the model αv + (1 − α)w makes of inputs; gradients reach v and α alone.
+
+def mixed_logits(
+    personal: SplitModel, other: SplitModel, alpha: Tensor, x: Tensor, others: Tensor, mixed: Mixed = "weights"
+) -> Tensor:
+    """What the mixture αv + (1 − α)w makes of inputs; gradients reach v and α alone.
 
     Args:
         personal: v; batch norm's statistics are its own.
         other: w, of the same architecture.
         alpha: α, [], in [0, 1].
         x: [B, …] inputs.
+        others: w's logits of them, [B, C], constants.
+        mixed: what is mixed, both models' ``weights`` or ``logits``.
 
     Returns:
         Logits, [B, C].
     """
+    if mixed == "logits":
+        return torch.lerp(others, personal(x), alpha.to(others.dtype))
     w = dict(other.named_parameters())
-    mixed = {n: torch.lerp(w[n].detach(), v, alpha.to(v.dtype)) for n, v in personal.named_parameters()}
-    return functional_call(personal, mixed, x)
+    weights = {n: torch.lerp(w[n].detach(), v, alpha.to(v.dtype)) for n, v in personal.named_parameters()}
+    return functional_call(personal, weights, x)
 
 
 @torch.no_grad()
