@@ -286,9 +286,7 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
     }
     axis: Spec = {"tickMinStep": 1, "format": "d"}
     rounds = sorted(set(rows.columns["x"]))
-    if (
-        rounds and rounds[-1] - rounds[0] < LEAST_ROUNDS
-    ):  # else there would be ticks between them, under the same numbers
+    if rounds and rounds[-1] - rounds[0] < LEAST_ROUNDS:  # the library would put ticks between them, named alike
         axis["values"] = rounds
     spec: Spec = {
         "width": WHOLE,
