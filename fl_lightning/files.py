@@ -28,6 +28,7 @@ from fl_lightning.archives import check_stored, check_unfolded
 from fl_lightning.errors import ConfigError, require
 
 FORMAT = 1
+JSON_FORMAT = 1
 """Version of the seal."""
 MARK = b"\nFLseal\n"
 SEAL = struct.Struct("<8sIIQ")  # mark, version, CRC-32 and length of what stands before it
@@ -365,16 +366,16 @@ def _require_seal(path: Path, key: str, end: bytes, size: int, crc_of: Callable[
 
 
 def write_json(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    """Write a JSON object atomically, with its checksum as the last member."""
-    plain = json.loads(json.dumps(dict(content)))  # as it is read back: keys are texts
+    """Write a JSON object atomically, with the format's version and, as the last member, its checksum."""
+    plain = json.loads(json.dumps({**content, "format": JSON_FORMAT}))  # as it is read back: keys are texts
     write_text(path, json.dumps({**plain, "checksum": _checksum(plain)}, indent=indent) + "\n")
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:
-    """Read what `write_json` wrote, without the checksum.
+    """Read what `write_json` wrote, without checksum and version.
 
     Raises:
-        ConfigError: with `key`, if the file is missing, damaged or of an older version.
+        ConfigError: with `key`, if the file is missing, damaged or of another version.
     """
     try:
         content = plain_json(_read(path, key))
@@ -382,10 +383,17 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(key, f"{path} is damaged: it is no JSON ({error})") from error
     if not isinstance(content, dict) or "checksum" not in content:
         raise ConfigError(key, f"{path} has no checksum: it is of an older version of fl-lightning, or damaged")
-    checksum = content.pop("checksum")
-    if checksum != _checksum(content):
+    if not fits_checksum(content):
         raise ConfigError(key, f"{path} is damaged: its checksum does not fit its content")
-    return content
+    version = content.get("format", JSON_FORMAT)  # the first had none
+    require(version == JSON_FORMAT, key, f"{path} is of another version of fl-lightning (format {version})")
+    return {name: value for name, value in content.items() if name not in ("format", "checksum")}
+
+
+def fits_checksum(content: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is what `write_json` wrote; of one without a checksum, somebody's own, nothing is known."""
+    plain = {name: value for name, value in content.items() if name != "checksum"}
+    return "checksum" not in content or content["checksum"] == _checksum(plain)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

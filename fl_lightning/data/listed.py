@@ -14,7 +14,7 @@ from fl_lightning.archives import check_room
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of, plain_json
+from fl_lightning.files import content_of, fits_checksum, plain_json
 
 PARTS = ("train", "validation", "test")
 Listed = tuple[Any, Any, Any]
@@ -39,7 +39,8 @@ class FromFile(ListedPartition):
     JSON: a list with an entry a client, or an object with clients' numbers as names, or either of them under
     ``clients``, as in a run's own ``partition.json``. An entry is a list of indices, or an object with ``train`` and
     perhaps ``validation`` and ``test``. npz: arrays named ``0``, ``1``, … or ``0/train``, ``0/test``, …. A pickle is
-    FL-bench's ``partition.pkl``; of it, too, nothing is run.
+    FL-bench's ``partition.pkl``; of it, too, nothing is run. A run's own file is verified by its ``checksum``: take
+    that out of a copy that you edit.
 
     With the split ``file`` the parts are taken as they are. With another split only lists of indices will do, or
     ``train`` where that is the only part: the split cuts them.
@@ -101,12 +102,15 @@ class FromFile(ListedPartition):
                 check_room(path, path, f"{KEY}.path")
                 with np.load(io.BytesIO(content_of(path)), allow_pickle=False) as file:
                     return _nested({name: file[name] for name in file.files})
-            return plain_json(content_of(path))
+            content = plain_json(content_of(path))
         except ConfigError:
             raise
         except Exception as error:  # a damaged archive raises a dozen types
             said = " ".join(str(error).split())[:120] or type(error).__name__
             raise ConfigError(f"{KEY}.path", f"{self.path} is no JSON or npz file of indices ({said})") from error
+        rule = f"{self.path} is damaged: its checksum does not fit its content; a copy that you edit goes without one"
+        require(not isinstance(content, dict) or fits_checksum(content), f"{KEY}.path", rule)
+        return content
 
 
 def _of_fl_bench(content: Any) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import require
-from fl_lightning.files import content_of, plain_json
+from fl_lightning.files import content_of, fits_checksum, plain_json
 from fl_lightning.identity import identity
 from fl_lightning.reading import DEEPEST, MOST_VALUES
+from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row, read_rows
 from fl_lightning.terminal import printable
 
@@ -90,6 +91,8 @@ def read_run(path: Path, command: str) -> RecordedRun:
     config = _mapping(path / "config.yaml", notes)
     summary = _mapping(path / "summary.json", notes)
     partition = _mapping(path / "partition.json", notes, left_out="clients")
+    if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
+        notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
     return RecordedRun(path, config, summary, partition, rows, tuple(notes))
 
 
@@ -155,7 +158,7 @@ def _mapping(path: Path, notes: list[str], left_out: str = "") -> Mapping[str, A
         return {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         content = None
-    if not isinstance(content, Mapping):
+    if not isinstance(content, Mapping) or not fits_checksum(content):
         notes.append(f"{path.name} is damaged")
         return {}
     return _printable({name: value for name, value in content.items() if name != left_out})

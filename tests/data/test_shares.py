@@ -8,6 +8,7 @@ from fl_lightning.data.partitions import IID, Partition
 from fl_lightning.data.skews import ByGroup, Pathological, PowerLaw, QuantitySkew
 from fl_lightning.data.splits import from_file, holdout, matched
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import write_json
 
 
 class Made(Partition):
@@ -182,6 +183,15 @@ def test_a_runs_own_partition_is_made_again_from_its_file(tmp_path, make_arrays)
     again = from_file(FromFile(str(tmp_path / "partition.json")), arrays, 3, seed=9)
     for one, other in zip(whole, again, strict=True):
         assert all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("train", "validation", "test"))
+
+
+def test_a_runs_own_partition_with_another_index_is_refused(tmp_path, make_arrays):
+    path = tmp_path / "partition.json"
+    write_json(path, {"clients": [[0, 1], [2, 3]]})
+    assert [list(own) for own in FromFile(str(path)).listed(2)[1][:1]] == [[2, 3]]
+    path.write_text(path.read_text().replace("[2, 3]", "[2, 4]"))
+    with pytest.raises(ConfigError, match=r"partition\.json is damaged: its checksum does not fit its content"):
+        from_file(FromFile(str(path)), make_arrays([4, 4]), 2, seed=0)
 
 
 @pytest.mark.parametrize(

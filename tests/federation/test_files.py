@@ -69,6 +69,15 @@ def test_json_with_another_value_is_refused(tmp_path):
         read_json(path, "evaluate")
 
 
+def test_json_of_another_version_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "partition.json"
+    monkeypatch.setattr(files, "JSON_FORMAT", 2)
+    write_json(path, {"clients": []})
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"^evaluate: .*partition\.json is of another version of fl-lightning"):
+        read_json(path, "evaluate")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_the_system_refuses_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch, call, number):
