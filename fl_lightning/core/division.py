@@ -121,6 +121,11 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         own.copy_(tensor)
 
 
+def keeps_all(method: Any, name: str, module: nn.Module) -> bool:
+    """Every entry stays: ``is_kept = keeps_all``, for methods that go on from a client's own last state."""
+    return True
+
+
 def matches(name: str, prefixes: Sequence[str]) -> bool:
     """Whether a dotted name is one of the prefixes or lies inside one; ``""`` is everything."""
     return any(prefix == "" or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)

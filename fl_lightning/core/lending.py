@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.division import division_of
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
+from fl_lightning.core.precision import Wide
 from fl_lightning.core.server import Server
 from fl_lightning.errors import require
 from fl_lightning.seeding import torch_generator
@@ -64,6 +66,48 @@ def lent_parameters(message: Message, method: Any) -> dict[int, Tensor]:
         put_vector(values, entries)
         found[client] = as_vector(own)
     return found
+
+
+class AllModels(Wide):
+    """Every client's model at one client: parameters in rows, but zeros in its own, which it has by itself.
+
+    Nothing of it is in a state dict.
+
+    Args:
+        method: the client's, of which all share the whole model; what it starts from counts for who has sent nothing.
+    """
+
+    initial: Tensor  # [P]
+    rows: Tensor  # [N, P]
+    own: Tensor  # [N], 1 in the client's own place
+    shares: Tensor  # [N], of all training samples; 1/N each until they are told
+
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        num_clients = method.facts.num_clients
+        start = as_vector(dict(method.model.named_parameters()))
+        self.register_buffer("initial", start, persistent=False)
+        self.register_buffer("rows", start.repeat(num_clients, 1), persistent=False)
+        self.register_buffer("own", torch.zeros(num_clients), persistent=False)
+        self.register_buffer("shares", torch.full((num_clients,), 1 / num_clients), persistent=False)
+
+    @torch.no_grad()
+    def take(self, message: Message, method: Any, client: int) -> bool:
+        """Take what a client has received.
+
+        Returns:
+            Whether anything was heard.
+        """
+        self.own.zero_()[client] = 1
+        heard = "lent" in message.artifacts or bool(message.weights)
+        if heard:
+            self.rows.copy_(self.initial.expand_as(self.rows))
+            for other, values in lent_parameters(message, method).items():
+                self.rows[other] = values.to(self.rows)
+            self.rows[client] = 0
+            sizes = message.artifacts.get("sizes", torch.ones_like(self.shares))
+            self.shares.copy_(sizes).div_(self.shares.sum())  # type: ignore[arg-type]
+        return heard
 
 
 @dataclass(frozen=True)
@@ -175,3 +219,8 @@ class LendingServer(Server):
         super().load_state_dict(state)
         self.models, self.wishes = dict(state["models"]), dict(state["wishes"])
         self.sizes, self.closed = dict(state["sizes"]), state["closed"]
+
+
+def lending_all(method: Any, initial: Message, facts: Facts) -> LendingServer:
+    """A server that sends every client all the others' last models, and all sizes: ``make_server = lending_all``."""
+    return LendingServer(initial, Lending(models=None), tells_sizes=True)

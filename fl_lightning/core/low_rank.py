@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.core.message import Message, Size, accumulation_dtype
 from fl_lightning.core.server import Server
+from fl_lightning.core.snapshot import Snapshot
+from fl_lightning.errors import require
 
 
 def low_rank(matrix: Tensor, energy: float) -> tuple[Tensor, int]:
@@ -59,6 +62,51 @@ def approximated(message: Message, before: Mapping[str, Tensor], energy: float) 
     size = message.size
     sent = Size(size.num_params - saved.num_params, size.num_bytes - saved.num_bytes)
     return replace(message, weights=weights, sent=sent)
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Which share of the squares of singular values is kept: from `start` on evenly to `end` in the run's last round.
+
+    Args:
+        start: T_0, in [0, 1].
+        end: T_1, in [0, 1].
+
+    Raises:
+        ConfigError: naming the method's option, `energy_start` or `energy_end`.
+    """
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.start <= 1, "method.energy_start", "must be in [0, 1]", self.start)
+        require(0 <= self.end <= 1, "method.energy_end", "must be in [0, 1]", self.end)
+
+    def at(self, round: int, rounds: int) -> float:
+        """T of a round, 1-based, of so many."""
+        return self.start + (self.end - self.start) * round / rounds
+
+    def over(self, rounds: int) -> Callable[[int], float]:
+        """T of a round in a run of so many."""
+        return partial(self.at, rounds=rounds)
+
+
+class ReceivedModel(Snapshot):
+    """What a client has received of its model, against which it sends changes.
+
+    Args:
+        model: the client's, of which the parameters count.
+        prefix: before their names in messages.
+    """
+
+    def __init__(self, model: nn.Module, prefix: str = "model.") -> None:
+        super().__init__(model.parameters())
+        self._names = [prefix + name for name, _ in model.named_parameters()]
+
+    def changes(self, message: Message, energy: float) -> Message:
+        """A message of the client's, `approximated`."""
+        return approximated(message, dict(zip(self._names, self, strict=True)), energy)
 
 
 class LowRankServer(Server):

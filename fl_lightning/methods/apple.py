@@ -6,31 +6,16 @@ the authors' code.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.forward import Forward
-from fl_lightning.core.lending import Lending, LendingServer, as_vector, lent_parameters
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
-from fl_lightning.errors import require, require_choices
-from fl_lightning.models.mixture import pass_with
+from fl_lightning.core.division import keeps_all
+from fl_lightning.core.lending import AllModels, lending_all
+from fl_lightning.core.method import Forward, Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
+from fl_lightning.errors import require
+from fl_lightning.losses.relations import Fading, Schedule, anchor_loss
+from fl_lightning.models.mixture import pass_with_sum
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
-
-Schedule = Literal["cosine", "exponential"]
 
 
 class APPLE(Method):
@@ -54,6 +39,9 @@ class APPLE(Method):
 
     shared = ("model",)
     paper = "Luo and Wu, IJCAI 2022"
+    is_kept = keeps_all
+    make_server = lending_all
+    others: Tensor  # Σ_{j ≠ i} p_ij w_j, [P]
 
     def __init__(
         self,
@@ -66,99 +54,44 @@ class APPLE(Method):
     ) -> None:
         require(weight >= 0, "method.weight", "must be >= 0", weight)
         require(relation_lr > 0, "method.relation_lr", "must be > 0", relation_lr)
-        require(0 < share <= 1, "method.share", "must be in (0, 1]", share)
-        require_choices("method", schedule=(schedule, Schedule))
         super().__init__(model, extra_terms=extra_terms)
-        self.weight, self.relation_lr, self.share, self.schedule = weight, relation_lr, share, schedule
-
-    initial: Tensor  # [P], what everybody starts from
-    cores: Tensor  # w_j, [N, P], with zeros in the client's own row
-    own: Tensor  # [N], 1 in the client's own place
-    anchor: Tensor  # p⁰, [N]
-    others: Tensor  # Σ_{j ≠ i} p_ij w_j, [P]
+        self.weight, self.relation_lr, self.fading = weight, relation_lr, Fading(schedule, share)
 
     @override
     def setup(self) -> None:
-        count, start = self.facts.num_clients, as_vector(dict(self.model.named_parameters()))
-        self.relations = nn.Parameter(torch.full((count,), 1 / count))
-        self.register_buffer("initial", start, persistent=False)
-        self.register_buffer("cores", start.repeat(count, 1), persistent=False)
-        self.register_buffer("own", torch.zeros(count), persistent=False)
-        self.register_buffer("anchor", torch.full((count,), 1 / count), persistent=False)
-        self.register_buffer("others", start * (1 - 1 / count))
+        self.cores = AllModels(self)  # w_j, and p⁰
+        self.relations = nn.Parameter(self.cores.shares.clone())  # p_i
+        self.register_buffer("others", self.cores.initial * (1 - 1 / self.facts.num_clients))
 
     @override
-    def is_kept(self, name: str, module: nn.Module) -> bool:
-        return True
-
-    @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
-        super().receive(replace(message, weights={}), data)
-        self.own.zero_()[data.client] = 1
-        if "lent" not in message.artifacts and not message.weights:
-            return  # nothing was heard
-        self.cores.copy_(self.initial.expand_as(self.cores))
-        for client, values in lent_parameters(message, self).items():
-            self.cores[client] = values.to(self.cores)
-        self.cores[data.client] = 0
-        heard: Any = message.artifacts
-        self.anchor.copy_(heard.get("sizes", torch.ones_like(self.anchor))).div_(self.anchor.sum())
-        self.others.copy_(self.relations @ self.cores)
+        super().receive(message.without_weights(), data)
+        if self.cores.take(message, self, data.client):
+            self.others.copy_(self.relations.detach() @ self.cores.rows)
 
     @override
     def phases(self) -> list[Phase]:
         parts = {"core": ("model", "terms"), "relations": ("relations",)}
-        return [Phase("all", parts=parts, tune=self._set_rate)]
-
-    def _set_rate(self, optimizer: Optimizer) -> None:
-        """Gives p its own learning rate."""
-        for group in optimizer.param_groups:
-            if any(parameter is self.relations for parameter in group["params"]):
-                group["lr"] = self.relation_lr * self.fit.lr_factor
+        return [Phase("all", parts=parts, settings={"relations": {"lr": self.relation_lr}})]
 
     @override
     def losses(self) -> dict[str, float]:
-        last = int(self.share * self.facts.rounds)
-        return {"anchor": self.weight * faded(self.schedule, max(self.facts.round, 1) - 1, last)}
+        return {"anchor": self.weight * self.fading.at(self.facts.round, self.facts.rounds)}
 
     @override
     def local_step(self, step: Step) -> None:
-        out = Forward(step.x, step.y, *step.through(self._pass, step.x, self.relations @ self.cores))
-        values = step.values(out)
-        values["anchor"] = 0.5 * (self.relations - self.anchor).square().sum()
-        step.descend(values)
+        out = Forward(step.x, step.y, *step.through(self._pass, step.x, self.relations @ self.cores.rows))
+        step.descend({**step.values(out), "anchor": anchor_loss(self.relations, self.cores.shares)})
         step.observe(out)
 
     def _pass(self, x: Tensor, others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """Maps, embedding and logits of inputs [B, …] by the sum of the own core model and `others`, [P]."""
-        own = sorted(self.model.named_parameters())
-        whole = others + (self.own @ self.relations) * torch.cat([widened(w).reshape(-1) for _, w in own])
-        parts = whole.split([w.numel() for _, w in own])
-        mixed = {name: part.view_as(w).to(w.dtype) for (name, w), part in zip(own, parts, strict=True)}
-        return pass_with(self.model, mixed, x)
+        return pass_with_sum(self.model, self.cores.own @ self.relations, others, x)
 
     @override
-    @torch.no_grad()
     def on_fit_end(self) -> None:
-        self.others.copy_(self.relations @ self.cores)
+        self.others.copy_(self.relations.detach() @ self.cores.rows)
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {"": Predictor(lambda seen: self._pass(seen.x, self.others)[2], ("Local-T", "Global-T"))}
-
-    @override
-    def make_server(self, initial: Message, facts: Facts) -> LendingServer:
-        return LendingServer(initial, Lending(models=None), tells_sizes=True)
-
-
-def faded(schedule: Schedule, rounds: int, last: int) -> float:
-    """λ after so many rounds of `last`.
-
-    >>> [round(faded("cosine", t, 4), 4) for t in (0, 1, 2, 4)], round(faded("exponential", 2, 4), 4)
-    ([1.0, 0.8536, 0.5, 0.0], 0.0316)
-    """
-    if rounds >= last:
-        return 0.0
-    part = rounds / last
-    return (math.cos(math.pi * part) + 1) / 2 if schedule == "cosine" else 10 ** (-3 * part)
+        return personal_only(lambda seen: self._pass(seen.x, self.others)[2])

@@ -6,10 +6,10 @@ Algorithm 1.
 
 from __future__ import annotations
 
-from torch import nn
 from typing_extensions import override
 
 from fl_lightning.core.combining import CombiningServer
+from fl_lightning.core.division import keeps_all
 from fl_lightning.core.freezing import keeping_state
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term, personal_only
 from fl_lightning.core.private_steps import record_safe
@@ -39,6 +39,7 @@ class FedAMP(Method):
 
     shared = ("model",)
     paper = "Huang et al., AAAI 2021"
+    is_kept = keeps_all
 
     def __init__(
         self,
@@ -56,10 +57,6 @@ class FedAMP(Method):
     @override
     def setup(self) -> None:
         self.mixture = Snapshot(self.model.parameters())  # u_i
-
-    @override
-    def is_kept(self, name: str, module: nn.Module) -> bool:
-        return True
 
     @override
     @record_safe()

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.division import keeps_all
 from fl_lightning.core.finetuning import train_outside
 from fl_lightning.core.freezing import trainable
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term, personal_only
@@ -41,6 +42,7 @@ class FedAS(Method):
 
     shared = ("model.body",)
     paper = "Yang et al., CVPR 2024"
+    is_kept = keeps_all
 
     def __init__(
         self,
@@ -54,10 +56,6 @@ class FedAS(Method):
         require_choices("method", aligned=(aligned, Aligned))
         super().__init__(model, extra_terms=extra_terms)
         self.alignment_lr, self.alignment_epochs, self.aligned = alignment_lr, alignment_epochs, aligned
-
-    @override
-    def is_kept(self, name: str, module: nn.Module) -> bool:
-        return True
 
     @override
     @torch.no_grad()

@@ -7,9 +7,10 @@ Checked against the authors' code.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.division import keeps_all
 from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.core.lending import WISH, Lending, LendingServer, as_vector, lent_models, shared_entries
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Term, personal_only
@@ -37,6 +38,7 @@ class FedFomo(Method):
 
     shared = ("model",)
     paper = "Zhang et al., ICLR 2021"
+    is_kept = keeps_all
     gains: Tensor  # g, [N]
 
     def __init__(
@@ -54,10 +56,6 @@ class FedFomo(Method):
     def setup(self) -> None:
         self.start = frozen_copy(self.model)  # θ⁰
         self.register_buffer("gains", torch.zeros(self.facts.num_clients), persistent=False)
-
-    @override
-    def is_kept(self, name: str, module: nn.Module) -> bool:
-        return True
 
     @override
     def receive(self, message: Message, data: OwnData) -> None:

@@ -6,29 +6,15 @@ Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowled
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Literal
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.low_rank import LowRankServer, approximated
-from fl_lightning.core.message import Message
-from fl_lightning.core.method import Method, Phase, Predictor
-from fl_lightning.core.precision import widened
-from fl_lightning.core.term import Term
-from fl_lightning.errors import require, require_choices
-from fl_lightning.losses.divergence import divergence
+from fl_lightning.core.low_rank import Energy, LowRankServer, ReceivedModel
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term
+from fl_lightning.core.personal import personal_and_global, personal_copy
+from fl_lightning.errors import require_choices
+from fl_lightning.losses.mutual_distillation import Gradients, View, mutual_distillation
 from fl_lightning.models.split import SplitModel
-
-if TYPE_CHECKING:
-    from fl_lightning.core.host import OwnData
-    from fl_lightning.core.step import Step
-
-Gradients = Literal["joint", "own"]
 
 
 class FedKD(Method):
@@ -53,6 +39,7 @@ class FedKD(Method):
 
     shared = ("model",)
     paper = "Wu et al., Nature Communications 2022"
+    personal: SplitModel  # t
 
     def __init__(
         self,
@@ -62,33 +49,20 @@ class FedKD(Method):
         gradients: Gradients = "joint",
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(0 <= energy_start <= 1, "method.energy_start", "must be in [0, 1]", energy_start)
-        require(0 <= energy_end <= 1, "method.energy_end", "must be in [0, 1]", energy_end)
         require_choices("method", gradients=(gradients, Gradients))
         super().__init__(model, extra_terms=extra_terms)
-        self.energies, self.gradients = (energy_start, energy_end), gradients
+        self.energy, self.gradients = Energy(energy_start, energy_end), gradients
 
     @override
     def setup(self) -> None:
-        self.personal = copy.deepcopy(self.model)  # t
+        personal_copy(self)
         self.transform = nn.Linear(self.model.embedding_size, self.model.embedding_size, bias=False)  # W
-        for index, parameter in enumerate(self.model.parameters()):
-            self.register_buffer(f"received_{index}", parameter.detach().clone(), persistent=False)
-
-    def _received(self) -> dict[str, Tensor]:
-        names = [f"model.{name}" for name, _ in self.model.named_parameters()]
-        return {name: self.get_buffer(f"received_{index}") for index, name in enumerate(names)}
+        self.received = ReceivedModel(self.model)
 
     @override
-    @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        for buffer, parameter in zip(self._received().values(), self.model.parameters(), strict=True):
-            buffer.copy_(parameter)
-
-    @override
-    def phases(self) -> list[Phase]:
-        return [Phase("all", trains=("model", "personal", "transform", "terms"))]
+        self.received.take(self.model.parameters())
 
     @override
     def losses(self) -> dict[str, float]:
@@ -97,35 +71,20 @@ class FedKD(Method):
     @override
     def local_step(self, step: Step) -> None:
         out, own = step.forward(), step.forward(through=self.personal)
-        values = step.values(out)
-        values["personal"] = step.values(own, [self.terms.cross_entropy])["cross_entropy"]
-        other = (lambda t: t) if self.gradients == "joint" else Tensor.detach
-        student, teacher = values["cross_entropy"], values["personal"]
-        z, seen = widened(own.z), widened(step.through(self.transform, out.z))
-        of_teacher, of_student = teacher + other(student), student + other(teacher)
-        values["taught"] = divergence(other(out.logits), own.logits) / of_teacher
-        values["hidden"] = F.mse_loss(z, other(seen)) / of_teacher
-        values["teaching"] = divergence(other(own.logits), out.logits) / of_student
-        values["matched"] = F.mse_loss(seen, other(z)) / of_student
-        step.descend(values)
+        values = {**step.values(out), "personal": step.task_loss(own)}
+        teacher = View(own.logits, own.z, values["personal"])
+        student = View(out.logits, step.through(self.transform, out.z), values["cross_entropy"])
+        step.descend({**values, **mutual_distillation(teacher, student, self.gradients)})
         step.observe(out)
 
     @override
     def send(self, data: OwnData) -> Message:
-        return approximated(super().send(data), self._received(), self._energy(self.facts.round))
-
-    def _energy(self, round: int) -> float:
-        """T of a round."""
-        start, end = self.energies
-        return start + (end - start) * round / self.facts.rounds
+        return self.received.changes(super().send(data), self.energy.at(self.facts.round, self.facts.rounds))
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return {
-            "personal": Predictor(lambda seen: seen.logits(self.personal), ("Local-T", "Global-T")),
-            "global": Predictor(lambda seen: seen.logits(self.model), ("Server-T",)),
-        }
+        return personal_and_global(self.personal, self.model)
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> LowRankServer:
-        return LowRankServer(initial, self._energy)
+        return LowRankServer(initial, self.energy.over(facts.rounds))

@@ -75,3 +75,19 @@ def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) ->
         _Whole(model), {f"model.{name}": tensor for name, tensor in parameters.items()}, (x,)
     )
     return result
+
+
+def pass_with_sum(model: SplitModel, share: Tensor, others: Tensor, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The same with the parameters p w + s, where w are the model's own.
+
+    Args:
+        model: as before.
+        share: p, [].
+        others: s, [P], in the order of the parameters' names, in float32 or wider.
+        x: [B, …] inputs.
+    """
+    own = sorted(model.named_parameters())
+    whole = others + share * torch.cat([w.to(others.dtype).reshape(-1) for _, w in own])
+    parts = whole.split([w.numel() for _, w in own])
+    mixed = {name: part.view_as(w).to(w.dtype) for (name, w), part in zip(own, parts, strict=True)}
+    return pass_with(model, mixed, x)
