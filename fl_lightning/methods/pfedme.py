@@ -66,12 +66,12 @@ class pFedMe(Method):
     @override
     def on_fit_start(self) -> None:
         self.personal.load_state_dict(self.model.state_dict())
-        self._envelope = MoreauEnvelope(trainable(self.personal), self.weight, self.personal_lr, self.inner_steps)
+        self._theta = MoreauEnvelope(trainable(self.personal), self.weight, self.personal_lr, self.inner_steps)
 
     @override
     def local_step(self, step: Step) -> None:
         w, of_terms = trainable(self.model), trainable(self.terms)
-        slopes = self._envelope.gradients(step, w, of_terms)
+        slopes = self._theta.gradients(step, w, of_terms)
         step.follow([slope / self.fit.accumulate for slope in slopes], [*w, *of_terms])
 
     @override
