@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.models.weights import load_file
 
 
 class WrappedModel(SplitModel):
@@ -29,10 +31,12 @@ class WrappedModel(SplitModel):
         head: name of the submodule that is the classifier, with dots for nesting, e.g. "fc" or "classifier.6".
         features: names of the submodules whose outputs are the feature maps, in this order; none by default. A layer
             that works in place on such an output (`ReLU(inplace=True)`) changes the map as well.
+        weights: a file, `.pt` or `.pth`, of the module's `state_dict` to start from; a head of other classes is left
+            out. Nothing in the file is run.
 
     Raises:
-        ConfigError: if head or features name no submodule, the module does not take such samples, its output is not
-            [B, C], or it cannot be split there.
+        ConfigError: if head or features name no submodule, the weights are not the module's, it does not take such
+            samples, its output is not [B, C], or it cannot be split there.
     """
 
     def __init__(
@@ -42,27 +46,53 @@ class WrappedModel(SplitModel):
         module: nn.Module,
         head: str,
         features: Sequence[str] = (),
+        weights: str | None = None,
     ) -> None:
-        require_size("num_classes", num_classes)
-        name = type(module).__name__
         network = copy.deepcopy(module)
         require_submodule(network, "model.head", head)
-        x, expected = try_out(network, input_shape)
-        fits = isinstance(expected, Tensor) and expected.shape == (len(x), num_classes)
-        rule = f"{name} must return logits of shape [B, {num_classes}] for {num_classes} classes, and its head as many"
-        require(fits, "model.head", rule, shape_of(expected))
+        if weights is not None:
+            load_file(network, Path(weights), head)
+        body, classifier, size = split_at(network, head, features, input_shape, num_classes)
+        super().__init__(body, classifier, size, num_classes, input_shape)
 
-        classifier = network.get_submodule(head)
-        parent, _, child = head.rpartition(".")
-        setattr(network.get_submodule(parent), child, nn.Identity())
-        _require_nothing_shared(network, classifier, head)
-        for feature in features:
-            require_submodule(network, "model.features", feature)
-        body = HookedBody(network, features)
 
-        z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
-        _evaluate(body, x, body.forward_features)
-        super().__init__(body, classifier, z.shape[1], num_classes, input_shape)
+def split_at(
+    network: nn.Module, head: str, features: Sequence[str], input_shape: tuple[int, ...], num_classes: int
+) -> tuple[Body, nn.Module, int]:
+    """Take the head out of a network, and try out that both parts are the network still.
+
+    Args:
+        network: from a sample batch to logits [B, C]; loses its head.
+        head: name of the submodule that is the classifier.
+        features: names of the submodules whose outputs are the feature maps.
+        input_shape: shape of one sample.
+        num_classes: number of classes C.
+
+    Returns:
+        What is left, the head, and the size D of the embedding between them.
+
+    Raises:
+        ConfigError: as `WrappedModel` does.
+    """
+    require_size("num_classes", num_classes)
+    name = type(network).__name__
+    require_submodule(network, "model.head", head)
+    x, expected = try_out(network, input_shape)
+    fits = isinstance(expected, Tensor) and expected.shape == (len(x), num_classes)
+    rule = f"{name} must return logits of shape [B, {num_classes}] for {num_classes} classes, and its head as many"
+    require(fits, "model.head", rule, shape_of(expected))
+
+    classifier = network.get_submodule(head)
+    parent, _, child = head.rpartition(".")
+    setattr(network.get_submodule(parent), child, nn.Identity())
+    _require_nothing_shared(network, classifier, head)
+    for feature in features:
+        require_submodule(network, "model.features", feature)
+    body = HookedBody(network, features)
+
+    z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
+    _evaluate(body, x, body.forward_features)
+    return body, classifier, z.shape[1]
 
 
 class HookedBody(Body):
