@@ -15,6 +15,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.precision import Wide
 from fl_lightning.core.server import Server
 from fl_lightning.errors import require
+from fl_lightning.models.mixture import pass_with_sum
 from fl_lightning.seeding import torch_generator
 
 WISH = "wish"
@@ -90,6 +91,19 @@ class AllModels(Wide):
         self.register_buffer("rows", start.repeat(num_clients, 1), persistent=False)
         self.register_buffer("own", torch.zeros(num_clients), persistent=False)
         self.register_buffer("shares", torch.full((num_clients,), 1 / num_clients), persistent=False)
+
+    def mixed_pass(
+        self, model: Any, relations: Tensor, others: Tensor, x: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Maps, embedding [B, D] and logits [B, C] of inputs by the sum of all models, of which `model` is the own one.
+
+        Args:
+            model: the client's.
+            relations: p, [N], how much of each is in the sum.
+            others: Σ p_j w_j over the other clients, [P].
+            x: [B, …] inputs.
+        """
+        return pass_with_sum(model, self.own @ relations, others, x)
 
     @torch.no_grad()
     def take(self, message: Message, method: Any, client: int) -> bool:

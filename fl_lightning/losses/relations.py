@@ -35,31 +35,36 @@ def anchor_loss(relations: Float[Tensor, " N"], anchor: Float[Tensor, " N"]) -> 
 
 
 @dataclass(frozen=True)
-class Fading:
-    """λ_t, which falls from 1 in round 1 to 0 in round L, and stays there.
+class FadingWeight:
+    """λ_t μ, where λ_t falls from 1 in round 1 to 0 in round L, and stays there.
 
     Args:
-        schedule: ``cosine`` is (cos(π(t − 1)/L) + 1)/2, ``exponential`` 10^{−3(t − 1)/L}.
+        weight: μ, >= 0.
+        schedule: λ_t: ``cosine`` is (cos(π(t − 1)/L) + 1)/2, ``exponential`` 10^{−3(t − 1)/L}.
         share: L as a share of the run's rounds, in (0, 1].
 
     Raises:
         ConfigError: naming the method's option of that name.
 
-    >>> [round(Fading("cosine", 0.5).at(t, 8), 4) for t in (1, 2, 3, 5)], round(Fading("exponential", 0.5).at(3, 8), 4)
-    ([1.0, 0.8536, 0.5, 0.0], 0.0316)
+    >>> cosine, exponential = (FadingWeight(2.0, schedule, 0.5) for schedule in ("cosine", "exponential"))
+    >>> [round(cosine.at(t, 8), 4) for t in (1, 2, 3, 5)], round(exponential.at(3, 8), 4)
+    ([2.0, 1.7071, 1.0, 0.0], 0.0632)
     """
 
+    weight: float
     schedule: Schedule
     share: float
 
     def __post_init__(self) -> None:
+        require(self.weight >= 0, "method.weight", "must be >= 0", self.weight)
         require(0 < self.share <= 1, "method.share", "must be in (0, 1]", self.share)
         require_choices("method", schedule=(self.schedule, Schedule))
 
     def at(self, round: int, rounds: int) -> float:
-        """λ_t of a round t, 1-based, of so many; 1 before the first."""
+        """λ_t μ of a round t, 1-based, of so many; μ before the first."""
         before, last = max(round, 1) - 1, int(self.share * rounds)
         if before >= last:
             return 0.0
         part = before / last
-        return (math.cos(math.pi * part) + 1) / 2 if self.schedule == "cosine" else 10 ** (-3 * part)
+        faded = (math.cos(math.pi * part) + 1) / 2 if self.schedule == "cosine" else 10 ** (-3 * part)
+        return self.weight * faded

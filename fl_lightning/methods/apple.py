@@ -13,8 +13,7 @@ from fl_lightning.core.division import keeps_all
 from fl_lightning.core.lending import AllModels, lending_all
 from fl_lightning.core.method import Forward, Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
-from fl_lightning.losses.relations import Fading, Schedule, anchor_loss
-from fl_lightning.models.mixture import pass_with_sum
+from fl_lightning.losses.relations import FadingWeight, Schedule, anchor_loss
 from fl_lightning.models.split import SplitModel
 
 
@@ -23,11 +22,9 @@ class APPLE(Method):
 
         min_{w_i, p_i} F_i(Σ_j p_ij w_j) + λ_t μ/2 ‖p_i − p⁰‖²,  p⁰_j = n_j/n,  all p_ij = 1/N at first
 
-    λ_t falls from 1 in round 1 to 0 in round L, and stays there: (cos(π(t − 1)/L) + 1)/2, or 10^{−3(t − 1)/L}. Before
-    sizes are known, in the first round, p⁰ is 1/N. Other clients' w_j stand still in the fit; who has not sent one yet
-    counts with the initial model. Batch norm's statistics are the client's own. Every client hears N − 1 models. (The
-    authors' code has μ for μ/2 and starts at p⁰. One public code takes the mean over entries and tensors for ∂F/∂p, and
-    N times the learning rate.)
+    λ_t falls from 1 in round 1 to 0 in round L, and stays there: (cos(π(t − 1)/L) + 1)/2, or 10^{−3(t − 1)/L}. In the
+    first round p⁰ is 1/N. Batch norm's statistics are the client's own. (The authors' code has μ for μ/2 and starts at
+    p⁰. One public code takes the mean over entries and tensors for ∂F/∂p, and N times the learning rate.)
 
     Args:
         weight: μ, >= 0.
@@ -52,10 +49,9 @@ class APPLE(Method):
         schedule: Schedule = "exponential",
         extra_terms: list[Term] | None = None,
     ) -> None:
-        require(weight >= 0, "method.weight", "must be >= 0", weight)
         require(relation_lr > 0, "method.relation_lr", "must be > 0", relation_lr)
         super().__init__(model, extra_terms=extra_terms)
-        self.weight, self.relation_lr, self.fading = weight, relation_lr, Fading(schedule, share)
+        self.relation_lr, self.anchoring = relation_lr, FadingWeight(weight, schedule, share)
 
     @override
     def setup(self) -> None:
@@ -76,17 +72,14 @@ class APPLE(Method):
 
     @override
     def losses(self) -> dict[str, float]:
-        return {"anchor": self.weight * self.fading.at(self.facts.round, self.facts.rounds)}
+        return {"anchor": self.anchoring.at(self.facts.round, self.facts.rounds)}
 
     @override
     def local_step(self, step: Step) -> None:
-        out = Forward(step.x, step.y, *step.through(self._pass, step.x, self.relations @ self.cores.rows))
+        others = self.relations @ self.cores.rows
+        out = Forward(step.x, step.y, *step.through(self.cores.mixed_pass, self.model, self.relations, others, step.x))
         step.descend({**step.values(out), "anchor": anchor_loss(self.relations, self.cores.shares)})
         step.observe(out)
-
-    def _pass(self, x: Tensor, others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Maps, embedding and logits of inputs [B, …] by the sum of the own core model and `others`, [P]."""
-        return pass_with_sum(self.model, self.cores.own @ self.relations, others, x)
 
     @override
     def on_fit_end(self) -> None:
@@ -94,4 +87,4 @@ class APPLE(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_only(lambda seen: self._pass(seen.x, self.others)[2])
+        return personal_only(lambda seen: self.cores.mixed_pass(self.model, self.relations, self.others, seen.x)[2])
