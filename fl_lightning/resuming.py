@@ -74,6 +74,9 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
 
     Args:
         argv: the command line after ``fit``.
+
+    Raises:
+        ConfigError: if the folder has no configuration any more, and none is given.
     """
     resume, configs = _values(argv, "--resume"), _values(argv, "--config")
     if not resume or _values(argv, "--output") or _values(argv, "--name"):
@@ -86,7 +89,9 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     folder = next(filter(None, map(_run_of, (named, *named.parents[:2]))), None)
     if folder is None:
         return list(argv)
-    config = [] if configs else ["--config", str(folder / "config.yaml")]
+    own = folder / "config.yaml"
+    require(bool(configs) or own.is_file(), "--resume", f"{folder} has lost its config.yaml; say --config FILE, too")
+    config = [] if configs else ["--config", str(own)]
     return [*config, *argv, *_place(folder), "--resume", "auto" if named.is_dir() else str(named)]
 
 

@@ -15,7 +15,7 @@ from fl_lightning.configuration import identity, read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Chosen
 from fl_lightning.federation.saving import check_identity
-from fl_lightning.files import make_folder, remove, remove_left_overs, writing
+from fl_lightning.files import content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
 from fl_lightning.resuming import LOCK, MARK, holds_run, is_marked, round_of
 from fl_lightning.terminal import say
@@ -148,7 +148,18 @@ class RunFolder:
         Raises:
             ConfigError: if what was named is damaged, or there is nothing whole.
         """
-        return None if resume is None else self.checkpoints.choose(resume, self._check_tables)
+        if resume is None:
+            return None
+        chosen = self.checkpoints.choose(resume, self._check_tables)
+        if chosen is None and self._has_rows():
+            say(f"{self.path} holds rounds, but no checkpoint; the run begins anew")
+        return chosen
+
+    def _has_rows(self) -> bool:
+        try:
+            return content_of(self.path / "metrics.csv").count(b"\n") > 1
+        except OSError:
+            return False
 
     def _check_tables(self, state: Mapping[str, Any]) -> None:
         try:

@@ -7,7 +7,7 @@ import pytest
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import WriteError
 from fl_lightning.report.record import MetricsFile
-from fl_lightning.resuming import LOCK, MARK
+from fl_lightning.resuming import LOCK, MARK, with_resumed_folder
 from fl_lightning.run_folder import RunFolder
 
 
@@ -76,3 +76,13 @@ def test_pipe_on_which_a_logger_would_wait_is_refused(folder):
     os.mkfifo(folder.path / "log" / "version_0" / "metrics.csv")
     with pytest.raises(ConfigError, match=r"output: .*version_0/metrics\.csv is a pipe or a device"):
         folder.claim("auto", False, {})
+
+
+def test_run_that_has_lost_its_configuration_says_so(tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "round-0001.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    for named in (tmp_path / "run", checkpoint):
+        with pytest.raises(ConfigError, match=r"^--resume: .*run has lost its config\.yaml; say --config FILE, too$"):
+            with_resumed_folder(["--resume", str(named)])
+        assert "exp.yaml" in with_resumed_folder(["--config", "exp.yaml", "--resume", str(named)])

@@ -230,6 +230,8 @@ def test_run_without_checkpoints_leaves_none(workplace):
     workplace.fit("--quiet", "--federation.rounds", "1", "--federation.checkpoint.every", "0")
     assert not (workplace.run / "checkpoints").exists()
     assert (workplace.run / "metrics.csv").exists()
+    code, _, err = workplace.call("fit", "--resume", "runs/run", "--quiet", "--federation.rounds", "1")
+    assert (code, err) == (0, "runs/run holds rounds, but no checkpoint; the run begins anew\n")
 
 
 # --- damaged files --------------------------------------------------------------------------------------------------
