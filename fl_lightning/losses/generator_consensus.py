@@ -1,0 +1,88 @@
+"""A generator of embeddings on whose classes all clients' heads agree, and what the server trains it by.
+
+Zhu, Hong, Zhou, "Data-Free Knowledge Distillation for Heterogeneous Federated Learning" (FedGen), ICML 2021. Checked
+against the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from fl_lightning.core.generating import GeneratorTraining, HeadsServer
+from fl_lightning.core.message import Message
+from fl_lightning.errors import require_choices
+from fl_lightning.losses.generated_features import diversity_loss, mistaken_loss
+from fl_lightning.shapes import checked
+
+Ensemble = Literal["logits", "losses"]
+
+
+@checked
+def consensus_loss(
+    logits: Float[Tensor, "N B C"], y: Int[Tensor, " B"], shares: Float[Tensor, "M C"], ensemble: Ensemble = "logits"
+) -> Float[Tensor, ""]:
+    """How wrong N heads are together about generated embeddings, CE(mean_k g_k, y), or Σ_k w_{k,y} CE(g_k, y).
+
+    Args:
+        logits: g, [N, B, C].
+        y: [B] int64 classes.
+        shares: w, [N, C], what each client's word counts for on each class; the second alone looks at it.
+        ensemble: ``logits`` for the first, ``losses`` for the second.
+
+    Returns:
+        Scalar, float32.
+
+    >>> logits, shares = torch.tensor([[[4.0, 0.0]], [[0.0, 4.0]]]), torch.full((2, 2), 0.5)
+    >>> [round(float(consensus_loss(logits, torch.tensor([0]), shares, how)), 4) for how in ("logits", "losses")]
+    [0.6931, 2.0181]
+    """
+    return F.cross_entropy(logits.mean(0), y) if ensemble == "logits" else mistaken_loss(logits, y, shares)
+
+
+@dataclass(frozen=True)
+class Training(GeneratorTraining):
+    """How the server trains the generator.
+
+    Args:
+        server_steps: steps of the generator a round, >= 1.
+        server_batch: generated embeddings a step, >= 2.
+        server_lr: learning rate of the generator's Adam in the first round, >= 0, times 0.98 a round.
+        server_weight_decay: its weight decay, >= 0.
+        diversity: η, >= 0.
+        ensemble: the loss of the clients' mean ``logits`` (the paper), or all clients' ``losses`` (the authors' code).
+    """
+
+    diversity: float = 1.0
+    ensemble: Ensemble = "logits"
+
+    def __post_init__(self) -> None:
+        self.check_ranges()
+        require_choices("method.training", ensemble=(self.ensemble, Ensemble))
+
+
+class ConsensusServer(HeadsServer):
+    """Trains the generator on what the round's heads agree on; class counts come as an artifact, ``class_counts``."""
+
+    hears_mean = True
+    draw = staticmethod(torch.randn)
+    options: Training
+
+    @override
+    def counts(self, messages: Mapping[int, Message]) -> Tensor:
+        own: list[Any] = [message.artifacts.get("class_counts") for message in messages.values()]
+        return torch.stack([counts for counts in own if counts is not None]).round().clamp(min=0).long()
+
+    @override
+    def generator_loss(
+        self, features: Tensor, noise: Tensor, y: Tensor, heads: Mapping[str, Tensor], shares: Tensor
+    ) -> Tensor:
+        loss = consensus_loss(self.logits(features, heads), y, shares, self.options.ensemble)
+        return loss + self.options.diversity * diversity_loss(features, noise)
