@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from fl_lightning import catalog, static
 from fl_lightning.building import Maker, build_with, construct
+from fl_lightning.core.alternation import check_alternation
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.flags import check_flags
 from fl_lightning.models.checks import require_choice, require_dropout, require_size, require_sizes
@@ -46,7 +47,10 @@ _KNOWN: dict[str, Any] = {
         "Literal": Literal,
         "Tensor": _Open,
     },
-    **{each.__name__: each for each in (require_choice, require_dropout, require_size, require_sizes)},
+    **{
+        each.__name__: each
+        for each in (check_alternation, require_choice, require_dropout, require_size, require_sizes)
+    },
 }
 _METHODS = ("items", "keys", "values", "isfinite", "isnan", "isinf", "is_integer")
 _MAY_FAIL = (NameError, AttributeError, TypeError, KeyError, IndexError, UnreadableError, ZeroDivisionError)

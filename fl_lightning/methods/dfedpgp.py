@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
+from fl_lightning.core.alternation import check_alternation
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.mixing import PUSH_WEIGHT
-from fl_lightning.core.phases import check_alternation
 from fl_lightning.core.private_steps import record_safe
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel

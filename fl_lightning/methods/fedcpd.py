@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from fl_lightning.core.alternation import check_alternation
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.method import Method, Phase
-from fl_lightning.core.phases import check_alternation
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation, Reduction

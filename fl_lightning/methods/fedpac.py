@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.alternation import check_alternation
 from fl_lightning.core.combining import CombiningServer
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Phase, Predictor, Term, personal_only
-from fl_lightning.core.phases import check_alternation, head_then_body
+from fl_lightning.core.phases import head_then_body
 from fl_lightning.losses.head_combination import STATISTICS, VARIANCE, combination_of, feature_variance
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.models.split import SplitModel

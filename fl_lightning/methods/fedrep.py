@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from fl_lightning.core.alternation import check_alternation
 from fl_lightning.core.method import Method, Phase, Term
-from fl_lightning.core.phases import check_alternation, head_then_body
+from fl_lightning.core.phases import head_then_body
 from fl_lightning.models.split import SplitModel
 
 
