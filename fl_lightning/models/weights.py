@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
@@ -55,6 +56,7 @@ def load(network: nn.Module, state: Any, head: str, source: str) -> None:
     what = type(network).__name__
     for name, value in state.items():
         require(name in own, KEY, f"{source} holds weights that {what} has not", name)
+        require(_is_plain(value), KEY, f"{source} must hold finite numbers, stored one by one", name)
         if value.shape != own[name].shape:
             said = f"{source} holds {name} of shape {list(value.shape)}, {what} has {list(own[name].shape)}"
             raise ConfigError(KEY, said)
@@ -62,6 +64,12 @@ def load(network: nn.Module, state: Any, head: str, source: str) -> None:
         kept = name in state or _within(name, head) or name.endswith(_COUNTERS)
         require(kept, KEY, f"{source} lacks weights of {what}", name)
     network.load_state_dict(state, strict=False)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether a tensor can become weights: neither sparse nor quantized nor complex, and every number finite."""
+    odd = value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex()
+    return not odd and bool(value.float().isfinite().all())
 
 
 def _within(name: str, submodule: str) -> bool:

@@ -98,6 +98,8 @@ def test_a_file_of_weights_is_where_a_network_starts(tmp_path, classes, kept, wr
         ({"norm.weight": torch.ones(4)}, "lacks weights of Net, got 'norm.bias'"),
         ({**Net().state_dict(), "conv.weight": torch.ones(1)}, "holds weights that Net has not, got 'conv.weight'"),
         ({**Net().state_dict(), "norm.bias": torch.ones(5)}, r"holds norm.bias of shape \[5\], Net has \[4\]"),
+        ({**Net().state_dict(), "norm.bias": torch.full((4,), torch.nan)}, "finite numbers.* got 'norm.bias'"),
+        ({**Net().state_dict(), "norm.bias": torch.ones(4, dtype=torch.complex64)}, "finite numbers.* got 'norm.bias'"),
         ([torch.ones(1)], "must hold a dict of tensors"),
         ({"norm": nn.ReLU()}, "holds no plain tensors"),
     ],
