@@ -59,7 +59,10 @@ class SplitModel(nn.Module):
     """
 
     paper: ClassVar[str] = ""
-    otherwise: ClassVar[str] = "wrap any other network: model WrappedModel, with `module` and the name of its `head`"
+    otherwise: ClassVar[str] = (
+        "wrap any other network: model WrappedModel, with `module` and the name of its `head`; torchvision's and "
+        "timm's go by `name`: model LibraryModel"
+    )
     """What to do with a class that is none."""
     body: Body
     head: nn.Module
