@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fl_lightning import catalog, static
 from fl_lightning.building import Maker, build_with, construct
 from fl_lightning.core.alternation import check_alternation
-from fl_lightning.errors import ConfigError, require, require_choices
+from fl_lightning.errors import ConfigError, require, require_at_least, require_choices, require_positive
 from fl_lightning.federation.flags import check_flags
 from fl_lightning.models.checks import require_choice, require_dropout, require_size, require_sizes
 from fl_lightning.resuming import check_name
@@ -43,6 +43,8 @@ _KNOWN: dict[str, Any] = {
         "math": math,
         "require": require,
         "require_choices": require_choices,
+        "require_at_least": require_at_least,
+        "require_positive": require_positive,
         "ConfigError": ConfigError,
         "Literal": Literal,
         "Tensor": _Open,
