@@ -12,6 +12,8 @@ from fl_lightning.errors import ConfigError
 Accountant = Literal["rdp", "prv"]
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
+FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 100))}))
+"""Without sampling, where every order's moment is α / (2 σ²)."""
 PRV_ERROR = 2e-4
 """Largest error of ε by privacy-loss random variables; it is added, so that ε is never too small."""
 
@@ -56,13 +58,19 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
     spent = [mechanism.times * one for one in _moments(mechanism.noise_multiplier, mechanism.sampling_rate)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the best order is the first or the last
-        return max(0.0, float(analysis.get_privacy_spent(orders=list(ORDERS), rdp=spent, delta=delta)[0]))
+        orders = _orders(mechanism.sampling_rate)
+        return max(0.0, float(analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0]))
+
+
+def _orders(sampling_rate: float) -> list[float]:
+    return list(FINE_ORDERS if sampling_rate == 1 else ORDERS)
 
 
 @lru_cache(4096)
 def _moments(noise_multiplier: float, sampling_rate: float) -> list[float]:
     _, analysis = _opacus()
-    found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(ORDERS))
+    orders = _orders(sampling_rate)
+    found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
     return [float(one) for one in found]
 
 
