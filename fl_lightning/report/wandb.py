@@ -279,7 +279,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 reason = f"it refused ({_described(error)})"
         self.is_offline = True
         self._experiment = self._init("offline")
-        where = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*-{self._id}"
+        where = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*-{self._id}*"
         self._place = f"wandb sync {where}"
         _say(f"{reason}, so this run is recorded offline; to send it: {self._place}")
 

@@ -70,8 +70,15 @@ def run_files(folder: Path, run_id: str) -> list[Path]:
         folder: the folder in which W&B made its folder ``wandb``.
         run_id: W&B's id of the run.
     """
-    found = (folder / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
-    return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
+    found = (folder / "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
+    return sorted(found, key=lambda path: _begun(path, run_id))
+
+
+def _begun(path: Path, run_id: str) -> tuple[str, int]:
+    """When a file was begun: the second, and of those in one second the number that W&B puts behind the id."""
+    stamp, _, number = path.parent.name.removeprefix("offline-").rpartition(run_id)
+    number = number.removeprefix("-")
+    return stamp, int(number) if number.isdecimal() else 0
 
 
 def is_unsent(path: Path) -> bool:

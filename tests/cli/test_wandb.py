@@ -187,7 +187,7 @@ def test_pictures_of_the_partition_and_of_what_is_shared(recorded):
 def test_one_line_says_that_it_is_offline_and_how_to_send_it(recorded):
     _, out, err = recorded.printed
     assert out == ""
-    line = f"wandb sync runs/run/wandb/offline-run-*-{run_id(recorded.run)}"
+    line = f"wandb sync runs/run/wandb/offline-run-*-{run_id(recorded.run)}*"
     assert err.count("\n") == 1
     assert "no key" in err
     assert err.rstrip().endswith(line)

@@ -67,6 +67,16 @@ def test_files_of_a_run_are_found_oldest_first(tmp_path):
     assert not is_unsent(found[1])
 
 
+def test_files_that_were_begun_in_one_second_are_found_in_order(tmp_path):
+    """W&B puts a number behind the second one's folder: a run that was killed and resumed at once."""
+    second = "offline-run-20260102_000000-ab"
+    names = [second, f"{second}-1", f"{second}-2", f"{second}-10", "offline-run-20260102_000001-ab"]
+    for name in reversed(names):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+        (tmp_path / "wandb" / name / "run-ab.wandb").touch()
+    assert [path.parent.name for path in run_files(tmp_path, "ab")] == names
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
@@ -314,7 +324,7 @@ def test_command_that_is_printed_sends_the_run_and_does_nothing_else(tmp_path, m
     (_, command), said = made.places()[0], capsys.readouterr().err
     *words, last = shlex.split(command)
     assert words == ["wandb", "sync"]
-    assert last == f"{tmp_path}/{name}/wandb/offline-run-*-{made._id}"
+    assert last == f"{tmp_path}/{name}/wandb/offline-run-*-{made._id}*"
     assert "\u202e" not in said
     assert "\\u202e" in said
 
