@@ -28,8 +28,9 @@ from fl_lightning.archives import check_stored, check_unfolded
 from fl_lightning.errors import ConfigError, require
 
 FORMAT = 1
-JSON_FORMAT = 1
 """Version of the seal."""
+JSON_FORMAT = 1
+"""Version of JSON files."""
 MARK = b"\nFLseal\n"
 SEAL = struct.Struct("<8sIIQ")  # mark, version, CRC-32 and length of what stands before it
 CHUNK = 1 << 22  # bytes read at once where a file is only verified
