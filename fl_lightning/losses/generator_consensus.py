@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.generating import GeneratorTraining, HeadsServer
 from fl_lightning.core.message import Message
+from fl_lightning.core.precision import Wide, widened
 from fl_lightning.errors import require_choices
 from fl_lightning.losses.generated_features import diversity_loss, mistaken_loss
+from fl_lightning.models.generator import generate, num_generator_values
 from fl_lightning.shapes import checked
+
+if TYPE_CHECKING:
+    from fl_lightning.core.step import Step
 
 Ensemble = Literal["logits", "losses"]
 
@@ -66,6 +71,50 @@ class Training(GeneratorTraining):
     def __post_init__(self) -> None:
         self.check_ranges()
         require_choices("method.training", ensemble=(self.ensemble, Ensemble))
+
+
+class HeardGenerator(Wide):
+    """What a client has heard of the server: its generator, a constant in a fit, and the classes that somebody holds.
+
+    Args:
+        sizes: of the generator: C, D, E, H.
+    """
+
+    values: Tensor  # [P_G]
+    held: Tensor  # [C], 1 for a class that somebody holds
+
+    def __init__(self, sizes: tuple[int, int, int, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.register_buffer("values", torch.zeros(num_generator_values(*sizes)), persistent=False)
+        self.register_buffer("held", torch.ones(sizes[0]), persistent=False)
+        self.is_there = False
+
+    def receive(self, message: Message) -> None:
+        """Take the generator and the class counts out of a message."""
+        self.is_there = message.copy_to(self.values, "generator")  # once a round: the same for all clients
+        message.copy_to(self.held, "class_counts")
+        self.held.copy_(self.held > 0)
+
+    def draw_classes(self, size: int) -> Tensor:
+        """[size] int64, drawn evenly among the classes that somebody holds."""
+        return torch.multinomial(self.held, size, replacement=True)
+
+    def draw_noise(self, y: Tensor) -> Tensor:
+        """[B, E] ε for classes [B]."""
+        return torch.randn(len(y), self.sizes[2], device=y.device)
+
+    def told(self, step: Step, head: nn.Module, y: Tensor, like: Tensor) -> Tensor:
+        """[B, C] what a head makes of embeddings that are generated for classes, in float32 or wider.
+
+        Args:
+            step: of the fit.
+            head: the client's.
+            y: [B] int64 classes.
+            like: an embedding, of the dtype that the head takes.
+        """
+        z = generate(self.values, self.draw_noise(y).to(self.values.dtype), y, *self.sizes[:2])
+        return widened(step.through(head, z.to(like.dtype)))
 
 
 class ConsensusServer(HeadsServer):

@@ -40,6 +40,8 @@ class FedPAC(Method):
 
     shared = ("model",)
     paper = "Xu et al., ICLR 2023"
+    means: Tensor  # μ, [C, D]
+    variance: Tensor  # V, []
 
     def __init__(
         self,
@@ -53,9 +55,6 @@ class FedPAC(Method):
         check_alternation(head_epochs, body_epochs, head_lr)
         super().__init__(model, terms=[PrototypeAlignment(weight)], extra_terms=extra_terms)
         self.head_epochs, self.body_epochs, self.head_lr = head_epochs, body_epochs, head_lr
-
-    means: Tensor  # μ, [C, D]
-    variance: Tensor  # V, []
 
     @override
     def setup(self) -> None:

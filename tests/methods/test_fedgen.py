@@ -12,6 +12,7 @@ from fl_lightning.core.generating import label_shares, stacked_heads
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.generated_features import Generator
+from fl_lightning.losses.generator_consensus import HeardGenerator
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedgen import FedGen, Training
 from fl_lightning.models.generator import generate
@@ -22,9 +23,10 @@ FEW = Training(server_steps=3, server_batch=6)
 
 def test_rounds_are_those_of_the_paper(mlp, make_data, set_up_federation, sgd, train_by_hand, monkeypatch):
     """Two rounds; noise is what the classes say, so that the order of draws does not matter."""
-    monkeypatch.setattr(torch, "multinomial", lambda held, size, replacement: torch.arange(size) % 2)
+    monkeypatch.setattr(HeardGenerator, "draw_classes", lambda self, size: torch.arange(size) % 2)
+    monkeypatch.setattr(HeardGenerator, "draw_noise", lambda self, y: noise_of(y))
     data = make_data(((12, 8, 0), (10, 9, 0)))
-    method = lambda: Told(mlp(num_classes=3), 5.0, 2.0, generator=SMALL, training=FEW)  # noqa: E731
+    method = lambda: FedGen(mlp(num_classes=3), 5.0, 2.0, generator=SMALL, training=FEW)  # noqa: E731
     loop = set_up_federation(method, data=data, rounds=2)
     model = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
@@ -52,13 +54,6 @@ def test_rounds_are_those_of_the_paper(mlp, make_data, set_up_federation, sgd, t
 
 def noise_of(y):
     return torch.stack([y, y + 1, 0.5 * y], 1).float()
-
-
-class Told(FedGen):
-    """With noise that is known."""
-
-    def _told(self, step, y, dtype):
-        return step.through(self.model.head, generate(self.generator, noise_of(y), y, *self.sizes[:2]).to(dtype))
 
 
 @pytest.mark.parametrize("ensemble", ["logits", "losses"])
