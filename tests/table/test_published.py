@@ -15,6 +15,7 @@ TABLES = {
     "fedcpd/tables/table2.yaml": (40, 1, 40),
     "fedcpd/tables/table3.yaml": (6, 1, 6),
     "fedcpd/tables/figure2.yaml": (10, 1, 0),
+    "fedcpd/tables/methods.yaml": (35, 1, 0),
     "drdfl/tables/table1.yaml": (70, 1, 117),
     "drdfl/tables/table2.yaml": (70, 1, 117),
     "drdfl/tables/table3.yaml": (6, 1, 12),
@@ -32,6 +33,12 @@ TABLES = {
     "leaderboard/tables/digits.yaml": (112, 5, 0),
     "leaderboard/tables/fashionmnist.yaml": (56, 5, 0),
     "tables/quickstart.yaml": (4, 3, 0),
+}
+OURS = {
+    "fedcpd/tables/methods.yaml",
+    "leaderboard/tables/digits.yaml",
+    "leaderboard/tables/fashionmnist.yaml",
+    "tables/quickstart.yaml",
 }
 
 
@@ -72,8 +79,7 @@ def test_cells_and_published_figures(file):
         if table.figure(row, column, name) is not None
     }
     assert printed <= there
-    ours = ("tables/quickstart.yaml", "leaderboard/tables/digits.yaml", "leaderboard/tables/fashionmnist.yaml")
-    assert bool(table.source) == (file not in ours)
+    assert bool(table.source) == (file not in OURS)
 
 
 def test_every_row_and_every_column_resolves():
