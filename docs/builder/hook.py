@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add made pages and the pictures."""
     for path, text in pages.generated().items():
         files.append(File.generated(config, path, content=text))
-    for picture in sorted((ROOT / pages.PICTURES).glob("*.png")):
+    for picture in sorted((ROOT / pages.PICTURES).iterdir()):
         files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 

@@ -183,17 +183,21 @@ def outside(path: str) -> str:
     folder = (ROOT / path).parent
 
     def link(match: re.Match[str]) -> str:
-        target = match[2].partition("#")[0]
+        mark, said, full = match.groups()
+        target = full.partition("#")[0]
         if "://" in target or not target:
             return match[0]
         name = (folder / target).resolve().relative_to(ROOT).as_posix()
         if name in OUTSIDE:
             return match[0]
+        up = "../" * path.count("/")
         if name.startswith("docs/"):
-            return f"[{match[1]}]({'../' * path.count('/')}{match[2].removeprefix('docs/')})"
+            return f"{mark}[{said}]({up}{full.removeprefix('docs/')})"
+        if name.startswith(f"{PICTURES}/"):
+            return f"{mark}[{said}]({up}{name.removeprefix('experiments/')})"
         return f"`{name}`"
 
-    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, text)
 
 
 # --- API ------------------------------------------------------------------------------------------------------------

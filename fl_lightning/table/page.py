@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import content_of
 from fl_lightning.report.escaping import in_spreadsheet, out_of_markdown, out_of_spreadsheet
+from fl_lightning.report.page.ranking import RankedRow
 from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import write_page
 from fl_lightning.report.recorded_run import read_run, rows_of
 from fl_lightning.report.series import Member
+from fl_lightning.table import ranking
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import Values
-from fl_lightning.table.writing import as_csv
+from fl_lightning.table.writing import RANKING, as_csv
 from fl_lightning.terminal import printable
 
 CELLS = "cells.csv"
@@ -48,7 +52,8 @@ def _as_text(lines: Sequence[Sequence[str]]) -> str:
 def shown(table: Definition, values: Values) -> PublishedTable:
     """A table's figures as the page shows them."""
     published = f"Published figures: {table.source}." if table.source else ""
-    return _published(as_csv(table, values).splitlines(), table.title, [published, table.note])
+    found = _published(as_csv(table, values).splitlines(), table.title, [published, table.note])
+    return replace(found, ranked=_ranked(ranking.as_csv(table, values).splitlines()))
 
 
 def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]:
@@ -66,6 +71,8 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         file = folder / CELLS
         cells = list(csv.DictReader(_lines(file))) if file.is_file() else []
         table = _published(lines, printable(out_of_markdown(first.removeprefix("# "))) or folder.name, [])
+        if (folder / RANKING).is_file():
+            table = replace(table, ranked=_ranked(_lines(folder / RANKING)))
     except (OSError, UnicodeDecodeError, csv.Error, IndexError) as error:
         said = f"there is no whole table in {folder} ({getattr(error, 'strerror', None) or error})"
         raise ConfigError("report", said) from error
@@ -103,6 +110,26 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
     said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients. Below: other moments."
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
     return PublishedTable(title, [said, *notes], list(heads), body)
+
+
+def _ranked(lines: Sequence[str]) -> list[RankedRow]:
+    """Who is ahead in a table's columns, from the lines of their CSV file; what is no number is left out."""
+    found = []
+    for line in csv.DictReader(lines):
+        column, figure, row = (printable(out_of_spreadsheet(line.get(name) or "")) for name in ranking.COLUMNS[:3])
+        first, last, mean, gap, low, high = (_number(line.get(name)) for name in ranking.COLUMNS[3:])
+        if first is not None and last is not None and mean is not None and gap is not None:
+            found.append(RankedRow(column, figure, row, int(first), int(last), mean, gap, low, high))
+    return found
+
+
+def _number(text: str | None) -> float | None:
+    """A finite number; None for anything else."""
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _cell(line: Mapping[str, str | None]) -> PublishedCell:

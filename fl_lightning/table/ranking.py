@@ -21,6 +21,9 @@ EXPLAINED = (
     "rows: of the pairs of {rows} rows, {chance} would be told apart by chance if all were alike."
 )
 
+COLUMNS = ("column", "figure", "row", "first_place", "last_place", "mean", "gap", "gap_low", "gap_high")
+"""Of `ranking.csv`."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -99,7 +102,7 @@ def as_csv(table: Definition, values: Values) -> str:
     """One line a row of each ranked column, every digit."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["column", "figure", "row", "first_place", "last_place", "mean", "gap", "gap_low", "gap_high"])
+    writer.writerow(COLUMNS)
     for head in heads_ranked(table, values):
         for own in ranked(values, head):
             numbers = [repr(number) for number in (own.value.mean, own.gap, own.low, own.high)]

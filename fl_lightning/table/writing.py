@@ -14,6 +14,8 @@ from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
 
 DASH = "–"
+RANKING = "ranking.csv"
+"""Who is ahead, where the table's file wants it ranked."""
 LEGEND = (
     "**Best** and _second best_ are marked only where a paired test at 5 % tells them from the next row (t-test over "
     "three seeds or more, else a bootstrap over clients), without a correction for the number of rows."
@@ -35,7 +37,7 @@ def write(folder: Path, table: Definition, values: Values, notes: Sequence[str])
         "table.tex": latex(table, values),
     }
     if ranking.heads_ranked(table, values):
-        texts["ranking.csv"] = ranking.as_csv(table, values)
+        texts[RANKING] = ranking.as_csv(table, values)
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]

@@ -18,6 +18,7 @@ from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import hurt, spread
 from fl_lightning.report.page.curves import accuracies, communication
+from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.report.page.tables import PublishedCell, PublishedTable
 from fl_lightning.report.page.writing import figures_of, write_page
 from fl_lightning.report.recorded_run import read_run
@@ -232,6 +233,37 @@ def test_page_can_be_read_without_seeing(comparison, tmp_path):
     references = [a[name] for _, a in elements for name in ("aria-labelledby",) if name in a]
     assert set(references) <= set(ids)
     assert all(a.get("scope") for tag, a in elements if tag == "th")
+
+
+def ranked(row, first, last, mean, gap, ends=(None, None), column="Digits", figure="received"):
+    return RankedRow(column, figure, row, first, last, mean, gap, *ends)
+
+
+def test_ranking_shows_how_far_rows_are_behind_and_which_may_be_the_first(comparison, tmp_path):
+    members = [Member(read_run(comparison[2 * n], "test"), label, "Digits") for n, label in enumerate("AB")]
+    rows = [ranked("A", 1, 2, 90.0, 0.0, (0.0, 0.0)), ranked("B", 1, 2, 88.0, -2.0, (-5.0, 1.0))]
+    rows += [ranked("gone", 3, 3, 50.0, -40.0), ranked("B", 1, 1, 70.0, 0.0, figure="trained")]
+    (figure,) = rankings(series_of(members), rows)
+    assert figure.picks == ["received", "trained"]
+    columns = figure.columns
+    assert columns["s"] == [0, 1, 1]  # a row without runs is in no picture
+    assert columns["pick"] == [0, 0, 1]
+    assert (columns["from_"], columns["to"]) == ([90, 85, None], [90, 91, None])
+    assert columns["places"] == ["1–2", "1–2", "1"]
+    assert figure.facts == ["Digits received: A and B may be the first.", "Digits trained: only B may be the first."]
+    table = PublishedTable("T", [], [], [], rows)
+    page = Page(write_page(members, tmp_path / "page.html", "Ranked", table)[0])
+    assert page.content["figures"][0]["key"] == "ranking"
+
+
+def test_choice_of_many_runs_does_not_follow_the_reader(comparison, tmp_path):
+    def kinds(members):
+        (path,) = write_page(members, tmp_path / "page.html", "Runs")
+        return next(a["class"] for tag, a in Page(path).elements if tag == "aside")
+
+    run = read_run(comparison[0], "test")
+    assert kinds([Member(run, f"M{n}", "") for n in range(16)]) == "controls"
+    assert kinds([Member(run, f"M{n}", "") for n in range(17)]) == "controls many"
 
 
 def test_names_are_text_wherever_they_come_from(tmp_path):

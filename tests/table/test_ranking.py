@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fl_lightning.table.definition import read_definition
 from fl_lightning.table.figures import Head, Value
+from fl_lightning.table.page import cells_as_csv, read_results, shown
 from fl_lightning.table.ranking import interval, ranked
+from fl_lightning.table.writing import write
 
 HEAD = Head("Digits", "received")
 NOISE = {0: 0.0, 1: 30.0, 2: -20.0, 3: 5.0, 4: 1.0}
@@ -46,3 +49,24 @@ def test_one_seed_without_clients_says_nothing_of_the_gap():
     assert gap == 2
     assert math.isnan(low)
     assert math.isnan(high)
+
+
+def test_page_reads_back_who_is_ahead(tmp_path):
+    (tmp_path / "t.yaml").write_text(
+        "{title: T, name: t, figures: {received: Local-T.last, trained: Local-T.last}, rank: [received], "
+        "columns: {Digits: {}}, rows: {good: {}, =best: {}, lone: {}}}"
+    )
+    table = read_definition(tmp_path / "t.yaml")
+    values = {("good", HEAD): value(60), ("=best", HEAD): value(70), ("lone", HEAD): Value(seeds={9: 50.0})}
+    values |= {(row, Head("Digits", "trained")): own for (row, _), own in values.items()}
+    write(tmp_path, table, values, [])
+    (tmp_path / "cells.csv").write_text(cells_as_csv([], tmp_path))
+    found = read_results(tmp_path)[0].ranked
+    assert found == shown(table, values).ranked
+    assert {(own.column, own.figure) for own in found} == {("Digits", "received")}
+    assert [(own.row, own.places) for own in found] == [("=best", "1–2"), ("good", "2–3"), ("lone", "1–3")]
+    assert found[1].low < found[1].gap < found[1].high
+    assert found[2].low is None
+    file = tmp_path / "ranking.csv"
+    file.write_text(file.read_text() + "Digits,received,odd,1,one,nan,inf,,\nDigits\n")
+    assert read_results(tmp_path)[0].ranked == found

@@ -17,6 +17,7 @@ from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.series import Series
 
 ASSETS = Path(__file__).parent / "assets"
+MOST_FOLLOWING = 16  # lines whose choice stays in sight; more would hide half of the page
 MOST_BANDS = 4  # spreads over clients overlap; of more lines they are shown only if so chosen
 
 
@@ -116,8 +117,9 @@ def _controls(lines: Sequence[Series], figures: Sequence[Figure]) -> str:
         f"{'none' if kind == 'none' else f'± std over {kind}'}</label>"
         for kind in kinds
     )
+    kind = "controls" if len(lines) <= MOST_FOLLOWING else "controls many"
     return (
-        f'<aside aria-label="What is shown" class="controls">{label}'
+        f'<aside aria-label="What is shown" class="{kind}">{label}'
         '<fieldset id="runs"><legend>Runs</legend><span id="toggles"></span>'
         '<button type="button" id="all">All</button><button type="button" id="none">None</button></fieldset>'
         f'<fieldset><legend>Band</legend>{radios}</fieldset><p id="said" class="hidden" role="status"></p></aside>'

@@ -13,6 +13,7 @@ import numpy as np
 
 from fl_lightning.report.columns import FIGURES
 from fl_lightning.report.page.figure import known
+from fl_lightning.report.page.ranking import RankedRow
 from fl_lightning.report.record import chosen_by, summarise
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
@@ -50,12 +51,14 @@ class PublishedTable:
         notes: paragraphs below it.
         heads: its columns.
         rows: row's name and its cells, None where it has none.
+        ranked: who is ahead in the columns that are ranked, of each the best first.
     """
 
     title: str
     notes: Sequence[str]
     heads: Sequence[str]
     rows: Sequence[tuple[str, Sequence[PublishedCell | None]]]
+    ranked: Sequence[RankedRow] = ()
 
 
 def published(table: PublishedTable) -> str:

@@ -10,6 +10,7 @@ from fl_lightning.files import write_text
 from fl_lightning.report.page import bundle, classifier, clients, curves, partition
 from fl_lightning.report.page.document import document
 from fl_lightning.report.page.figure import Figure
+from fl_lightning.report.page.ranking import rankings
 from fl_lightning.report.page.tables import PublishedTable
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Member, Series, series_of
@@ -61,7 +62,8 @@ def write_page(
     """
     bundle.renderer()
     lines = series_of(members)
-    figures = [*figures_of(lines), *more(lines)]
+    ranked = () if table is None else table.ranked
+    figures = [*rankings(lines, ranked), *figures_of(lines), *more(lines)]
     notes = [*notes, *(f"{run.name}: {note}" for run in _runs(lines) for note in run.notes)]
     text = document(title, lines, figures, table, notes)
     try:
