@@ -107,7 +107,7 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
         head = f"{named['column']} {named['figure']}".strip()
         heads[head] = None
         rows.setdefault(named["row"], {})[head] = _cell(line)
-    said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients. Below: other moments."
+    said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients."
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
     return PublishedTable(title, [said, *notes], list(heads), body)
 

@@ -256,6 +256,20 @@ def test_ranking_shows_how_far_rows_are_behind_and_which_may_be_the_first(compar
     assert page.content["figures"][0]["key"] == "ranking"
 
 
+def test_long_table_shows_other_moments_on_request(comparison, tmp_path):
+    def boxes(rows, **moments):
+        cell = PublishedCell("90.0", moments=moments)
+        table = PublishedTable("T", [], ["a"], [(f"r{n}", [cell]) for n in range(rows)])
+        page = Page(write_page(members_of(*comparison), tmp_path / "page.html", "T", table)[0])
+        shown = [a for tag, a in page.elements if tag == "span" and "moments" in a.get("class", "")]
+        assert len(shown) == (rows if moments else 0)
+        return ["checked" in a for tag, a in page.elements if tag == "input" and "name" not in a]
+
+    assert boxes(12, last="89.0") == [True]
+    assert boxes(13, last="89.0") == [False]
+    assert boxes(13) == []
+
+
 def test_choice_of_many_runs_does_not_follow_the_reader(comparison, tmp_path):
     def kinds(members):
         (path,) = write_page(members, tmp_path / "page.html", "Runs")

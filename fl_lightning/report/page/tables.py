@@ -20,6 +20,7 @@ from fl_lightning.report.series import Series
 
 COLUMNS = tuple(name + moment for name in FIGURES for moment in ("", "_received"))
 MOMENTS = {"last": "last", "mean_last_10": "mean of last ten", "best": "best"}
+MOST_TALL = 12  # rows whose cells show other moments from the start
 MOST_NAMED = 500  # lines of a run's configuration
 
 
@@ -70,9 +71,13 @@ def published(table: PublishedTable) -> str:
         body.append(f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>')
     notes = "".join(f"<p>{escape(note)}</p>" for note in table.notes if note)
     caption = f"<caption>{escape(table.title)}</caption>"
+    choice = ""
+    if any(cell is not None and cell.moments for _, cells in table.rows for cell in cells):
+        said, checked = ", ".join(MOMENTS.values()), " checked" if len(table.rows) <= MOST_TALL else ""
+        choice = f'<label class="others"><input type="checkbox"{checked}> other moments ({said})</label>'
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>{caption}<thead><tr>'
-        f"<td></td>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{notes}"
+        f'{choice}<div class="wide" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>{caption}'
+        f"<thead><tr><td></td>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{notes}"
     )
 
 
@@ -86,7 +91,7 @@ def _cell(cell: PublishedCell | None) -> str:
         text += f"; ours {escape(cell.difference)}</span>" if cell.difference else "</span>"
     if cell.moments:
         other = ", ".join(f"{escape(MOMENTS.get(m, m))} {escape(v)}" for m, v in cell.moments.items())
-        text += f'<br><span class="small">{other}</span>'
+        text += f'<span class="small moments"><br>{other}</span>'
     return text
 
 
