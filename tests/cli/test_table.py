@@ -76,6 +76,7 @@ def test_a_table_from_one_command(place):
     assert "[50.5 ± 1; " in text
     assert "## Ranking by Digits received" in text
     assert (place.path / f"runs/tables/{place.path.name}-small/ranking.csv").read_text().count("\n") == 3
+    assert '"key":"ranking"' in (place.path / f"runs/tables/{place.path.name}-small/report.html").read_text()
     assert "published (nowhere, Table 1), ± over seeds, and ours" in text
     assert "Every run was started" not in text
     tex = (place.path / f"runs/tables/{place.path.name}-small/table.tex").read_text()
