@@ -1,14 +1,14 @@
-"""Every method under a paper's protocol: accuracies, values sent and seconds a round, in one table.
+"""The methods of DRDFL's tables under its protocol, shortened: accuracies, values sent, seconds a round.
 
-    OMP_NUM_THREADS=1 python benchmarks/methods.py [--protocol fedcpd] [--root FOLDER] [--samples 7000] [--rounds 20] …
+    OMP_NUM_THREADS=1 python benchmarks/methods.py --root FOLDER [--samples 4000] [--rounds 10] …
 
-Every run is the command line's own (`fl-lightning fit --config experiments/…`). ``fedcpd`` is FashionMNIST with 20
-clients, Dirichlet(0.1), CNN, SGD 0.01 and batch 10, for all methods with their defaults (FedProto as
-`experiments/fedproto/pfllib.yaml` says, DRDFL and FedCVAE with Adam 0.001 as in DRDFL's experiments). ``drdfl`` is
-CIFAR-10 with 20 clients, Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables
-with their files in `experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified,
-seeded sample of so many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side
-by side, one thread each; seconds are the median round's, of runs beside others.
+Every run is the command line's own (`fl-lightning fit --config experiments/drdfl/…`): CIFAR-10 with 20 clients,
+Dirichlet(0.1), Adam 0.001, batch 64 and 5 epochs a round, for the nine methods of its tables with their files in
+`experiments/drdfl/methods`, on a small CNN instead of ResNet-18. `--samples` takes a stratified, seeded sample of so
+many images. Runs that ended are not run again: their folders stay in `--output`. `--jobs` run side by side, one thread
+each; seconds are the median round's, of runs beside others.
+
+FedCPD's protocol with every method is a table: `fl-lightning table experiments/fedcpd/tables/methods.yaml`.
 """
 
 from __future__ import annotations
@@ -62,20 +62,7 @@ def overlay(name: str) -> list[str]:
     return ["--config", str(EXPERIMENTS / name)]
 
 
-WITH_ADAM = ("DRDFL", "FedCVAE")
-
 PROTOCOLS = {
-    "fedcpd": Protocol(
-        EXPERIMENTS / "fedcpd/fmnist_dirichlet01.yaml",
-        70_000,
-        ("FashionMNIST", "half"),
-        overlays={
-            "FedProto": overlay("fedproto/pfllib.yaml"),
-            # sums over an image's values, under which SGD at 0.01 diverges
-            **{m: [f"--method={m}", "--optimizer", "torch.optim.Adam", "--optimizer.lr", "0.001"] for m in WITH_ADAM},
-        },
-        columns=("Local-T_received", "Local-T_received_weighted", "Local-T", "Server-T"),
-    ),
     "drdfl": Protocol(
         EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
         60_000,
@@ -157,7 +144,7 @@ def table(found: dict[str, dict[str, Any]], protocol: Protocol) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--protocol", default="fedcpd", choices=sorted(PROTOCOLS))
+    parser.add_argument("--protocol", default="drdfl", choices=sorted(PROTOCOLS))
     parser.add_argument("--root", default=None, help="folder of the data: FashionMNIST/raw in it, or train/ and test/")
     parser.add_argument("--samples", type=int, default=0, help="images of a stratified sample; 0 takes all")
     parser.add_argument("--rounds", type=int, default=20)
