@@ -135,7 +135,7 @@ def measured(name: str) -> str:
     row = compared(name)
     if row:
         parts.append(
-            "FedCPD's FashionMNIST protocol, 20 rounds on a sample of 2,000 images, defaults, one seed; differences "
+            "FedCPD's FashionMNIST protocol, 20 rounds on a sample of 7,000 images, defaults, one seed; differences "
             "below 2 points say nothing. [All methods, and how](../experiments/fedcpd/README.md)."
         )
         parts.append(row)
