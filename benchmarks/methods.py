@@ -26,7 +26,6 @@ from typing import Any
 
 from results import save
 
-from fl_lightning import catalog
 from fl_lightning.report.record import read_rows
 
 HERE = Path(__file__).resolve().parent
@@ -43,7 +42,7 @@ class Protocol:
         dataset: what samples are drawn from, and how it is normalised.
         options: options of every run.
         overlays: method -> options that choose it, where these are not its name alone.
-        methods: those of the table; empty for all.
+        methods: those of the table.
         columns: columns of the last evaluated round, the one that sorts first.
         mean: columns whose mean over the last ten evaluated rounds is shown, too.
     """
@@ -62,26 +61,24 @@ def overlay(name: str) -> list[str]:
     return ["--config", str(EXPERIMENTS / name)]
 
 
-PROTOCOLS = {
-    "drdfl": Protocol(
-        EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
-        60_000,
-        ("ImageFolder", "standard"),
-        options=("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128"),
-        overlays={
-            "DRDFL": [],
-            **{
-                name: overlay(f"drdfl/methods/{name.lower()}.yaml")
-                for name in ("Local", "FedRep", "FedNova", "FedBN", "DFedPGP", "FedCVAE", "DisPFL")
-            },
-            # 15 rounds of feature distillation are for 300; a shortened table would show nothing else
-            "FedFed": [*overlay("drdfl/methods/fedfed.yaml"), "--method.feature_rounds", "2"],
+DRDFL = Protocol(
+    EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
+    60_000,
+    ("ImageFolder", "standard"),
+    options=("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128"),
+    overlays={
+        "DRDFL": [],
+        **{
+            name: overlay(f"drdfl/methods/{name.lower()}.yaml")
+            for name in ("Local", "FedRep", "FedNova", "FedBN", "DFedPGP", "FedCVAE", "DisPFL")
         },
-        methods=("Local", "FedRep", "FedNova", "FedBN", "FedFed", "DFedPGP", "FedCVAE", "DisPFL", "DRDFL"),
-        columns=("Local-T", "Global-T"),
-        mean=("Local-T", "Global-T"),
-    ),
-}
+        # 15 rounds of feature distillation are for 300; a shortened table would show nothing else
+        "FedFed": [*overlay("drdfl/methods/fedfed.yaml"), "--method.feature_rounds", "2"],
+    },
+    methods=("Local", "FedRep", "FedNova", "FedBN", "FedFed", "DFedPGP", "FedCVAE", "DisPFL", "DRDFL"),
+    columns=("Local-T", "Global-T"),
+    mean=("Local-T", "Global-T"),
+)
 
 
 def words(method: str, protocol: Protocol, options: argparse.Namespace) -> list[str]:
@@ -144,8 +141,7 @@ def table(found: dict[str, dict[str, Any]], protocol: Protocol) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--protocol", default="drdfl", choices=sorted(PROTOCOLS))
-    parser.add_argument("--root", default=None, help="folder of the data: FashionMNIST/raw in it, or train/ and test/")
+    parser.add_argument("--root", default=None, help="folder of the data: train/ and test/ in it")
     parser.add_argument("--samples", type=int, default=0, help="images of a stratified sample; 0 takes all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=0, help="local epochs; 0 takes the protocol's")
@@ -154,8 +150,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", default=str(HERE.parent / "runs" / "methods"), help="folder of the runs")
     options = parser.parse_args()
-    protocol = PROTOCOLS[options.protocol]
-    methods = options.methods or protocol.methods or [entry.name for entry in catalog.entries("methods")]
+    protocol = DRDFL
+    methods = options.methods or protocol.methods
 
     def one(method: str) -> dict[str, Any]:
         numbers = figures(run(method, protocol, options), protocol)
@@ -166,7 +162,7 @@ def main() -> None:
         found = dict(zip(methods, pool.map(one, methods), strict=True))
     print(table(found, protocol))
     about = {"images": options.samples or protocol.images, "rounds": options.rounds, "epochs": options.epochs or None}
-    save(f"methods_{options.protocol}", {**about, "methods": found})
+    save("methods_drdfl", {**about, "methods": found})
 
 
 if __name__ == "__main__":

@@ -117,27 +117,25 @@ def _ranked(lines: Sequence[str]) -> list[RankedRow]:
     found = []
     for line in csv.DictReader(lines):
         column, figure, row = (printable(out_of_spreadsheet(line.get(name) or "")) for name in ranking.COLUMNS[:3])
-        first, last, mean, gap, low, high = (_number(line.get(name)) for name in ranking.COLUMNS[3:])
+        numbers = (_number(line.get(name)) for name in ranking.COLUMNS[3:])
+        first, last, mean, gap, low, high = (n if n is not None and math.isfinite(n) else None for n in numbers)
         if first is not None and last is not None and mean is not None and gap is not None:
             found.append(RankedRow(column, figure, row, int(first), int(last), mean, gap, low, high))
     return found
 
 
 def _number(text: str | None) -> float | None:
-    """A finite number; None for anything else."""
+    """What a cell holds; None where it is no number."""
     try:
-        number = float(text or "")
+        return float(text or "")
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
 
 
 def _cell(line: Mapping[str, str | None]) -> PublishedCell:
     def number(name: str, form: str = ".2f") -> str:
-        try:
-            return format(float(line.get(name) or ""), form)
-        except ValueError:
-            return ""
+        found = _number(line.get(name))
+        return "" if found is None else format(found, form)
 
     mean, seeds, clients = (number(name) for name in ("mean", "over_seeds", "over_clients"))
     text = mean or "…"

@@ -11,6 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
+from fl_lightning.report.page.ranking import places
 from fl_lightning.table.definition import Definition
 from fl_lightning.table.figures import LEAST_SEEDS, LEVEL, Head, Value, Values, differ, pairs, resampled
 
@@ -94,7 +95,9 @@ def as_markdown(table: Definition, values: Values) -> list[str]:
         lines += ["", f"## Ranking by {in_markdown(str(head))}", ""]
         lines += [EXPLAINED.format(rows=len(rows), chance=chance), ""]
         lines += ["| places | | mean | gap to the first |", "|---|---|---|---|"]
-        lines += [f"| {_places(own)} | {in_markdown(own.row)} | {_mean(own.value)} | {_gap(own)} |" for own in rows]
+        for own in rows:
+            first = f"| {places(own.first, own.last)} | {in_markdown(own.row)}"
+            lines.append(f"{first} | {_mean(own.value)} | {_gap(own)} |")
     return lines
 
 
@@ -109,10 +112,6 @@ def as_csv(table: Definition, values: Values) -> str:
             names = [in_spreadsheet(name) for name in (head.column, head.figure, own.row)]
             writer.writerow([*names, own.first, own.last, *numbers])
     return buffer.getvalue()
-
-
-def _places(own: Rank) -> str:
-    return str(own.first) if own.first == own.last else f"{own.first}–{own.last}"
 
 
 def _mean(value: Value) -> str:

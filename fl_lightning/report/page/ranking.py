@@ -40,7 +40,16 @@ class RankedRow(NamedTuple):
     @property
     def places(self) -> str:
         """``3`` or ``3–10``."""
-        return str(self.first) if self.first == self.last else f"{self.first}–{self.last}"
+        return places(self.first, self.last)
+
+
+def places(first: int, last: int) -> str:
+    """What is left open, as it is printed.
+
+    >>> places(3, 3), places(3, 10)
+    ('3', '3–10')
+    """
+    return str(first) if first == last else f"{first}–{last}"
 
 
 def rankings(lines: Sequence[Series], ranked: Sequence[RankedRow]) -> Iterator[Figure]:
