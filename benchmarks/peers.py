@@ -10,7 +10,8 @@
   --python PYTHON  the interpreter in whose environment the peers run
 
 How to get them is in `benchmarks/README.md`. A ratio is the median over repetitions of neighbouring runs' ratios.
-Nothing of a peer is changed; what each reports of its own rounds is taken, the first round left out.
+Nothing of a peer is changed; what each reports of its own rounds is taken, the first round left out. Results of other
+days are kept beside, each with the machine that it is of.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def ours_of_a_thousand(options: argparse.Namespace, workers: int) -> float:
 
 
 def in_turns(peer: Callable[[], float], ours: dict[str, Callable[[], float]], repetitions: int) -> dict[str, Any]:
-    """Seconds of the peer and of ours, and the ratios of each repetition."""
+    """The machine, seconds of the peer and of ours, and the ratios of each repetition."""
     times: dict[str, list[float]] = {"peer": [], **{name: [] for name in ours}}
     for _ in range(repetitions):
         times["peer"].append(peer())
@@ -127,7 +128,11 @@ def in_turns(peer: Callable[[], float], ours: dict[str, Callable[[], float]], re
         name: round(statistics.median(a / b for a, b in zip(times["peer"], times[name], strict=True)), 2)
         for name in ours
     }
-    return {"seconds": {name: [round(value, 3) for value in own] for name, own in times.items()}, "ratio": ratios}
+    return {
+        **machine(),
+        "seconds": {name: [round(value, 3) for value in own] for name, own in times.items()},
+        "ratio": ratios,
+    }
 
 
 def main() -> None:
@@ -146,12 +151,12 @@ def main() -> None:
         for method in options.methods:
             ours = {"ours, 2 workers": lambda method=method: ours_on_its_split(options, method)}
             found[f"PFLlib, {method}"] = in_turns(lambda m=method: pfllib(options, m), ours, options.repetitions)  # type: ignore[misc]
-            save("peers", {**machine(), "peers": found}, quiet=True)
+            save("peers", {"peers": found}, quiet=True)
             print(f"PFLlib over ours, {method}: {found[f'PFLlib, {method}']['ratio']} (goal {GOALS['PFLlib']})")
     if options.pfl_research:
         cases = {f"ours, {n} worker{'s' * (n > 1)}": lambda n=n: ours_of_a_thousand(options, n) for n in (1, 2)}
         found["pfl-research, FedAvg"] = in_turns(lambda: pfl_research(options), cases, options.repetitions)
-        save("peers", {**machine(), "peers": found}, quiet=True)
+        save("peers", {"peers": found}, quiet=True)
         print(f"pfl-research over ours: {found['pfl-research, FedAvg']['ratio']} (goals 1.25 and 2.3)")
 
 
