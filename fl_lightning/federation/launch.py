@@ -109,8 +109,10 @@ def num_cores() -> int:
 
 
 def share(processes: int) -> int:
-    """Threads for each of so many processes."""
-    return max(1, num_cores() // processes)
+    """Threads for each of so many processes; no more than OMP_NUM_THREADS, where it is set."""
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    most = int(said) if said.isdigit() else num_cores()
+    return max(1, min(most, num_cores() // processes))
 
 
 def num_devices(trainer: Mapping[str, Any]) -> int:

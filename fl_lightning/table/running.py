@@ -57,12 +57,12 @@ class Crew:
     def __init__(
         self, cells: Sequence[Cell], logs: Path, jobs: int, command: Command, told: Callable[[Crew], None]
     ) -> None:
-        from fl_lightning.federation.launch import num_cores  # here: help, mistakes and forecasts do not wait for torch
+        from fl_lightning.federation.launch import share  # here: help, mistakes and forecasts do not wait for torch
 
         self.jobs = [Job(cell) for cell in distinct(cells)]
         self.logs = logs
         self.at_once = jobs
-        self.threads = max(1, num_cores() // jobs)
+        self.threads = share(jobs)
         self.stopping = False
         self._command = command
         self._told = told

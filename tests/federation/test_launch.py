@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
-from fl_lightning.federation.launch import Team, is_main, launch, num_cores, num_devices, plan, started_outside
+from fl_lightning.federation.launch import Team, is_main, launch, num_cores, num_devices, plan, share, started_outside
 from fl_lightning.federation.trainers import _place_among_workers
 
 SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
@@ -26,7 +26,8 @@ CPU = {"accelerator": "cpu"}
 @pytest.fixture(autouse=True)
 def _four_cores_and_nobody_else(monkeypatch):
     monkeypatch.setattr(launching, "num_cores", lambda: 4)
-    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))] + list(TORCHRUN):
+    others = [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC", "OMP_NUM_THREADS"))]
+    for name in others + list(TORCHRUN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -51,6 +52,16 @@ def test_one_process_unless_told_otherwise():
 )
 def test_cpu_workers_and_their_threads(workers, participants, size, threads):
     assert planned(workers, participants=participants) == Team(size, threads)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_one", "of_two"),
+    [("1", 1, 1), ("3", 3, 2), (" 2,1", 2, 2), ("16", 4, 2), ("0", 1, 1), ("", 4, 2), ("many", 4, 2)],
+)
+def test_threads_of_a_process_are_no_more_than_the_environment_allows(monkeypatch, said, of_one, of_two):
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert (share(1), share(2)) == (of_one, of_two)
+    assert planned("auto", participants=2).threads == of_two
 
 
 @pytest.mark.parametrize("participants", [1, 6])

@@ -15,7 +15,7 @@ TABLES = {
     "fedcpd/tables/table2.yaml": (40, 1, 40),
     "fedcpd/tables/table3.yaml": (6, 1, 6),
     "fedcpd/tables/figure2.yaml": (10, 1, 0),
-    "fedcpd/tables/methods.yaml": (35, 1, 0),
+    "fedcpd/tables/methods.yaml": (36, 1, 0),
     "drdfl/tables/table1.yaml": (70, 1, 117),
     "drdfl/tables/table2.yaml": (70, 1, 117),
     "drdfl/tables/table3.yaml": (6, 1, 12),
