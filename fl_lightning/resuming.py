@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ LOCK = ".lock"
 MARK = "a run of fl-lightning lies here\n"
 """What the lock file says: `--overwrite` deletes nothing in a folder without it."""
 CHECKPOINT = re.compile(r"round-(\d+)\.ckpt")
+BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What the system says of a lock that another process has."""
 LONGEST_NAME = 200  # bytes
 
 
@@ -37,6 +40,23 @@ def is_marked(folder: Path) -> bool:
         return content_of(folder / LOCK) == MARK.encode()
     except (OSError, ValueError):
         return False
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process is running in a folder; False where the system has no such locks."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in BUSY
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

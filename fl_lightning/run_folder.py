@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,8 +17,10 @@ from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Ch
 from fl_lightning.federation.saving import check_identity
 from fl_lightning.files import content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
-from fl_lightning.resuming import LOCK, MARK, holds_run, is_marked, round_of
+from fl_lightning.resuming import BUSY, LOCK, MARK, holds_run, is_marked, round_of
 from fl_lightning.terminal import say
+
+GLANCES = 5  # a table that looks whether a folder is held holds it for a moment itself
 
 # A run's own files, by patterns from its folder. The lock stays; config.yaml goes last, so that a folder that is half
 # cleared is still refused as another run's.
@@ -249,12 +251,17 @@ def _lock(file: Any, folder: Path) -> None:
     except ImportError:
         _say_unlocked(folder, "this system has no such locks")
         return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-            raise ConfigError("output", f"another process is running in {folder}") from error
-        _say_unlocked(folder, f"its file system has no locks ({_said(error)})")
+    for attempt in range(GLANCES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in BUSY:
+                _say_unlocked(folder, f"its file system has no locks ({_said(error)})")
+                return
+            if attempt == GLANCES - 1:
+                raise ConfigError("output", f"another process is running in {folder}") from error
+        time.sleep(0.02)
 
 
 def _say_unlocked(folder: Path, why: str) -> None:

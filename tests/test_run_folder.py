@@ -1,13 +1,15 @@
 """A run's folder that somebody else has filled with links."""
 
+import fcntl
 import os
+import threading
 
 import pytest
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import WriteError
 from fl_lightning.report.record import MetricsFile
-from fl_lightning.resuming import LOCK, MARK, with_resumed_folder
+from fl_lightning.resuming import LOCK, MARK, is_held, with_resumed_folder
 from fl_lightning.run_folder import RunFolder
 
 
@@ -86,3 +88,23 @@ def test_run_that_has_lost_its_configuration_says_so(tmp_path):
         with pytest.raises(ConfigError, match=r"^--resume: .*run has lost its config\.yaml; say --config FILE, too$"):
             with_resumed_folder(["--resume", str(named)])
         assert "exp.yaml" in with_resumed_folder(["--config", "exp.yaml", "--resume", str(named)])
+
+
+def test_a_folder_is_held_as_long_as_somebody_runs_in_it(folder, tmp_path):
+    assert not is_held(folder.path)
+    with folder.held():
+        assert is_held(folder.path)
+        with pytest.raises(ConfigError, match="output: another process is running in"), RunFolder(folder.path).held():
+            pass
+    assert not is_held(folder.path)
+    assert not is_held(tmp_path / "nowhere")
+
+
+def test_who_looks_whether_a_folder_is_held_keeps_nobody_out(folder):
+    with (folder.path / LOCK).open() as glance:
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        timer = threading.Timer(0.03, fcntl.flock, (glance, fcntl.LOCK_UN))
+        timer.start()
+        with folder.held():
+            assert is_held(folder.path)
+        timer.join()

@@ -13,7 +13,15 @@ from rich.table import Table as Grid
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.running import Crew, Job
 
-SIGNS = {"waiting": "·", "running": "▸", "finished": "✓", "stopped": "‖", "failed": "✗", "pruned": "-"}
+SIGNS = {
+    "waiting": "·",
+    "running": "▸",
+    "elsewhere": "▹",
+    "finished": "✓",
+    "stopped": "‖",
+    "failed": "✗",
+    "pruned": "-",
+}
 QUIET = 60.0  # seconds between two lines in a file
 
 
@@ -79,7 +87,7 @@ class Progress:
         if not changed and now - self._looked < 1:
             return
         self._looked = now
-        for job in {id(job): job for job in (*changed, *crew.running)}.values():
+        for job in {id(job): job for job in (*changed, *crew.running, *crew.elsewhere)}.values():
             self._rounds[job.cell.name] = self.pace.look(job.cell)
         self._states = {job.cell.name: job.state for job in crew.jobs}
         if self.live is not None:
@@ -96,19 +104,22 @@ class Progress:
     def line(self, crew: Crew) -> str:
         """Cells that are done, and the time left."""
         done = sum(job.state == "finished" for job in crew.jobs)
+        others = f", {len(crew.elsewhere)} elsewhere" if crew.elsewhere else ""
         return (
-            f"{done} of {len(crew.jobs)} runs finished, {len(crew.running)} running, {duration(self.left(crew))} left"
+            f"{done} of {len(crew.jobs)} runs finished, {len(crew.running)} running{others}, "
+            f"{duration(self.left(crew))} left"
         )
 
     def left(self, crew: Crew) -> float | None:
-        """Seconds to the end, with as many at once as now; None where nothing is known."""
+        """Seconds to the end, with as many at once as now, here and elsewhere; None where nothing is known."""
         total, unknown = 0.0, False
         for job in crew.jobs:
-            if job.state in ("waiting", "running"):
+            if job.state in ("waiting", "running", "elsewhere"):
                 seconds = self.pace.seconds(job.cell)
                 unknown |= seconds is None
                 total += (seconds or 0.0) * (job.cell.rounds - self._rounds.get(job.cell.name, 0))
-        return None if unknown else total / max(1, min(crew.at_once, len(crew.waiting) + len(crew.running)))
+        at_once = min(crew.at_once + len(crew.elsewhere), len(crew.waiting) + len(crew.running))
+        return None if unknown else total / max(1, at_once)
 
     def _grid(self, crew: Crew) -> Grid:
         columns = list(dict.fromkeys(job.cell.column.name for job in crew.jobs))
@@ -119,7 +130,7 @@ class Progress:
         return grid
 
     def _sign(self, job: Job) -> str:
-        if job.state != "running":
+        if job.state not in ("running", "elsewhere"):
             return SIGNS[job.state]
         return f"{self._rounds.get(job.cell.name, 0)}/{job.cell.rounds}"
 

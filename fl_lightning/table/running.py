@@ -1,7 +1,11 @@
-"""Running a table's cells: several at once, each in a process of its own, going on where they stopped."""
+"""Running a table's cells: several at once, each in a process of its own, going on where they stopped.
+
+Several tables may run the same cells, in terminals or on machines that share the folder: each takes what none holds.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -15,9 +19,12 @@ from typing import Any
 
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
 from fl_lightning.files import make_folder, remove_abandoned
+from fl_lightning.resuming import is_held
 from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
+PATIENCE = 2.0  # seconds between two looks at a cell that somebody else runs
+REFUSED = 2  # with what a run ends whose configuration is refused, or whose folder another process holds
 
 Command = Callable[[Sequence[str]], None]
 
@@ -29,7 +36,8 @@ class Job:
     Args:
         cell: the cell.
         process: its own; None before it starts.
-        state: ``waiting``, ``running``, ``finished``, ``stopped``, ``failed`` or ``pruned``.
+        state: ``waiting``, ``running``, ``elsewhere`` (another process runs it), ``finished``, ``stopped``, ``failed``
+            or ``pruned``.
         said: the last line that a failed run wrote.
     """
 
@@ -41,10 +49,12 @@ class Job:
     """Whether it was asked to end early."""
     code: int | None = None
     """With what its process ended."""
+    looked: float = -math.inf
+    """When it was last seen to be run elsewhere."""
 
 
 class Crew:
-    """Runs cells, so many at once, on the machine's cores.
+    """Runs cells, so many at once, on the machine's cores; one that another process runs is waited for.
 
     Args:
         cells: what there is to do; a cell that is finished already is not run again.
@@ -111,19 +121,37 @@ class Crew:
     @property
     def waiting(self) -> list[Job]:
         """Those that have not begun in this process."""
-        return [job for job in self.jobs if job.state == "waiting"]
+        return [job for job in self.jobs if job.state in ("waiting", "elsewhere")]
+
+    @property
+    def elsewhere(self) -> list[Job]:
+        """Those of them that another process runs."""
+        return [job for job in self.jobs if job.state == "elsewhere"]
 
     def _start_some(self) -> None:
-        for job in [] if self.stopping else self.waiting[: self.at_once - len(self.running)]:
-            log = self.logs / f"{job.cell.name}.log"
-            methods = multiprocessing.get_all_start_methods()
-            context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
-            job.process = context.Process(
-                target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
-            )
-            job.process.start()
-            job.state = "running"
+        now = time.monotonic()
+        for job in [] if self.stopping else self.waiting:
+            if len(self.running) >= self.at_once:
+                return
+            if now - job.looked < PATIENCE:
+                continue
+            if is_held(job.cell.folder):
+                job.state, job.looked = "elsewhere", now
+            elif job.cell.finished:
+                job.state = "finished"
+            else:
+                self._start(job)
             self._told(self)
+
+    def _start(self, job: Job) -> None:
+        log = self.logs / f"{job.cell.name}.log"
+        methods = multiprocessing.get_all_start_methods()
+        context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
+        job.process = context.Process(
+            target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
+        )
+        job.process.start()
+        job.state = "running"
 
     def _look(self) -> None:
         for job in self.running:
@@ -133,6 +161,8 @@ class Crew:
             code = job.code = job.process.exitcode
             job.process.close()
             others = "stopped" if self.stopping else "pruned" if job.pruned else "failed"
+            if code == REFUSED and is_held(job.cell.folder):  # another process was faster
+                others, job.looked = "elsewhere", time.monotonic()
             job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
                 job.said = _last_line(self.logs / f"{job.cell.name}.log") or f"ended with exit code {code}"

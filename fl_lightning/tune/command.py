@@ -24,7 +24,7 @@ from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
 from fl_lightning.table.overlays import Overlay, laid_over, option, split_options
 from fl_lightning.table.progress import Progress
-from fl_lightning.table.running import Command, Crew
+from fl_lightning.table.running import REFUSED, Command, Crew
 from fl_lightning.tune.space import Contender, Point, Search, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 
@@ -34,7 +34,6 @@ DESCRIPTION = (
     "overlays. Options of a configuration (--data.dataset.root DIR) are laid over every run."
 )
 COLUMN = Column("validation", Overlay(), {})
-REFUSED = 2  # with what a run ends whose configuration is refused
 
 
 class Tuning:

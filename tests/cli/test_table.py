@@ -1,6 +1,7 @@
 """`fl-lightning table`: cells are ordinary runs, are found again, and stand beside what was published."""
 
 import csv
+import fcntl
 import json
 import os
 import shlex
@@ -114,6 +115,35 @@ def test_a_killed_table_goes_on_to_the_same_figures(place):
     assert code == 0, err + out
     code, out, err = place.call("compare", f"whole/cells/{whole.name}", f"runs/cells/{whole.name}")
     assert code == 0, err + out
+
+
+def test_a_cell_that_another_process_runs_is_waited_for_and_taken_over_when_that_one_ends(place):
+    code, out, err = place.call("table", "tables/small.yaml", "--print-commands")
+    assert code == 0, err
+    words = shlex.split(out.splitlines()[0])
+    cell = place.path / "runs/cells" / words[words.index("--name") + 1]
+    cell.mkdir(parents=True)
+    with (cell / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        running = place.start("table", "tables/small.yaml", "--jobs", "2")
+        waits = "3 of 4 runs finished, 0 running, 1 elsewhere"
+        running.wait_until(lambda: running.out.exists() and waits in running.out.read_text())
+        assert not (cell / "config.yaml").exists()
+    code, out, err = running.result()
+    assert code == 0, err + out
+    assert "4 of 4 runs finished, 0 running, 0 s left" in out
+    assert len(cells(place)) == 8
+
+
+def test_two_tables_share_the_cells_out(place):
+    both = [place.start("table", "tables/small.yaml", out=f"out{number}") for number in (1, 2)]
+    for running in both:
+        code, out, err = running.result()
+        assert code == 0, err + out
+        assert "4 of 4 runs finished" in out
+    logs = sorted((place.path / f"runs/tables/{place.path.name}-small/logs").iterdir())
+    assert len(logs) == 4
+    assert [log.read_text().count("communicated") for log in logs] == [1] * 4
 
 
 def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
