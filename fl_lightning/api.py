@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,6 +130,8 @@ class Experiment:
                 built.fit(resume, overwrite, callbacks=lambda: shown)
         except StoppedAtOnce as stopped:
             raise KeyboardInterrupt(f"stopped at once; {built.advice}") from stopped
+        if team.outside:
+            atexit.register(launch.leave)  # not yet: the script may fit once more
         if built.stopped_by:
             raise KeyboardInterrupt(f"stopped after round {built.loop.round}; {built.advice}")
 

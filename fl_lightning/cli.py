@@ -169,6 +169,7 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Lou
 def _fit_and_show(
     experiment: BuiltExperiment, resume: str | None, overwrite: bool, console: Console, verbose: bool
 ) -> int:
+    from fl_lightning.federation.launch import leave
     from fl_lightning.federation.loggers import places
     from fl_lightning.federation.remarks import remarks
     from fl_lightning.federation.sickness import RoundError
@@ -195,6 +196,7 @@ def _fit_and_show(
     loop = experiment.loop
     whole = loop.round >= loop.settings.rounds or loop.ended
     code = 0 if whole else exit_code(loop.agreement.asked_by)
+    leave()
     if summary is None:  # not the main process: it has nothing to tell
         return code
     if not summary["finished"]:

@@ -188,6 +188,15 @@ def join(team: Team) -> None:
     use_threads(team)
 
 
+def leave() -> None:
+    """Leave the team after a run that has ended in good order; nothing where there is none.
+
+    Its threads end here: one that lives on while Python ends aborts the process now and then.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @contextmanager
 def _in_time(team: Team) -> Iterator[None]:
     """End the process, with one line, where the team has not met in time.
@@ -288,8 +297,7 @@ def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: 
     use_threads(team)
     with outlived(), speak_for_the_team(fabric.global_rank == 0):
         result = function(*arguments)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # its threads end here; one that lives on while Python ends aborts the process
+    leave()
     # A forked process never takes Python down, a spawned one would: with the threads of libraries in it, which abort it
     # now and then. It ends as a forked one does, once its result is handed over and its output is flushed.
     atexit.register(os._exit, 0)

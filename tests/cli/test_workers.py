@@ -248,7 +248,8 @@ def test_one_client_on_two_devices(workplace, finished):
 def test_torchrun_makes_the_same_run(workplace, finished, environment, assert_same_run):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "fl_lightning", "fit", "--config", "exp.yaml"]
-    variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
+    own = {**os.environ, **environment, "PYTHONFAULTHANDLER": "1"}
+    variables = {name: value for name, value in own.items() if value is not None}
     done = subprocess.run(command, cwd=workplace.path, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("folder  runs/run") == 1

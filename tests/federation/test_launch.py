@@ -14,7 +14,17 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
-from fl_lightning.federation.launch import Team, is_main, launch, num_cores, num_devices, plan, share, started_outside
+from fl_lightning.federation.launch import (
+    Team,
+    is_main,
+    launch,
+    leave,
+    num_cores,
+    num_devices,
+    plan,
+    share,
+    started_outside,
+)
 from fl_lightning.federation.trainers import _place_among_workers
 
 SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
@@ -227,3 +237,10 @@ def test_processes_that_see_one_gpu_each_can_meet(one_gpu, monkeypatch):
 def test_gpus_that_lightning_refuses_give_one_line(one_gpu):
     with pytest.raises(ConfigError, match=r"federation\.workers: "):
         launching._fabric(Team(2, cuda=True), "fork")
+
+
+def test_a_team_is_left_once():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    for _ in range(2):
+        leave()
+        assert not torch.distributed.is_initialized()
