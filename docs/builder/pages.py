@@ -22,7 +22,9 @@ OUTSIDE = (
     "CHANGELOG.md",
     "experiments/README.md",
     "experiments/fedcpd/README.md",
+    "experiments/fedcpd/results/README.md",
     "experiments/feddw/results/README.md",
+    "experiments/fedproto/results/README.md",
     "experiments/leaderboard/README.md",
 )
 """Files of the repository that are pages, too."""
