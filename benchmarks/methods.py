@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,57 +31,27 @@ HERE = Path(__file__).resolve().parent
 EXPERIMENTS = HERE.parent / "experiments"
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """What is run and shown.
-
-    Args:
-        file: the experiment.
-        images: of the whole data set.
-        dataset: what samples are drawn from, and how it is normalised.
-        options: options of every run.
-        overlays: method -> options that choose it, where these are not its name alone.
-        methods: those of the table.
-        columns: columns of the last evaluated round, the one that sorts first.
-        mean: columns whose mean over the last ten evaluated rounds is shown, too.
-    """
-
-    file: Path
-    images: int
-    dataset: tuple[str, str]
-    options: tuple[str, ...] = ()
-    overlays: dict[str, list[str]] = field(default_factory=dict)
-    methods: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    mean: tuple[str, ...] = ()
+IMAGES = 60_000
+CNN = ("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128")
+COLUMNS = ("Local-T", "Global-T")
 
 
 def overlay(name: str) -> list[str]:
     return ["--config", str(EXPERIMENTS / name)]
 
 
-DRDFL = Protocol(
-    EXPERIMENTS / "drdfl/cifar10_dirichlet01.yaml",
-    60_000,
-    ("ImageFolder", "standard"),
-    options=("--model", "CNN", "--model.channels", "[16, 32]", "--model.hidden", "128"),
-    overlays={
-        "DRDFL": [],
-        **{
-            name: overlay(f"drdfl/methods/{name.lower()}.yaml")
-            for name in ("Local", "FedRep", "FedNova", "FedBN", "DFedPGP", "FedCVAE", "DisPFL")
-        },
-        # 15 rounds of feature distillation are for 300; a shortened table would show nothing else
-        "FedFed": [*overlay("drdfl/methods/fedfed.yaml"), "--method.feature_rounds", "2"],
-    },
-    methods=("Local", "FedRep", "FedNova", "FedBN", "FedFed", "DFedPGP", "FedCVAE", "DisPFL", "DRDFL"),
-    columns=("Local-T", "Global-T"),
-    mean=("Local-T", "Global-T"),
-)
+METHODS = {
+    **{name: overlay(f"drdfl/methods/{name.lower()}.yaml") for name in ("Local", "FedRep", "FedNova", "FedBN")},
+    # 15 rounds of feature distillation are for 300; a shortened table would show nothing else
+    "FedFed": [*overlay("drdfl/methods/fedfed.yaml"), "--method.feature_rounds", "2"],
+    **{name: overlay(f"drdfl/methods/{name.lower()}.yaml") for name in ("DFedPGP", "FedCVAE", "DisPFL")},
+    "DRDFL": [],
+}
+"""The rows, in the tables' order: options that choose them."""
 
 
-def words(method: str, protocol: Protocol, options: argparse.Namespace) -> list[str]:
-    found = ["--config", str(protocol.file), *protocol.overlays.get(method, [f"--method={method}"]), *protocol.options]
+def words(method: str, options: argparse.Namespace) -> list[str]:
+    found = [*overlay("drdfl/cifar10_dirichlet01.yaml"), *METHODS[method], *CNN]
     found += ["--federation.rounds", str(options.rounds), "--federation.evaluate_every", str(options.evaluate_every)]
     found += ["--federation.checkpoint.every", str(options.rounds), "--trainer.accelerator", "cpu"]
     if options.epochs:
@@ -90,32 +59,32 @@ def words(method: str, protocol: Protocol, options: argparse.Namespace) -> list[
     dataset = "--data.dataset"
     if options.samples:
         found += [dataset, "Sample", f"{dataset}.samples", str(options.samples), "--data.partition.min_samples", "10"]
-        dataset, (name, normalize) = f"{dataset}.dataset", protocol.dataset
-        found += [dataset, name, f"{dataset}.normalize", normalize]
+        dataset = f"{dataset}.dataset"
+        found += [dataset, "ImageFolder", f"{dataset}.normalize", "standard"]
     if options.root:
         found += [f"{dataset}.root", str(Path(options.root).resolve())]
     return found
 
 
-def run(method: str, protocol: Protocol, options: argparse.Namespace) -> Path:
+def run(method: str, options: argparse.Namespace) -> Path:
     """Run one method, unless its run has ended already; returns its folder."""
     output = Path(options.output).resolve()
     name = f"{method}-{options.samples or 'all'}-{options.rounds}"
     summary = output / name / "summary.json"
     if not (summary.is_file() and json.loads(summary.read_text())["finished"]):
-        command = [sys.executable, "-m", "fl_lightning", "fit", *words(method, protocol, options)]
+        command = [sys.executable, "-m", "fl_lightning", "fit", *words(method, options)]
         command += ["--output", str(output), "--name", name, "--quiet", "--overwrite"]
         path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     return output / name
 
 
-def figures(folder: Path, protocol: Protocol) -> dict[str, Any]:
+def figures(folder: Path) -> dict[str, Any]:
     """Per cent, values sent and seconds a round."""
     summary = json.loads((folder / "summary.json").read_text())
     found: dict[str, Any] = {}
-    for heading, columns in (("last", protocol.columns), ("mean_last_10", protocol.mean)):
-        for name in columns:
+    for heading in ("last", "mean_last_10"):
+        for name in COLUMNS:
             value = summary[heading].get(name)
             label = name if heading == "last" else f"{name} mean of ten"
             found[label] = None if value is None else round(100 * value, 2)
@@ -128,14 +97,13 @@ def figures(folder: Path, protocol: Protocol) -> dict[str, Any]:
     return found
 
 
-def table(found: dict[str, dict[str, Any]], protocol: Protocol) -> str:
-    """The figures as Markdown, in the protocol's order, or best first."""
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The figures as Markdown, in the order in which methods were named."""
     columns = [name for name in next(iter(found.values())) if any(own[name] is not None for own in found.values())]
     lines = [f"| method | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 1)}"]
-    order = sorted(found, key=lambda method: -(found[method][protocol.columns[0]] or 0))
-    for method in list(found) if protocol.methods else order:
-        cells = [found[method][column] for column in columns]
-        lines.append(f"| {method} | {' | '.join('–' if cell is None else str(cell) for cell in cells)} |")
+    for method, own in found.items():
+        cells = ("–" if own[column] is None else str(own[column]) for column in columns)
+        lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -146,22 +114,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=0, help="local epochs; 0 takes the protocol's")
     parser.add_argument("--evaluate-every", type=int, default=5)
-    parser.add_argument("--methods", nargs="*", default=None)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", default=str(HERE.parent / "runs" / "methods"), help="folder of the runs")
     options = parser.parse_args()
-    protocol = DRDFL
-    methods = options.methods or protocol.methods
 
     def one(method: str) -> dict[str, Any]:
-        numbers = figures(run(method, protocol, options), protocol)
+        numbers = figures(run(method, options))
         print(method, numbers, flush=True)
         return numbers
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = dict(zip(methods, pool.map(one, methods), strict=True))
-    print(table(found, protocol))
-    about = {"images": options.samples or protocol.images, "rounds": options.rounds, "epochs": options.epochs or None}
+        found = dict(zip(options.methods, pool.map(one, options.methods), strict=True))
+    print(table(found))
+    about = {"images": options.samples or IMAGES, "rounds": options.rounds, "epochs": options.epochs or None}
     save("methods_drdfl", {**about, "methods": found})
 
 

@@ -27,11 +27,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-FILES = {
-    "flute": ["flute/lr_mnist.yaml"],
-    "blazefl": ["blazefl/cifar10.yaml", "cifar10_folder.yaml"],
+
+
+def overlay(name: str) -> list[str]:
+    """The option that lays an experiment's file over what stands before."""
+    return ["--config", str(EXPERIMENTS / name)]
+
+
+WORKLOADS = {
+    "flute": overlay("flute/lr_mnist.yaml"),
+    "blazefl": [
+        *overlay("blazefl/cifar10.yaml"),
+        *overlay("cifar10_folder.yaml"),
+        *("--data.dataset.normalize", "half"),
+    ],
 }
-WORDS = {"flute": [], "blazefl": ["--data.dataset.normalize", "half"]}
+"""Name -> options of the run."""
 
 
 class Took(NamedTuple):
@@ -59,9 +70,8 @@ def processor_seconds() -> float:
 def run(workload: str, words: list[str]) -> Took:
     """Run it once."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [word for name in FILES[workload] for word in ("--config", str(EXPERIMENTS / name))]
         place = ["--output", folder, "--name", "run", "--quiet"]
-        command = [sys.executable, "-m", "fl_lightning", "fit", *files, *place, *WORDS[workload], *words]
+        command = [sys.executable, "-m", "fl_lightning", "fit", *WORKLOADS[workload], *place, *words]
         clock, processor = time.perf_counter(), processor_seconds()
         subprocess.run(command, check=True)
         took = time.perf_counter() - clock, processor_seconds() - processor
@@ -74,7 +84,7 @@ def run(workload: str, words: list[str]) -> Took:
 def main() -> None:
     """Run it some times, one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=sorted(FILES))
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--root", required=True, help="folder of the data")
     parser.add_argument("--repeat", type=int, default=3)
     given = sys.argv[1:]
