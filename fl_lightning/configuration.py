@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import require
+from fl_lightning.identity import contents as contents
 from fl_lightning.identity import identity as identity
 from fl_lightning.reading import read_yaml
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
 from fl_lightning.command_line import OPTIMIZER
-from fl_lightning.configuration import Config, identity, short_name
+from fl_lightning.configuration import Config, contents, identity, short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
@@ -71,7 +71,7 @@ class BuiltExperiment:
         )
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
-        self.identity = identity(config)
+        self.identity = {**identity(config), **contents(config)}
         self.architecture = architectures(config["model"], self.data.num_clients)
         self.signals = (signal.SIGINT,) if is_tethered() else STOP_SIGNALS
         """What asks the run to stop."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from fl_lightning.files import content_of
 
 # What may differ between a run and its continuation, because it changes no number of the rounds done.
 _NO_IDENTITY = (
@@ -15,6 +20,9 @@ _NO_IDENTITY = (
     "data.cache",
 )  # fmt: skip
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
+_WEIGHTS = (".pt", ".pth")
+CONTENTS = " (contents)"
+"""Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks",
@@ -32,6 +40,19 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         and not _PLACE.fullmatch(key)
         and (not key.startswith("trainer") or key.startswith(trainer))
     }
+
+
+def contents(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the files of weights hold that a run starts from: key -> first digits of their SHA-256.
+
+    A file that cannot be read is left out. Data are not among them: a checkpoint knows those by their own hash.
+    """
+    found = {}
+    for key, value in _flatten(config.get("model"), "model"):
+        if key.endswith(".weights") and str(value).endswith(_WEIGHTS):
+            with suppress(OSError):
+                found[f"{key}{CONTENTS}"] = hashlib.sha256(content_of(Path(value).expanduser())).hexdigest()[:16]
+    return found
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.transport import Waiting
+from fl_lightning.identity import CONTENTS
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
@@ -105,7 +106,8 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str
         ConfigError: with that key.
     """
     for key in sorted(there.keys() | here.keys()):
-        if there.get(key) != here.get(key):
+        unknown = key.endswith(CONTENTS) and not (key in there and key in here)
+        if there.get(key) != here.get(key) and not unknown:
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"{whose} belongs to another configuration: {key} is {was}, {now}")

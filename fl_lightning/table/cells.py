@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.configuration import Config, identity, short_name
+from fl_lightning.configuration import Config, contents, identity, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
 from fl_lightning.parser import configured
@@ -73,7 +73,7 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
-        what = {**identity(self.config), "federation.rounds": self.rounds}
+        what = {**identity(self.config), **contents(self.config), "federation.rounds": self.rounds}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:10]
         method, dataset = short_name(self.config["method"]), short_name(self.config["data"]["dataset"])
         return f"{method}-{dataset}-{self.seed}-{digest}".lower()

@@ -332,6 +332,29 @@ def test_folder_that_is_resumed_imports_nothing_by_itself(workplace):
     assert code == 0, err
 
 
+def test_weights_to_start_from_that_hold_something_else_are_refused(workplace):
+    layers = "nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)"
+    workplace.write(
+        "mine.py",
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n"
+        f"    def __init__(self):\n        super().__init__({layers})\n",
+    )
+
+    def start_from(value):
+        shapes = {"1.weight": (8, 64), "1.bias": (8,), "2.weight": (10, 8), "2.bias": (10,)}
+        torch.save({name: torch.full(shape, value) for name, shape in shapes.items()}, workplace.path / "net.pt")
+
+    start_from(0.1)
+    wrapped = {"class_path": "WrappedModel", "init_args": {"module": "mine.Net", "head": "2", "weights": "net.pt"}}
+    workplace.change(model=wrapped)
+    workplace.fit("--quiet", "--federation.rounds", "1")
+    start_from(0.2)
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--resume", "auto", "--quiet")
+    assert (code, "model.init_args.weights (contents) is" in err) == (2, True), err
+    start_from(0.1)
+    workplace.fit("--quiet", "--resume", "auto")
+
+
 # --- loggers --------------------------------------------------------------------------------------------------------
 
 

@@ -50,3 +50,20 @@ def test_damaged_run_is_not_finished_so_that_it_is_gone_on_with_and_mended(cell,
 def test_run_of_an_older_version_that_says_nothing_of_its_tables_is_finished(cell):
     write_json(cell.folder / "summary.json", {"finished": True, "rounds": 2})
     assert cell.finished
+
+
+def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path):
+    start = tmp_path / "start.pt"
+    model = {"class_path": "WrappedModel", "init_args": {"module": "their.Net", "weights": str(start)}}
+
+    def name():
+        config = {**CONFIG, "model": model}
+        return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path).name
+
+    missing = name()
+    start.write_bytes(b"one")
+    one = name()
+    start.write_bytes(b"two")
+    assert len({missing, one, name()}) == 3
+    start.write_bytes(b"one")
+    assert name() == one
