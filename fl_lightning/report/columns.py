@@ -71,6 +71,15 @@ def spreads_of(column: str) -> tuple[str, ...]:
     return (*ACCURACY_SPREADS, HURT) if _ALONE.fullmatch(column) else ACCURACY_SPREADS
 
 
+def is_spread(column: str) -> bool:
+    """Whether a column says how a figure is spread over clients, or which share of them it concerns.
+
+    >>> [is_spread(name) for name in ("Local-T/fine_tuned", "Local-T/fine_tuned_worst10", "Local-T_received")]
+    [False, True, False]
+    """
+    return column.endswith(SPREADS)
+
+
 def less_is_better(column: str) -> bool:
     """Whether a smaller value of a score is the better one, as its name says.
 

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fl_lightning.report.columns import SPREADS, is_measure, measure_of
+from fl_lightning.report.columns import SPREADS, is_measure, is_spread, measure_of
 from fl_lightning.report.numerals import duration, human, is_number, measure_text, percent
 from fl_lightning.report.plain import PlainConsole
 
@@ -215,7 +215,7 @@ def print_evaluation(
     for column in ("figure", "as the run wrote it", "computed again"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, then, now in figures:
-        if not name.endswith(SPREADS):
+        if not is_spread(name):
             shown = measure_text if is_measure(name) else _percents
             table.add_row(name, "–" if then is None else shown(then), shown(now))
     (console or PlainConsole()).print(table)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.errors import require, suggest
-from fl_lightning.report.columns import SPREADS, is_score, less_is_better
+from fl_lightning.report.columns import is_score, is_spread, less_is_better
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import best_round as best_by
 from fl_lightning.report.record import chosen_by
@@ -57,7 +57,7 @@ class Figure:
     def of_clients(self) -> str:
         """The column of `clients.csv` that it is the mean of; empty where it is none."""
         mean = self.column.removesuffix("_weighted")
-        return mean if self.report != SUMMARY and is_score(mean) and not mean.endswith(SPREADS) else ""
+        return mean if self.report != SUMMARY and is_score(mean) and not is_spread(mean) else ""
 
 
 def is_scale(value: Any) -> bool:

@@ -19,7 +19,7 @@ from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import hurt, spread
 from fl_lightning.report.page.curves import accuracies, communication
 from fl_lightning.report.page.ranking import RankedRow, rankings
-from fl_lightning.report.page.tables import PublishedCell, PublishedTable
+from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
 from fl_lightning.report.page.writing import figures_of, write_page
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
@@ -317,6 +317,24 @@ def test_page_says_what_is_missing(tmp_path):
     keys = {figure["key"] for figure in Page(path).content["figures"]}
     assert "local-t" in keys
     assert keys.isdisjoint({"clients", "partition", "hurt"})
+
+
+def test_further_ways_to_predict_have_rows_of_their_own_but_not_twice_the_same(tmp_path):
+    run = make_run(tmp_path / "a", rounds=1)
+    head, row = (run / "metrics.csv").read_text().splitlines()
+    own = dict(zip(head.split(","), row.split(","), strict=True))
+    ways = {"head": 0.125, "head_std": 0.25, "prototype": float(own["Local-T"])}
+    also = {f"Local-T/{way}": str(value) for way, value in ways.items()}
+    (run / "metrics.csv").write_text("\n".join([",".join([head, *also]), ",".join([row, *also.values()])]) + "\n")
+    (run / "summary.json").unlink()
+    text = moments(lines_of(run))
+    assert re.findall(r'<span class="small">by ([^<]+)<', text) == ["head", "prototype"]
+    assert text.count("<td>12.50</td>") == 3
+    assert "25.00" not in text
+    named = [f"{name}/prototype" for name in own if name in COLUMNS]
+    copied = "\n".join([",".join([head, *named]), ",".join([row, *(own[name.split("/")[0]] for name in named)])]) + "\n"
+    (run / "metrics.csv").write_text(copied)
+    assert "by prototype" not in moments(lines_of(run))
 
 
 def test_numbers_that_are_not_finite_are_no_points(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.columns import HURT, SECONDS, SPREADS, is_measure, is_score, validated
+from fl_lightning.report.columns import HURT, SECONDS, is_measure, is_score, is_spread, validated
 from fl_lightning.report.page.figure import (
     DASH,
     THIRD,
@@ -114,7 +114,7 @@ FAIRNESS = ("_worst10", "_gini", "_jain", HURT)
 def _measured(lines: Sequence[Series]) -> list[str]:
     """The columns that are chosen among: measures and validation figures, then fairness of Local-T."""
     names = dict.fromkeys(name for line in lines for run in line.runs for name in (run.rows[0] if run.rows else ()))
-    other = [name for name in names if is_score(name) and not name.endswith(SPREADS)]
+    other = [name for name in names if is_score(name) and not is_spread(name)]
     other = [name for name in other if is_measure(name) or validated(name) == name]
     fair = [f"{name}{suffix}" for name in ("Local-T", "Local-T_received") for suffix in FAIRNESS]
     return [*other, *(name for name in fair if name in names)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.columns import FIGURES
+from fl_lightning.report.columns import FIGURES, is_spread
 from fl_lightning.report.page.figure import known
 from fl_lightning.report.page.ranking import RankedRow
 from fl_lightning.report.record import chosen_by, summarise
@@ -96,7 +96,10 @@ def _cell(cell: PublishedCell | None) -> str:
 
 
 def moments(lines: Sequence[Series]) -> str:
-    """Each line's accuracies at the three moments, in percent: mean ± std over seeds."""
+    """Each line's accuracies at the three moments, in percent: mean ± std over seeds.
+
+    A method's further ways to predict have rows of their own, where their figures are not those of the first.
+    """
     columns = [name for name in COLUMNS if any(len(line.curve(name).rounds) for line in lines)]
     if not columns:
         return "<p>No accuracy was measured in these runs.</p>"
@@ -105,17 +108,30 @@ def moments(lines: Sequence[Series]) -> str:
     body = []
     for line in lines:
         said = [summarise(run.rows, str(run.summary.get("best_by", ""))) for run in line.runs]
-        for moment, title in MOMENTS.items():
-            cells = "".join(f"<td>{_spread(_at(said, moment, name))}</td>" for name in columns)
-            label = escape(line.label) + (f'<br><span class="small">{escape(line.setting)}</span>' if many else "")
-            first = f'<th scope="rowgroup" rowspan="{len(MOMENTS)}">{label}</th>' if moment == "last" else ""
-            body.append(f'<tr>{first}<th scope="row">{title}</th>{cells}</tr>')
+        for way in ("", *_ways(line)):
+            small = [f"by {way.removeprefix('/')}"] if way else []
+            small += [line.setting] if many else []
+            label = escape(line.label) + "".join(f'<br><span class="small">{escape(text)}</span>' for text in small)
+            found = {moment: [_at(said, moment, name + way) for name in columns] for moment in MOMENTS}
+            if way and found == {moment: [_at(said, moment, name) for name in columns] for moment in MOMENTS}:
+                continue
+            for moment, title in MOMENTS.items():
+                cells = "".join(f"<td>{_spread(values)}</td>" for values in found[moment])
+                first = f'<th scope="rowgroup" rowspan="{len(MOMENTS)}">{label}</th>' if moment == "last" else ""
+                body.append(f'<tr>{first}<th scope="row">{title}</th>{cells}</tr>')
     return (
         '<div class="wide" tabindex="0" role="region" aria-label="Accuracies at three moments"><table>'
         "<caption>Accuracy, %: mean ± std over seeds</caption>"
         f'<thead><tr><th scope="col">run</th><th scope="col">moment</th>{heads}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{_best_is_chosen(lines)}"
     )
+
+
+def _ways(line: Series) -> list[str]:
+    """What ends the columns of a method's further ways to predict: ``/fine_tuned``."""
+    names = dict.fromkeys(name for run in line.runs for name in (run.rows[0] if run.rows else ()))
+    found = (name.removeprefix(own) for own in COLUMNS for name in names if name.startswith(f"{own}/"))
+    return list(dict.fromkeys(way for way in found if not is_spread(way)))
 
 
 def _at(summaries: Sequence[Mapping[str, Any]], moment: str, name: str) -> list[float]:
