@@ -18,6 +18,8 @@ MARK = "a run of fl-lightning lies here\n"
 CHECKPOINT = re.compile(r"round-(\d+)\.ckpt")
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """What the system says of a lock that another process has."""
+HELD = "another process is running in"
+"""How a run is refused whose folder another process holds."""
 LONGEST_NAME = 200  # bytes
 
 

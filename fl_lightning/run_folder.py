@@ -17,7 +17,7 @@ from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Ch
 from fl_lightning.federation.saving import check_identity
 from fl_lightning.files import content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
-from fl_lightning.resuming import BUSY, LOCK, MARK, holds_run, is_marked, round_of
+from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
 from fl_lightning.terminal import say
 
 GLANCES = 5  # a table that looks whether a folder is held holds it for a moment itself
@@ -260,7 +260,7 @@ def _lock(file: Any, folder: Path) -> None:
                 _say_unlocked(folder, f"its file system has no locks ({_said(error)})")
                 return
             if attempt == GLANCES - 1:
-                raise ConfigError("output", f"another process is running in {folder}") from error
+                raise ConfigError("output", f"{HELD} {folder}") from error
         time.sleep(0.02)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
 from fl_lightning.files import make_folder, remove_abandoned
-from fl_lightning.resuming import is_held
+from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
 
 TICK = 0.2  # seconds between two looks at the processes
@@ -161,11 +161,12 @@ class Crew:
             code = job.code = job.process.exitcode
             job.process.close()
             others = "stopped" if self.stopping else "pruned" if job.pruned else "failed"
-            if code == REFUSED and is_held(job.cell.folder):  # another process was faster
+            said = _last_line(self.logs / f"{job.cell.name}.log")
+            if code == REFUSED and HELD in said:  # another process was faster, and may have ended since
                 others, job.looked = "elsewhere", time.monotonic()
             job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
-                job.said = _last_line(self.logs / f"{job.cell.name}.log") or f"ended with exit code {code}"
+                job.said = said or f"ended with exit code {code}"
         self._told(self)
 
 

@@ -1,0 +1,49 @@
+"""How a table's cells are run."""
+
+import os
+import sys
+
+import pytest
+
+from fl_lightning.files import write_json
+from fl_lightning.resuming import HELD
+from fl_lightning.table import running
+from fl_lightning.table.cells import Cell
+from fl_lightning.table.definition import Column, Row
+from fl_lightning.table.overlays import Overlay
+
+CONFIG = {"method": "their.Method", "data": {"dataset": "their.Data"}, "federation": {"rounds": 1}}
+
+
+@pytest.fixture
+def cell(tmp_path):
+    cell = Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, CONFIG, (), tmp_path / "cells")
+    cell.folder.mkdir(parents=True)
+    return cell
+
+
+def test_a_cell_whose_holder_ended_just_after_it_was_refused_is_tried_again(cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "PATIENCE", 0.0)
+    tried = cell.folder / "tried"
+
+    def fit(words):
+        if not tried.exists():
+            tried.touch()
+            os.write(2, f"fl-lightning: error: output: {HELD} {cell.folder}\n".encode())
+            sys.exit(running.REFUSED)
+        write_json(cell.folder / "summary.json", {"finished": True, "rounds": 1})
+
+    states = []
+    crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: states.append(crew.jobs[0].state))
+    assert crew.run() == 0
+    assert list(dict.fromkeys(states)) == ["running", "elsewhere", "finished"]
+
+
+def test_a_cell_that_is_refused_for_what_it_says_has_failed(cell, tmp_path):
+    def fit(words):
+        os.write(2, b"fl-lightning: error: model: there is no such model\n")
+        sys.exit(running.REFUSED)
+
+    crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: None)
+    assert crew.run() == 1
+    assert (crew.jobs[0].state, crew.jobs[0].said) == ("failed", "model: there is no such model")
