@@ -184,10 +184,10 @@ class FederatedData:
     def _split(self, seed: int) -> list[ClientIndices]:
         if self.split == "holdout":
             return holdout(
-                self.partition, self.arrays, self.num_clients, seed, self.test_fraction, self.validation_fraction
+                self.partition, self._decoded, self.num_clients, seed, self.test_fraction, self.validation_fraction
             )
         split = {"matched": matched, "global": server_only, "file": from_file}[self.split]
-        return split(self.partition, self.arrays, self.num_clients, seed, self.validation_fraction)
+        return split(self.partition, self._decoded, self.num_clients, seed, self.validation_fraction)
 
     @property
     def overlaps(self) -> bool:

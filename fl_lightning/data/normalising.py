@@ -37,23 +37,45 @@ def as_inputs(x: Any, name: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
 
 
-def as_labels(y: Any, name: str) -> tuple[Tensor, tuple[str, ...]]:
+def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, tuple[str, ...]]:
     """Labels [N] in [0, C), and the classes' names.
 
-    Small whole numbers stay (up to twice as many as there are different ones, for a class may be missing); all else is
-    numbered in sorted order.
+    Whole numbers stay where names are known for them, and small ones always (up to twice as many as there are different
+    ones, for a class may be missing); all else is numbered in sorted order.
+
+    Args:
+        y: names or whole numbers.
+        name: the data set's, for errors.
+        classes: the name of class 0, 1 and so on, where they are known.
 
     Raises:
-        ConfigError: for anything that is no list of names or whole numbers.
+        ConfigError: for anything that is no list of names or whole numbers, and for names of other classes.
     """
     array = y.numpy() if isinstance(y, Tensor) else _as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
     names, numbers = np.unique(array, return_inverse=True)
+    if classes:
+        return _named(array, names, numbers, tuple(classes), name)
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def _named(
+    array: np.ndarray, found: np.ndarray, numbers: np.ndarray, classes: tuple[str, ...], name: str
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Labels of classes whose names are known: numbers that index these, names among them, or as many of others."""
+    if array.dtype.kind in "iu" and len(found) and found[0] >= 0 and found[-1] < len(classes):
+        return torch.from_numpy(array.astype(np.int64)), classes
+    if array.dtype.kind == "U" and set(found.tolist()) <= set(classes):
+        order = np.array([classes.index(label) for label in found.tolist()], dtype=np.int64)
+        return torch.from_numpy(order[numbers]), classes
+    of = f"{found[0]} to {found[-1]}" if len(found) else "nothing"
+    rule = f"{name}: names {len(classes)} classes, but y holds {len(found)} others ({of})"
+    require(len(found) == len(classes), KEY, rule)
+    return torch.from_numpy(numbers.astype(np.int64)), classes
 
 
 def as_groups(groups: Any, name: str) -> Tensor:

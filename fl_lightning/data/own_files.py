@@ -57,9 +57,8 @@ class ArrayFile(Dataset):
             rule = f"{self.path} must hold x and y, or x_train, y_train, x_test and y_test"
             require(name in found, f"{KEY}.path", rule, ", ".join(found) or "nothing")
         x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
-        labels, classes = as_labels(y, "ArrayFile")
-        if "classes" in found:
-            classes = tuple(str(name) for name in np.asarray(found["classes"]).tolist())
+        names = [str(name) for name in np.asarray(found["classes"]).tolist()] if "classes" in found else []
+        labels, classes = as_labels(y, "ArrayFile", names)
         num_train = (self.num_train or len(labels)) if whole else len(found["x_train"])
         grouped = None if groups is None else as_groups(groups, "ArrayFile")
         return arrays_of(as_inputs(x, "ArrayFile"), labels, num_train, classes, self.normalize, grouped)

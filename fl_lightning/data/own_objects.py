@@ -120,9 +120,8 @@ class HuggingFace(Dataset):
         """
         parts = self._parts()
         size = len(parts[0])
-        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace")
-        names = getattr(parts[0].features[self.label], "names", None)
-        classes = tuple(names) if names and len(names) >= len(classes) else classes
+        names = getattr(parts[0].features[self.label], "names", None) or ()
+        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in part[self.input]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -149,10 +150,25 @@ class ConceptShift(Shift):
         concept = client % self.concepts
         if concept == 0:
             return x, y
-        chosen = np.random.default_rng(concept).permutation(num_classes)[:permuted]
-        renamed = np.arange(num_classes)
-        renamed[chosen] = np.roll(chosen, 1)
-        return x, torch.from_numpy(renamed)[y]
+        cycles = math.comb(num_classes, permuted) * math.factorial(permuted - 1)
+        rule = f"must be at most {1 + cycles}: there are no more for {permuted} of {num_classes} classes"
+        require(self.concepts <= 1 + cycles, f"{KEY}.concepts", rule, self.concepts)
+        return x, torch.tensor(_concepts(self.concepts, num_classes, permuted)[concept])[y]
+
+
+@lru_cache(maxsize=8)
+def _concepts(count: int, num_classes: int, permuted: int) -> tuple[tuple[int, ...], ...]:
+    """What each concept calls the classes, all of them different."""
+    found = [tuple(range(num_classes))]
+    for concept in range(1, count):
+        draws = np.random.default_rng(concept)
+        while len(found) == concept:
+            chosen = draws.permutation(num_classes)[:permuted]
+            renamed = np.arange(num_classes)
+            renamed[chosen] = np.roll(chosen, 1)
+            if (names := tuple(renamed.tolist())) not in found:
+                found.append(names)
+    return tuple(found)
 
 
 def _require_images(x: Tensor, shift: Shift) -> None:

@@ -142,6 +142,15 @@ class Measures:
         return {name: value if math.isfinite(value) else math.nan for name, value in named}
 
 
+_AREAS = {
+    "MulticlassAUROC": ("average", True),
+    "MulticlassLogAUC": ("average2", True),
+    "MulticlassAveragePrecision": ("average", False),
+}
+"""Areas of which torchmetrics counts a class without samples as 0: where they keep their average, and whether the area
+needs samples of other classes, too."""
+
+
 class Reading:
     """One of torchmetrics' metrics, used again for every figure.
 
@@ -151,11 +160,7 @@ class Reading:
     """
 
     def __init__(self, metric: Metric, num_classes: int) -> None:
-        from torchmetrics.classification import (
-            MulticlassAUROC,
-            MulticlassConfusionMatrix,
-            MulticlassStatScores,
-        )
+        from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
 
         self.metric = metric
         self.num_classes = num_classes
@@ -164,10 +169,11 @@ class Reading:
                 part.sync_on_compute = part._to_sync = False
         counts = isinstance(metric, (MulticlassStatScores, MulticlassConfusionMatrix))
         self.sees_scores = not counts or getattr(metric, "top_k", 1) != 1
-        # torchmetrics counts a class without samples, or without others, as an area of 0.
-        self.over_present = isinstance(metric, MulticlassAUROC) and metric.average == "macro"
-        if self.over_present:
-            metric.average = "none"  # type: ignore[assignment]
+        area = next((_AREAS[own.__name__] for own in type(metric).__mro__ if own.__name__ in _AREAS), None)
+        self.over_present = area is not None and getattr(metric, area[0]) == "macro"
+        self.needs_others = area is not None and area[1]
+        if area is not None and self.over_present:
+            setattr(metric, area[0], "none")
 
     def of(self, outcome: Outcome) -> float:
         """The metric of some samples; NaN where it is not defined."""
@@ -188,6 +194,6 @@ class Reading:
             metric.reset()
         if self.over_present:
             held = torch.bincount(y, minlength=self.num_classes)
-            there = (held > 0) & (held < len(y))
+            there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
             value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none
         return float(value)

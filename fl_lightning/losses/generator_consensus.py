@@ -7,7 +7,7 @@ against the authors' code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,11 +20,14 @@ from fl_lightning.core.generating import GeneratorTraining, HeadsServer
 from fl_lightning.core.message import Message
 from fl_lightning.core.precision import Wide, widened
 from fl_lightning.errors import require_choices
+from fl_lightning.losses.divergence import divergence
 from fl_lightning.losses.generated_features import diversity_loss, mistaken_loss
 from fl_lightning.models.generator import generate, num_generator_values
 from fl_lightning.shapes import checked
 
 if TYPE_CHECKING:
+    from fl_lightning.core.facts import Facts
+    from fl_lightning.core.forward import Forward
     from fl_lightning.core.step import Step
 
 Ensemble = Literal["logits", "losses"]
@@ -74,14 +77,14 @@ class Training(GeneratorTraining):
 
 
 class HeardGenerator(Wide):
-    """What a client has heard of the server: its generator, a constant in a fit, and the classes that somebody holds.
+    """What a client has heard of the server: its generator, a constant in a fit, and which classes others hold.
 
     Args:
         sizes: of the generator: C, D, E, H.
     """
 
     values: Tensor  # [P_G]
-    held: Tensor  # [C], 1 for a class that somebody holds
+    held: Tensor  # [C], 1 for a class that somebody has held who took part
 
     def __init__(self, sizes: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class HeardGenerator(Wide):
         self.held.copy_(self.held > 0)
 
     def draw_classes(self, size: int) -> Tensor:
-        """[size] int64, drawn evenly among the classes that somebody holds."""
+        """[size] int64, drawn evenly among the classes that a participant has held so far."""
         return torch.multinomial(self.held, size, replacement=True)
 
     def draw_noise(self, y: Tensor) -> Tensor:
@@ -116,13 +119,27 @@ class HeardGenerator(Wide):
         z = generate(self.values, self.draw_noise(y).to(self.values.dtype), y, *self.sizes[:2])
         return widened(step.through(head, z.to(like.dtype)))
 
+    def latent(self, step: Step, head: nn.Module, out: Forward) -> Tensor:
+        """KL(g(G(ε, y)) ‖ g(f(x))) of a mini-batch; 0 for samples of classes that the generator has never heard of."""
+        heard = self.held[step.y][:, None] > 0
+        told = torch.where(heard, self.told(step, head, step.y, out.z), widened(out.logits))
+        return divergence(told.detach(), out.logits)
+
 
 class ConsensusServer(HeadsServer):
-    """Trains the generator on what the round's heads agree on; class counts come as an artifact, ``class_counts``."""
+    """Trains the generator on what the round's heads agree on; class counts come as an artifact, ``class_counts``.
+
+    Of a class that no participant of the round holds it passes on the last counts that it has heard.
+    """
 
     hears_mean = True
     draw = staticmethod(torch.randn)
     options: Training
+
+    @override
+    def setup(self, facts: Facts) -> None:
+        self.heard = torch.zeros(self.sizes[0], device=facts.device)
+        super().setup(facts)
 
     @override
     def counts(self, messages: Mapping[int, Message]) -> Tensor:
@@ -135,3 +152,20 @@ class ConsensusServer(HeadsServer):
     ) -> Tensor:
         loss = consensus_loss(self.logits(features, heads), y, shares, self.options.ensemble)
         return loss + self.options.diversity * diversity_loss(features, noise)
+
+    @override
+    def publish(self, message: Message) -> Message:
+        counts = message.artifacts.get("class_counts")
+        if isinstance(counts, Tensor):
+            counts = self.heard = torch.where(counts > 0, counts, self.heard.to(counts))
+            message = replace(message, artifacts={**message.artifacts, "class_counts": counts})
+        return super().publish(message)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "heard": self.heard}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.heard = state["heard"]

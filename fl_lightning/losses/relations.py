@@ -41,7 +41,7 @@ class FadingWeight:
     Args:
         weight: μ, >= 0.
         schedule: λ_t: ``cosine`` is (cos(π(t − 1)/L) + 1)/2, ``exponential`` 10^{−3(t − 1)/L}.
-        share: L as a share of the run's rounds, in (0, 1].
+        share: L as a share of the run's rounds, in (0, 1]; L is at least 1.
 
     Raises:
         ConfigError: naming the method's option of that name.
@@ -62,7 +62,7 @@ class FadingWeight:
 
     def at(self, round: int, rounds: int) -> float:
         """λ_t μ of a round t, 1-based, of so many; μ before the first."""
-        before, last = max(round, 1) - 1, int(self.share * rounds)
+        before, last = max(round, 1) - 1, max(1, int(self.share * rounds + 1e-9))
         if before >= last:
             return 0.0
         part = before / last

@@ -12,7 +12,6 @@ from typing_extensions import override
 from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Step, Term
 from fl_lightning.errors import require, require_at_least
-from fl_lightning.losses.divergence import divergence
 from fl_lightning.losses.generated_features import SMALLEST_GENERATED, Generator, faded
 from fl_lightning.losses.generator_consensus import ConsensusServer, HeardGenerator, Training
 from fl_lightning.models.split import SplitModel
@@ -24,10 +23,11 @@ class FedGen(Method):
         L = CE + α_t CE(g(G(ε, ŷ)), ŷ) + β_t KL(g(G(ε, y)) ‖ g(f(x))),  α_t = α 0.98^{t−1}, β_t likewise
         L_G = CE(mean_k g_k(G), y) + η exp(−mean pairwise difference),  or  Σ_k w_{k,y} CE(g_k(G), y) + …
 
-    The ŷ are drawn evenly among the classes that somebody holds; the divergence's first side is a constant, and G, too.
-    The first round is FedAvg's. w_k are the participants' shares of a class, n + 1 over their sum. Up go model and
-    class counts, down model, generator and mean counts. (The paper has β = 0 and α constant. The authors' code draws ε
-    from [0, 1] and lets a step's samples all have their mean w; another public code leaves β and η out.)
+    The ŷ are drawn evenly among the classes that a participant has held so far, and samples of others diverge from
+    nothing; the divergence's first side is a constant, and G, too. The first round is FedAvg's. w_k are the
+    participants' shares of a class, n + 1 over their sum. Up go model and class counts, down model, generator and mean
+    counts. (The paper has β = 0 and α constant. The authors' code draws ε from [0, 1] and lets a step's samples all
+    have their mean w; another public code leaves β and η out.)
 
     Args:
         weight: α, >= 0.
@@ -74,7 +74,7 @@ class FedGen(Method):
         values = step.values(out)
         if self.heard.is_there:
             head, y = self.model.head, self.heard.draw_classes(self.generated_batch or len(step.y))
-            values["latent"] = divergence(self.heard.told(step, head, step.y, out.z).detach(), out.logits)
+            values["latent"] = self.heard.latent(step, head, out)
             values["generated"] = len(y) / len(step.y) * F.cross_entropy(self.heard.told(step, head, y, out.z), y)
         step.descend(values)
         step.observe(out)

@@ -37,6 +37,29 @@ def test_images_in_npz_with_channels_last(tmp_path):
     assert arrays.mean[0] == pytest.approx(x[:4, :, :, 0].mean() / 255)
 
 
+@pytest.mark.parametrize(
+    ("y", "labels"),
+    [([3, 8, 3], [3, 8, 3]), (["ship", "cat", "ship"], [8, 3, 8])],
+    ids=["numbers", "names"],
+)
+def test_a_class_keeps_its_name_where_few_of_those_that_are_named_occur(tmp_path, y, labels):
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 8, 8, 3), np.uint8), y=np.array(y), classes=np.array(names))
+    arrays = checked(ArrayFile(str(tmp_path / "a.npz")))
+    assert (arrays.y.tolist(), arrays.classes) == (labels, tuple(names))
+
+
+def test_names_of_other_classes_are_refused_and_those_of_as_many_numbers_taken(tmp_path):
+    x = np.zeros((3, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "a.npz", x=x, y=np.array([10, 30, 20]), classes=np.array(["a", "b", "c"]))
+    assert checked(ArrayFile(str(tmp_path / "a.npz"))).y.tolist() == [0, 2, 1]
+    np.savez(tmp_path / "a.npz", x=x, y=np.array([-1, 0, 1]), classes=np.array(["a", "b"]))
+    with pytest.raises(
+        ConfigError, match=r"data.dataset: ArrayFile: names 2 classes, but y holds 3 others \(-1 to 1\)"
+    ):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
 def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
     x = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.0]) + torch.tensor([0.0, 5.0, 7.0])
     content = {"x_train": x[:40], "y_train": torch.arange(40) % 2, "x_test": x[40:], "y_test": torch.arange(10) % 2}

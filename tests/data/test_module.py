@@ -9,6 +9,7 @@ from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
 from fl_lightning.data.sample import Sample
+from fl_lightning.data.shifts import ConceptShift
 
 
 class Made(Dataset):
@@ -30,6 +31,13 @@ def federation(made, partition=None, seed=0, **kwargs):
     data = FederatedData(made, partition or Dirichlet(0.5, min_samples=5), num_clients=4, **kwargs)
     data.setup(seed)
     return data
+
+
+def test_who_holds_what_in_a_second_setup_is_what_it_is_in_a_first(made):
+    twice, once = (federation(made, shift=ConceptShift(2), seed=seed) for seed in (0, 1))
+    twice.setup(1)
+    assert twice.partition_hash == once.partition_hash
+    assert (twice.class_counts() == once.class_counts()).all()
 
 
 def test_holdout_gives_clients_their_parts_and_the_server_their_union(made):

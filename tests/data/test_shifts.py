@@ -69,6 +69,16 @@ def test_clients_of_one_concept_agree_and_the_others_rename_classes():
         apply(ConceptShift(2, permuted=4), x, 1, y[:3])
 
 
+def test_concepts_differ_and_no_more_are_taken_than_there_are():
+    x, y = images(3), torch.arange(3)
+    named = [tuple(apply(ConceptShift(4, permuted=2), x, client, y, clients=6)[1].tolist()) for client in range(4)]
+    assert len(set(named)) == 4  # of the identity and three transpositions
+    both = [apply(ConceptShift(3), x, client, y)[1] for client in (1, 2)]
+    assert not torch.equal(*both)
+    with pytest.raises(ConfigError, match=r"data.shift.concepts: must be at most 2: .* for 2 of 2 classes, got 3"):
+        apply(ConceptShift(3), images(2), 1, torch.arange(2), classes=2)
+
+
 def test_every_sample_is_changed_once_by_its_owner_and_nothing_else(make_arrays):
     arrays = make_arrays([20, 20], [10, 10])
     before = arrays.x.clone()

@@ -96,6 +96,17 @@ def test_batches_and_samples_of_a_client_are_those_of_a_whole(predicted):
     assert measures.of(whole.at(some), balance) == measures.of(alone, balance)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AUROC", {}), ("AUROC", {"thresholds": 50}), ("AveragePrecision", {}), ("AveragePrecision", {"thresholds": 50})],
+)
+def test_areas_are_over_the_classes_that_the_samples_have(name, options):
+    y = torch.tensor([0, 1] * 10)
+    scores = 8.0 * torch.nn.functional.one_hot(y, CLASSES)
+    found = measured(scores, y, {"class_path": f"torchmetrics.{name}", "init_args": options})
+    assert found[name] == pytest.approx(1, abs=1e-6)
+
+
 def test_what_is_not_defined_is_no_number(predicted):
     scores, y = predicted
     one_class = measured(scores[y == 1], y[y == 1], AUROC)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.relations import FadingWeight
 from fl_lightning.methods.apple import APPLE
 
 COUNTS = ((12, 8, 0), (4, 4, 4), (0, 4, 16))
@@ -88,6 +89,12 @@ def test_sizes_come_down_with_the_models(mlp, make_client):
 
 def test_it_resumes_and_newcomers_join(mlp, assert_resumes):
     assert_resumes(lambda: APPLE(mlp()), participation=0.5)
+
+
+def test_the_anchor_holds_in_the_first_round_of_a_short_run(mlp):
+    fading = FadingWeight(2.0, "cosine", 0.1)
+    assert [fading.at(round, 5) for round in (1, 2)] == [2.0, 0.0]
+    assert FadingWeight(1.0, "cosine", 0.29).at(29, 100) > 0  # 0.29 · 100 is below 29 in binary
 
 
 def test_ranges_are_checked(mlp):

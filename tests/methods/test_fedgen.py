@@ -100,3 +100,18 @@ def test_ranges_are_checked(mlp):
     for options in ({"diversity": -1.0}, {"server_steps": 0}, {"ensemble": "heads"}):
         with pytest.raises(ConfigError, match=rf"method\.training\.{next(iter(options))}: must be"):
             Training(**options)
+
+
+def test_classes_of_clients_that_are_out_are_remembered_and_unheard_ones_left_alone(mlp, make_data, set_up_federation):
+    data = make_data(((12, 0, 0, 0), (0, 12, 0, 0), (0, 0, 12, 0), (0, 0, 0, 12)))
+    make = lambda: FedGen(mlp(num_classes=4), generator=SMALL, training=FEW)  # noqa: E731
+    loop = set_up_federation(make, data=data, rounds=6, participation=0.5)
+    heard = set()
+    for round in range(1, 7):
+        loop.advance()
+        part = {client for number, client in loop.diary.sent if number == round}
+        if heard and part.isdisjoint(heard):
+            assert loop.diary.rows[-1]["loss/latent"] == 0
+        heard |= part
+        counts = loop.exchange.global_message().artifacts["class_counts"]
+        assert set(counts.nonzero().flatten().tolist()) == heard
