@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from fl_lightning.configuration import Config
 from fl_lightning.data.module import FederatedData
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation import launch
 from fl_lightning.federation.callbacks import FederationCallback
@@ -102,6 +102,8 @@ class Experiment:
             RuntimeError: if one of several processes was lost; its error is on stderr.
         """
         again = None if resume is None else str(resume)
+        for callback in callbacks:
+            require(isinstance(callback, FederationCallback), "callbacks", "must be FederationCallbacks", callback)
         with undisturbed(), self._given.speaking():
             built = BuiltExperiment(self.config)
             team = built.team()

@@ -128,7 +128,7 @@ def takes_folders_config(argv: Sequence[str], resumed: Sequence[str]) -> bool:
 
 
 def _values(argv: Sequence[str], option: str) -> list[str]:
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    pairs = zip(argv, [*argv, ""][1:], strict=True)
     return [
         word.partition("=")[2] if word.startswith(f"{option}=") else value
         for word, value in pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -28,7 +29,7 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._sum = ExactSum()
-        self._total = 0.0
+        self._weights: list[float] = []  # to be added up exactly, in whatever order they come
         self._template: dict[str, Tensor] = {}
         self._floats: list[str] = []
         self._integers: dict[str, Tensor] = {}
@@ -55,7 +56,7 @@ class WeightedMean:
             self._sum.add(flat.values, weight, flat.square)
         for name in self._integers:
             torch.maximum(self._integers[name], weights[name], out=self._integers[name])
-        self._total += weight
+        self._weights.append(weight)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         if weights.keys() != self._template.keys():
@@ -71,11 +72,15 @@ class WeightedMean:
         """True while no weight was added."""
         return self._total == 0
 
+    @property
+    def _total(self) -> float:
+        return math.fsum(self._weights)
+
     def partial(self) -> Partial:
         """What was folded in so far, in plain containers, to be merged elsewhere."""
         return {
             "sum": self._sum.partial(),
-            "total": self._total,
+            "weights": self._weights,
             "template": self._template,
             "integers": self._integers,
         }
@@ -86,7 +91,7 @@ class WeightedMean:
         Raises:
             ValueError: if names or shapes differ.
         """
-        if not partial["total"]:
+        if not partial["weights"]:
             return
         if self._template:
             self._check(partial["template"])
@@ -97,7 +102,7 @@ class WeightedMean:
             self._floats = [name for name, tensor in self._template.items() if tensor.is_floating_point()]
             self._integers = {name: tensor.clone() for name, tensor in partial["integers"].items()}
         self._sum.merge(partial["sum"])
-        self._total += partial["total"]
+        self._weights += partial["weights"]
 
     def result(self) -> dict[str, Tensor]:
         """The mean, in the names' first order, shapes and dtypes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -79,6 +79,13 @@ class Phase:
     tune: Callable[[Optimizer], None] | None = None
 
 
+class PlansRounds:
+    """A method whose rounds depend on `Facts.rounds`, so that a run that has begun keeps the number of its rounds."""
+
+    plans_rounds: bool = True
+    """Whether these settings do; a method that can be told otherwise says so."""
+
+
 class Fit:
     """What a method may know of its present local fit, and afterwards of the last one.
 
@@ -129,11 +136,15 @@ class Fit:
         """
         make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
         assert make is not None, "a method outside a federation has no optimizer"
-        optimizer = make(parameters)
+        optimizer = (make if decays else getattr(make, "outside", make))(parameters)
         own = {"lr": phase.lr if lr is None and phase is not None else lr}
         own |= {} if phase is None or phase.settings is None else phase.settings.get(part, {})
+        own = {option: value for option, value in own.items() if value is not None}
+        rescale: Any = getattr(make, "rescale", None)
+        if "lr" in own and rescale is not None and rescale(optimizer, own["lr"]):
+            del own["lr"]
         for group in optimizer.param_groups:
-            group.update({option: value for option, value in own.items() if value is not None})
+            group.update(own)
             group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
         if phase is not None and phase.tune is not None:
             phase.tune(optimizer)

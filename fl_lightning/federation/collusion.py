@@ -50,6 +50,7 @@ class Collusion:
             rule = "must be another one where clients train in turn: nobody knows the others' messages in time"
             raise ConfigError(f"{KEY}.kind", rule, "inner_product")
         assert runner.attackers.attack is not None
+        runner.keeps_start = True
         self.strength = runner.attackers.attack.s
         self.attackers = runner.attackers.clients
         self.parameters = runner.trained_names

@@ -163,6 +163,8 @@ class Examiner:
         """Whether a participant is tested after its fit."""
         if self.board.follows:  # who sits out an evaluated round does not count in it
             return self.policy.trained and self.calendar.is_evaluated(round)
+        if self.calendar.settings.on_client_error == "skip":  # who falls sick counts with its fit before
+            return self.policy.trained
         return self.policy.trained and self.calendar.is_last_before_evaluation(client, round)
 
     def cost(self, client: int, round: int) -> float:

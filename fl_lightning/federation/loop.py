@@ -239,7 +239,7 @@ class FederatedLoop:
             report.downlink = heard(self.exchange, client, job.message)
             report.uplink = self.exchange.uplink(client, report.message)
             if self.collusion is not None:
-                self.collusion.hold(client, Held(report.message, self.runner.start(client, job.message), job.message))
+                self.collusion.hold(client, Held(report.message, visit.began, job.message))
                 return report
             with at(round, client, "message", ServerError):  # half of it may be in the sums already
                 self.exchange.post(client, report.message)

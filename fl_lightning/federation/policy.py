@@ -16,7 +16,8 @@ class EvaluationPolicy:
     """What is evaluated, in the rounds that are.
 
     Args:
-        trained: clients' models after the local fit (`Local-T`, `Global-T`).
+        trained: clients' models after the local fit (`Local-T`, `Global-T`). Without it, a client that sits out counts
+            in `Local-T_received` with what it last received, and one that never took part does not count.
         received: clients' models right after the receive (`Local-T_received`, `Global-T_received`).
         globally: on the union of all clients' test splits, too (`Global-T`); costs N times that union.
         clients: whose figures count in a round's row and stand in `clients.csv`: those of ``all`` clients, where who

@@ -47,7 +47,8 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
     figures: list[Figure] = [(name, written.get(name), value) for name, value in now.items()]
     if loop.exchange.in_turn and not finished:
         return figures
-    all_receive = len(loop.calendar.participants(loop.round + 1)) == loop.num_clients
+    everybody = len(loop.calendar.participants(loop.round + 1)) == loop.num_clients == len(loop.board.clients)
+    all_receive = everybody and not rows.get(loop.round + 1, {}).get("skipped")
     then = summary.get("final_received", {}) if finished else rows.get(loop.round + 1, {}) if all_receive else {}
     again = loop.receive_once_more()
     return figures + [(name, then.get(name), value) for name, value in again.items()]

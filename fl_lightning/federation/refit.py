@@ -9,11 +9,13 @@ Nothing public of Lightning enters a fit in its middle. What is used of its insi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loops.utilities import _select_data_fetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -44,10 +46,14 @@ class Fits:
         self.shortens = plain and not limits(flags) and not others
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
+        stoppers = (each for each in trainer.callbacks if isinstance(each, EarlyStopping))  # type: ignore[attr-defined]
+        self._stoppers = [(each, copy.deepcopy(each.state_dict())) for each in stoppers]
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0."""
         start_anew(self.trainer)
+        for stopper, unused in self._stoppers:  # or one client's losses would end the next one's fit
+            stopper.load_state_dict(copy.deepcopy(unused))
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from

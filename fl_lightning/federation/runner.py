@@ -111,7 +111,7 @@ class Runner:
         self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures)
         self.pool = ClientPool(None)
         self.stopwatch = Stopwatch()
-        self.keeps_shared = False
+        self.keeps_shared = self.keeps_start = False
         self._passes: dict[tuple[int, Workload], float] = {}
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
@@ -203,6 +203,8 @@ class Runner:
             message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)
             message = wire.up(message, job.message, self._memory)
             checkups.message(message, job.message, data.num_train)
+        if self.keeps_start:  # the pool may write the new state where the old one is
+            visit.began = {name: tensor.clone() for name, tensor in began.items()}
         self._keep(module, client, round, job.keep_model)
         visit.seconds += time.perf_counter() - start
         return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fl_lightning.core.facts import PlansRounds
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
@@ -22,6 +23,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "identity": loop.identity,
         "data": loop.data.content_hash,
         "partition": loop.data.partition_hash,
+        "rounds": loop.settings.rounds,
         "callbacks": {name: own for name, callback in _named(loop) if (own := callback.state_dict())},
         "exchange": loop.exchange.state_dict(),
         "board": loop.board.state_dict(),
@@ -59,6 +61,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         require(state["data"] == loop.data.content_hash, "--resume", changed)
         same = state["partition"] == loop.data.partition_hash
         require(same, "--resume", f"{whose} has another partition")
+        _check_rounds(loop, state.get("rounds", loop.settings.rounds))
         _restore(loop, state)
     except ConfigError:
         raise
@@ -66,6 +69,14 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         said = " ".join(str(error).split())[:120]
         missing = f"it has no {said}" if isinstance(error, KeyError) else f"a part of it does not fit ({said})"
         raise ConfigError("--resume", f"{whose} is not whole: {missing}") from error
+
+
+def _check_rounds(loop: Loop, planned: int) -> None:
+    method = loop.runner.modules[0].method
+    rule = f"{type(method).__name__} plans its rounds ahead, and this run began with {planned}; leave it at that"
+    plans = isinstance(method, PlansRounds) and method.plans_rounds
+    kept = planned == loop.settings.rounds or not plans
+    require(kept, "federation.rounds", rule, loop.settings.rounds)
 
 
 def _restore(loop: Loop, state: Mapping[str, Any]) -> None:

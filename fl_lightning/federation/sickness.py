@@ -177,11 +177,12 @@ def at(round: int, client: int, step: str, kind: type[RoundError] = ClientError)
         kind: what is raised; anything but a `ClientError` ends the run whatever the policy.
 
     Raises:
-        RoundError: the original error chained. What befalls the whole run passes as it is: a full or read-only disk.
+        RoundError: the original error chained. What befalls the whole run passes as it is: a full or read-only disk,
+            a configuration that is refused.
     """
     try:
         yield
-    except RoundError:
+    except (RoundError, ConfigError):
         raise
     except Exception as error:
         raise kind(f"round {round}, client {client}, {step}: {_reason(error)}") from error

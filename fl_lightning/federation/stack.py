@@ -152,7 +152,8 @@ class Stack:
         groups = [own for own in alike.values() if len(own) > 1]
         if len(self._members) > 1 and not groups:
             name = difference(self._members[0].mark, self._members[1].mark)
-            raise Unstackable(f"its clients differ in {name}")
+            if name:
+                raise Unstackable(f"its clients differ in {name}")
         if not groups:
             return
         start = self._entry.clone()
@@ -196,7 +197,12 @@ class Stack:
         self.attributes.restore(own[0].attributes)
         entered = [replace(member.entered, fit=copy.copy(member.entered.fit)) for member in own]
         self.module.method.fit = entered[0].fit
-        timing = measured(partial(self._made, entered), self.module, rows, entered, partial(self._epoch, own))
+        fit = own[0].entered.fit  # whose steps its optimizers count, those of the timing, too
+        done = fit.num_batches, fit.num_steps
+        try:
+            timing = measured(partial(self._made, entered), self.module, rows, entered, partial(self._epoch, own))
+        finally:
+            fit.num_batches, fit.num_steps = done
         return len(own), timing
 
     def _run(self, fit: StackedFit, first: Member) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ class Visit:
         fit: brings the fitted client into the module; None where it is fitted by itself.
         trained: its scores after the fit, where they are known.
         waits: whether it is still to be tested after the receive.
+        began: the shared weights that it started from, once it has sent, where the runner keeps them.
     """
 
     job: Job
@@ -76,3 +77,4 @@ class Visit:
     fit: Callable[[], None] | None = None
     trained: Scores | None = None
     waits: bool = False
+    began: Mapping[str, Tensor] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.division import keeps_all
+from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.lending import AllModels, lending_all
 from fl_lightning.core.method import Forward, Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
@@ -17,14 +18,13 @@ from fl_lightning.losses.relations import FadingWeight, Schedule, anchor_loss
 from fl_lightning.models.split import SplitModel
 
 
-class APPLE(Method):
+class APPLE(PlansRounds, Method):
     """A core model w_i goes up, those of all come down; the client's relations p_i [N] to them stay.
 
         min_{w_i, p_i} F_i(Σ_j p_ij w_j) + λ_t μ/2 ‖p_i − p⁰‖²,  p⁰_j = n_j/n,  all p_ij = 1/N at first
 
     λ_t falls from 1 in round 1 to 0 in round L, and stays there: (cos(π(t − 1)/L) + 1)/2, or 10^{−3(t − 1)/L}. In the
-    first round p⁰ is 1/N. Batch norm's statistics are the client's own. (The authors' code has μ for μ/2 and starts at
-    p⁰. One public code takes the mean over entries and tensors for ∂F/∂p, and N times the learning rate.)
+    first round p⁰ is 1/N. Batch norm's statistics are the client's own. (The authors' code has μ, and starts at p⁰.)
 
     Args:
         weight: μ, >= 0.

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fl_lightning.core.aggregation import ArtifactRule
 from fl_lightning.core.exact_sum import ExactSum
-from fl_lightning.core.facts import Facts
+from fl_lightning.core.facts import Facts, PlansRounds
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Artifact, Message, Structured, artifact
 from fl_lightning.core.method import Method, Predictor
@@ -88,7 +88,7 @@ class MaskedWeights(Structured):
         return self.values.nbytes + -(-self.mask.numel() // 8)
 
 
-class DisPFL(Method):
+class DisPFL(PlansRounds, Method):
     """Sparse personal models that keep their number of active weights and move them to better places.
 
     Client i holds weights w_i and a mask m_i over the parameters of its model. A round: w_i = w̄ · m_i with, value by
@@ -139,7 +139,7 @@ class DisPFL(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.density = density
         self.anneal = anneal
-        self.anneal_rounds = anneal_rounds
+        self.anneal_rounds, self.plans_rounds = anneal_rounds, anneal_rounds is None
         self.regrow = regrow
         self.different_initial = different_initial
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 from typing_extensions import override
 
+from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.low_rank import Energy, LowRankServer, ReceivedModel
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term
 from fl_lightning.core.personal import personal_and_global, personal_copy
@@ -17,7 +18,7 @@ from fl_lightning.losses.mutual_distillation import Gradients, View, mutual_dist
 from fl_lightning.models.split import SplitModel
 
 
-class FedKD(Method):
+class FedKD(PlansRounds, Method):
     """Mutual distillation of a private teacher t and a shared student s, each weighed by how wrong both are.
 
         L_t = CE_t + (KL(p_s ‖ p_t) + MSE) / (CE_t + CE_s),  L_s = CE_s + (KL(p_t ‖ p_s) + MSE) / (CE_t + CE_s)
@@ -26,8 +27,7 @@ class FedKD(Method):
     their plain mean, both with the fewest singular values whose squares exceed a share T of the sum, T = T_0 + (T_1 −
     T_0) · round/rounds; a kernel is a matrix by its first axis. Who sat out gets s whole. `Local-T` and `Global-T` are
     t's, `Server-T` is s's. Where both are nearly right CE_t + CE_s is tiny: clip (`trainer.gradient_clip_val`, 10 in
-    one public code). (Public codes take KL over C, and send nothing of a matrix that needs all its values; one
-    approximates the weights themselves.)
+    one public code). (Public codes take KL over C, and send nothing of a matrix that needs all its values.)
 
     Args:
         energy_start: T_0, in [0, 1]; 1 sends all as it is.

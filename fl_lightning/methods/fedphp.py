@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.freezing import frozen_copy
 from fl_lightning.core.method import Method, Predictor, Step, Term, personal_and_global
 from fl_lightning.errors import require, require_choices
@@ -18,7 +19,7 @@ from fl_lightning.models.mixture import move_towards
 from fl_lightning.models.split import SplitModel
 
 
-class FedPHP(Method):
+class FedPHP(PlansRounds, Method):
     """FedAvg beside a private mean p of the client's local models, which teaches every new one.
 
         L = (1 − λ) L_ce + λ R(w, p),  p ← μ p + (1 − μ) w,  μ = 0.9 · n/N at most

@@ -7,6 +7,7 @@ their place in the round and divide by all clients' data: under partial particip
 
 from __future__ import annotations
 
+from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.method import Method
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
@@ -15,7 +16,7 @@ from fl_lightning.models.projection import add_projection
 from fl_lightning.models.split import SplitModel
 
 
-class FedProc(Method):
+class FedProc(PlansRounds, Method):
     """FedAvg of a network with a projection to the unit sphere, and a contrast with the global class centres.
 
         L = α L_ce + (1 − α) · mean of −log( exp(z · v_y) / Σ_k exp(z · v_k) ),  α = min(t / T_α, 1)
@@ -46,7 +47,7 @@ class FedProc(Method):
         require(projection_size >= 1, "method.projection_size", "must be >= 1", projection_size)
         contrast = PrototypeContrast(0.0 if anneal_rounds == 0 else 1.0, temperature=1.0, average="valid")
         super().__init__(add_projection(model, projection_size), terms=[contrast], extra_terms=extra_terms)
-        self.anneal_rounds = anneal_rounds
+        self.anneal_rounds, self.plans_rounds = anneal_rounds, anneal_rounds is None
         self.contrast = [contrast]  # in a list, so that it is not registered a second time
 
     def term_weights(self) -> dict[str, float]:

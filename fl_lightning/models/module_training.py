@@ -99,15 +99,21 @@ class ModuleTraining(OwnTraining):
         require(not (self.steps_itself and clips), "trainer.gradient_clip_val", rule)
         self.stretches, self.present = [], Stretch()
         self.accumulate, self._lr_factor = accumulate, lr_factor
-        return configured if self.configured else lambda parameters: self._make(list(parameters), configured)
+        return configured if self.configured else OwnOptimizers(self, configured)
 
     @override
     def plan(self, epochs: int) -> None:
         self.present = Stretch(epochs)
         self.stretches.append(self.present)
 
-    def _make(self, parameters: list[nn.Parameter], configured: MakeOptimizer) -> Any:
-        """The module's optimizers, of some parameters; those that are not the module's are added to the first."""
+    def make(self, parameters: list[nn.Parameter], configured: MakeOptimizer, in_fit: bool = True) -> Any:
+        """The module's optimizers, of some parameters; those that are not the module's are added to the first.
+
+        Args:
+            parameters: what they train.
+            configured: makes the optimizer of parameters none of which is the module's.
+            in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given.
+        """
         wanted = {id(parameter) for parameter in parameters}
         with self as module:
             theirs = {id(parameter) for parameter in module.parameters()}
@@ -121,6 +127,10 @@ class ModuleTraining(OwnTraining):
         rest = [parameter for parameter in parameters if id(parameter) not in theirs | known]
         if rest:
             optimizers[0].add_param_group({"params": rest})
+        if not in_fit:
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group.pop("initial_lr", group["lr"])
+            return optimizers[0]
         self._scale(optimizers, schedulers)
         if not self.steps_itself:
             optimizers[0].register_step_post_hook(_stepping(schedulers))
@@ -141,6 +151,26 @@ class ModuleTraining(OwnTraining):
         for config in schedulers:
             if hasattr(config.scheduler, "base_lrs"):
                 config.scheduler.base_lrs = [factor * lr for lr in config.scheduler.base_lrs]
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer's groups, and the schedulers that move them, start from a learning rate.
+
+        Returns:
+            False, and does nothing, where no schedule moves all of them.
+        """
+        bases = [group.get("initial_lr") for group in optimizer.param_groups]
+        if not all(bases):
+            return False
+        factors = [lr * self._lr_factor / base for base in bases]
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if key in group:
+                    group[key] *= factor
+        for config in self.present.schedulers:
+            if config.scheduler.optimizer is optimizer and hasattr(config.scheduler, "base_lrs"):
+                pairs = zip(config.scheduler.base_lrs, factors, strict=True)
+                config.scheduler.base_lrs = [base * factor for base, factor in pairs]
+        return True
 
     # --- a fit --------------------------------------------------------------------------------------------------------
 
@@ -286,6 +316,27 @@ class ModuleTraining(OwnTraining):
         own = [p for p in parameters if p.requires_grad]
         for parameter, gradient in zip(own, self._pull(own), strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class OwnOptimizers:
+    """Makes a module's own optimizers for a fit.
+
+    Args:
+        training: the module's.
+        configured: makes the optimizer of parameters none of which is the module's.
+    """
+
+    def __init__(self, training: ModuleTraining, configured: MakeOptimizer) -> None:
+        self.training, self.configured = training, configured
+        self.rescale = training.rescale
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """One for the fit's next phase."""
+        return self.training.make(list(parameters), self.configured)
+
+    def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """An optimizer that no schedule moves, and that nobody keeps."""
+        return self.training.make(list(parameters), self.configured, in_fit=False)
 
 
 class PulledOptimizer:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
+"""Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit, and
+`rescale`, which lets the schedulers of an optimizer start from another learning rate."""
 Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Parameters -> the gradient that the method's terms add to the model's own."""
 

@@ -45,6 +45,7 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
     left, right = _figures(a), _figures(b)
     rounds = _rounds(left), _rounds(right)
     both = min(rounds)
+    require(both > 0, "compare", "there is no round in its metrics.csv", str(a if rounds[0] == 0 else b))
     differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
     differing.sort(key=lambda at: (at[0], list(FILES).index(at[1])))
     if rounds[0] != rounds[1]:
@@ -78,6 +79,8 @@ def _figures(run: Path) -> Figures:
     found: Figures = {}
     for file, names in FILES.items():
         for row in read_rows(run / file):
+            if not isinstance(row.get("round"), int):  # a damaged line, which `evaluate` and `--resume` name
+                continue
             place = tuple(row.get(name) for name in names)
             for column, value in row.items():
                 if value is not None and column not in names and not is_time(column):

@@ -74,6 +74,8 @@ class Cell:
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
         what = {**identity(self.config), **contents(self.config), "federation.rounds": self.rounds}
+        stopping = self.config["federation"].get("early_stopping")
+        what |= {} if stopping is None else {"federation.early_stopping": stopping}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:10]
         method, dataset = short_name(self.config["method"]), short_name(self.config["data"]["dataset"])
         return f"{method}-{dataset}-{self.seed}-{digest}".lower()
@@ -165,6 +167,19 @@ def cell_of(row: Row, column: Column, options: Sequence[str], seed: int, output:
     return Cell(
         row, column, seed, {**_resolved(options, row, column), "seed": seed}, (*options, f"--seed={seed}"), output
     )
+
+
+def of_two_data_sets(cells: Sequence[Cell]) -> tuple[Cell, Cell] | None:
+    """Two cells that would be one run, though their data come from different places; None where there are none.
+
+    Where data lie is no part of a run's name, so that it may move; a folder of images is known by nothing else.
+    """
+    first: dict[Path, Cell] = {}
+    for cell in cells:
+        other = first.setdefault(cell.folder, cell)
+        if other.config["data"].get("dataset") != cell.config["data"].get("dataset"):
+            return other, cell
+    return None
 
 
 def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:

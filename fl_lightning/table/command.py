@@ -15,7 +15,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.table.cells import Cell, Choice, cells_of, made_alike
+from fl_lightning.table.cells import Cell, Choice, cells_of, made_alike, of_two_data_sets
 from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import Values, values_of
 from fl_lightning.table.overlays import split_options
@@ -56,6 +56,13 @@ def table(argv: Sequence[str], command: Command) -> int:
     for one, other in made_alike(definition, choice, cells)[:1]:
         said = f"{one.column.name} and {other.column.name} into the same run; say which with --columns"
         raise ConfigError("--columns", f"the command line's options turn the columns {said}")
+    alike = of_two_data_sets(cells)
+    if alike is not None:
+        names = " and ".join(f"({cell.title})" for cell in alike)
+        rule = (
+            f"{names} differ in where their data lie alone, and would be one run; make a table of each, with --output"
+        )
+        raise ConfigError("data.dataset", rule)
     require(options.rounds is None or options.rounds >= 1, "--rounds", "must be >= 1", options.rounds)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     shard = _shard(options.shard, cells)
@@ -71,12 +78,17 @@ def table(argv: Sequence[str], command: Command) -> int:
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
         definition = replace(definition, note=f"{definition.note.strip()} {said}".strip())
     folder = choice.output / "tables" / definition.name
-    missing = _without_data(shard)
-    left = [cell for cell in shard if cell.column.name not in missing]
+    lacking = _without_data(shard)
+    left = [cell for cell in shard if cell.title not in lacking]
+    missing = _empty_columns(cells, lacking)
     with Progress(console, cells) as progress:
         crew = Crew(left, folder / "logs", options.jobs, command, progress)
         code = crew.run()
-    _conclude(console, definition, [*cells, *_others(definition, choice, cells)], crew, missing, folder)
+    notes = [f"column {column}: {said}" for column, said in missing.items()]
+    rest = (cell for cell in shard if cell.title in lacking and cell.column.name not in missing)
+    notes += [f"{cell.title}: {lacking[cell.title]}" for cell in rest]
+    every = [cell for cell in [*cells, *_others(definition, choice, cells)] if cell.column.name not in missing]
+    _conclude(console, definition, every, crew, notes, folder)
     return code
 
 
@@ -95,16 +107,18 @@ def _conclude(
     definition: Definition,
     cells: Sequence[Cell],
     crew: Crew,
-    missing: Mapping[str, str],
+    notes: list[str],
     folder: Path,
 ) -> None:
     """Write what is known, and say what is not."""
-    notes = [f"column {column}: {said}" for column, said in missing.items()]
     notes += [f"{job.cell.title}: {job.said}" for job in crew.jobs if job.state == "failed"]
-    unfinished = [cell for cell in cells if not cell.finished and cell.column.name not in missing]
-    notes += [f"{len(unfinished)} of {len(cells)} runs are not finished"] if unfinished else []
-    kept = list({(c.row.name, c.column.name, c.seed): c for c in cells if c.column.name not in missing}.values())
+    kept = list({(cell.row.name, cell.column.name, cell.seed): cell for cell in cells}.values())
+    unfinished = [cell for cell in kept if not cell.finished]
+    notes += [f"{len(unfinished)} of {len(kept)} runs are not finished"] if unfinished else []
     values = values_of(definition, kept)
+    done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
+    none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)
+    notes += [f"{row}, {head}: its finished runs have no such figure" for row, head in none]
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)
     console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)
@@ -123,8 +137,17 @@ def _with_page(
         return [folder / CELLS]
 
 
+def _empty_columns(cells: Sequence[Cell], lacking: Mapping[str, str]) -> dict[str, str]:
+    """Columns all of whose cells lack their data -> what one of them says."""
+    some = {cell.column.name for cell in cells if cell.title not in lacking}
+    return {cell.column.name: lacking[cell.title] for cell in cells if cell.column.name not in some}
+
+
 def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
-    """Columns whose data set is not there -> what it says; the others' are decoded once here, for all their cells."""
+    """Titles of cells that are not done and whose data set is not there -> what it says.
+
+    The others' data are decoded once here, for all their cells.
+    """
     import torch
 
     from fl_lightning.building import build
@@ -142,8 +165,8 @@ def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
                 lacks[key] = ""
             except ConfigError as error:
                 lacks[key] = str(error)
-        if lacks.get(key):
-            found[cell.column.name] = lacks[key]
+        if lacks.get(key) and not cell.finished:
+            found[cell.title] = lacks[key]
     return found
 
 
@@ -190,7 +213,8 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def _number(option: str, text: str) -> int:
-    require(text.isdigit(), option, "must be whole numbers >= 0, separated by commas", text)
+    whole = text.isascii() and text.isdigit() and int(text) < 2**63
+    require(whole, option, "must be whole numbers >= 0 and below 2^63, separated by commas", text)
     return int(text)
 
 

@@ -16,7 +16,8 @@ from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_over
 from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
-_SPREAD = re.compile(r"\s*(-?[\d.]+)\s*(?:(?:±|\+-|\+/-)\s*([\d.]+))?\s*")
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+_SPREAD = re.compile(rf"\s*(-?{_NUMBER})\s*(?:(?:±|\+-|\+/-)\s*({_NUMBER}))?\s*", re.ASCII)
 _KEYS = (
     "title",
     "source",
@@ -181,7 +182,11 @@ class _Reader:
         node = self.content.get(key)
         require(isinstance(node, Mapping) and bool(node), key, f"must name the table's {key}", node)
         assert isinstance(node, Mapping)
-        return [(printable(str(name)), {} if value is None else value) for name, value in node.items()]
+        named = [(printable(str(name)), {} if value is None else value) for name, value in node.items()]
+        names = [name for name, _ in named]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        require(twice is None, key, "must have names that differ when they are printed", twice)
+        return named
 
     def _column(self, name: str, node: Any, default: Mapping[str, Figure]) -> Column:
         key = f"columns.{name}"

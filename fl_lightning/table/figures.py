@@ -28,6 +28,8 @@ class Value:
     Args:
         seeds: seed -> the figure, in the table's unit.
         clients: client -> its figure, the mean over seeds; empty where the figure is none of clients'.
+        weights: client -> what it counts for in the mean: its samples where that is weighted, else the same for all.
+        spreads: the standard deviation over clients (over N) in each run.
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
         mark: ``best`` or ``second`` where a test tells the row from the next one.
@@ -36,6 +38,8 @@ class Value:
 
     seeds: dict[int, float] = field(default_factory=dict)
     clients: dict[int, float] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
+    spreads: list[float] = field(default_factory=list)
     beside: dict[str, float] = field(default_factory=dict)
     published: Published | None = None
     mark: str = ""
@@ -53,8 +57,8 @@ class Value:
 
     @property
     def over_clients(self) -> float | None:
-        """The standard deviation over clients, as the papers print it (over N)."""
-        return float(np.std(list(self.clients.values()))) if self.clients else None
+        """The standard deviation over clients, as the papers print it (over N); the mean over seeds."""
+        return float(np.mean(self.spreads)) if self.spreads else None
 
     @property
     def difference(self) -> float | None:
@@ -100,6 +104,7 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
 def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     value = Value(less_is_better=figure.less_is_better)
     clients: dict[int, list[float]] = {}
+    weights: dict[int, list[float]] = {}
     beside: dict[str, list[float]] = {}
     for run in runs:
         rows = run.rows()
@@ -110,9 +115,13 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
         for moment in BESIDE:
             if moment in known:
                 beside.setdefault(moment, []).append(scale * known[moment])
-        for client, own in _of_clients(run, figure, rows).items():
+        of_clients = _of_clients(run, figure, rows)
+        for client, (own, weight) in of_clients.items():
             clients.setdefault(client, []).append(scale * own)
+            weights.setdefault(client, []).append(weight)
+        value.spreads += [scale * float(np.std([own for own, _ in of_clients.values()]))] if of_clients else []
     value.clients = {client: float(np.mean(own)) for client, own in sorted(clients.items())}
+    value.weights = {client: float(np.mean(own)) for client, own in sorted(weights.items())}
     value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
     return value
 
@@ -122,8 +131,8 @@ def figure_of(run: Cell, figure: Figure) -> float | None:
     return moments(figure, run.rows(), run.summary()).get(figure.report)
 
 
-def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, float]:
-    """Each client's figure at the same moment; empty where it has none."""
+def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, tuple[float, float]]:
+    """Each client's figure at the same moment, and what it counts for; empty where it has none."""
     rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
@@ -133,10 +142,13 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     else:
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
+    weights: dict[int, float] = {}
+    weighted = figure.column.endswith("_weighted")
     for row in rows_of(run.folder / "clients.csv"):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
             found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
-    return {client: float(np.mean(own)) for client, own in found.items()}
+            weights[int(row["client"])] = float(row.get("num_test") or 0) if weighted else 1.0
+    return {client: (float(np.mean(own)), weights[client]) for client, own in found.items()}
 
 
 # --- which rows can be told apart -------------------------------------------------------------------------------------
@@ -153,21 +165,34 @@ def _mark(values: Mapping[str, Value]) -> None:
 def differ(first: Value, second: Value) -> bool:
     """Whether two cells can be told apart at the 5 % level, runs with the same seed and clients being pairs.
 
-    With three seeds or more, a paired t-test over seeds; else a paired bootstrap over clients (10,000 resamples, whose
-    95 % interval must not hold 0). Neither is corrected for how many rows there are.
+    With three seeds or more, a paired t-test over seeds; else, of runs with the same seeds, a paired bootstrap over
+    clients (10,000 resamples, whose 95 % interval must not hold 0). Neither is corrected for how many rows there are.
+    Cells whose pairs say the opposite of their means, because seeds are missing, are not told apart.
     """
+    apart = (first.mean or 0.0) - (second.mean or 0.0)
     gaps = pairs(first.seeds, second.seeds)
     if len(gaps) >= LEAST_SEEDS:
+        if gaps.mean() * apart <= 0:
+            return False
         if np.ptp(gaps) == 0:
-            return bool(gaps[0] != 0)
+            return True
         from scipy import stats
 
         return bool(stats.ttest_1samp(gaps, 0.0).pvalue < LEVEL)
+    low, high = over_clients(first, second)
+    return (low > 0 and apart > 0) or (high < 0 and apart < 0)
+
+
+def over_clients(first: Value, second: Value) -> tuple[float, float]:
+    """The 95 % interval of a difference by a bootstrap over clients; NaN where runs or clients are no pairs.
+
+    A client of another seed is another client: who holds what is drawn anew.
+    """
     gaps = pairs(first.clients, second.clients)
-    if len(gaps) < 2:
-        return False
-    low, high = resampled(gaps)
-    return low > 0 or high < 0
+    if len(gaps) < 2 or first.seeds.keys() != second.seeds.keys():
+        return math.nan, math.nan
+    weights = np.array([first.weights.get(key, 1.0) for key in sorted(first.clients.keys() & second.clients.keys())])
+    return resampled(gaps, weights)
 
 
 def pairs(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray:
@@ -175,8 +200,9 @@ def pairs(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray
     return np.array([first[key] - second[key] for key in sorted(first.keys() & second.keys())])
 
 
-def resampled(gaps: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the mean of differences [P] by a bootstrap."""
+def resampled(gaps: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of the weighted mean of differences [P] by a bootstrap."""
     drawn = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
-    low, high = np.quantile(gaps[drawn].mean(axis=1), [LEVEL / 2, 1 - LEVEL / 2])
+    means = (gaps * weights)[drawn].sum(axis=1) / np.maximum(weights[drawn].sum(axis=1), 1e-12)
+    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)

@@ -13,7 +13,7 @@ import numpy as np
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.page.ranking import places
 from fl_lightning.table.definition import Definition
-from fl_lightning.table.figures import LEAST_SEEDS, LEVEL, Head, Value, Values, differ, pairs, resampled
+from fl_lightning.table.figures import LEAST_SEEDS, LEVEL, Head, Value, Values, differ, over_clients, pairs
 
 EXPLAINED = (
     "Places are those that paired tests at 5 % leave open: 1 and one more for each row that is told to be ahead, to "
@@ -76,8 +76,7 @@ def interval(value: Value, other: Value) -> tuple[float, float, float]:
 
         half = float(stats.t.ppf(1 - LEVEL / 2, len(gaps) - 1)) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
         return float(gaps.mean()), float(gaps.mean()) - half, float(gaps.mean()) + half
-    gaps = pairs(value.clients, other.clients)
-    return (gap, *resampled(gaps)) if len(gaps) > 1 else (gap, math.nan, math.nan)
+    return (gap, *over_clients(value, other))
 
 
 def heads_ranked(table: Definition, values: Values) -> list[Head]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from fl_lightning.errors import refuse, require, suggest
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
+from fl_lightning.report.columns import is_measure, is_score
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
@@ -150,6 +151,8 @@ class Tuning:
         refused = (job.said for job in crew.jobs if job.state == "failed" and job.code == REFUSED)
         varied = {key for trial in batch for key in trial.point}
         self.refusal = next((said for said in refused if not _speaks_of(said, varied)), "")
+        if any(cell.finished and figure_of(cell, self.search.monitor) is None for cell in cells):
+            self.refusal = self.refusal or f"monitor: no run has it, got {str(self.search.monitor)!r}"
         return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
 
     def _judge(self, trial: Trial, states: Sequence[str]) -> None:
@@ -183,7 +186,7 @@ class Tuning:
         ]
         for contender in self.search.contenders:
             trials = found.get(contender.name, [])
-            if contender not in self.contenders:
+            if not trials:  # not searched now, or not reached
                 writer.writerows(rows_before.get(in_spreadsheet(contender.name), []))
                 lines += lines_before.get(in_markdown(contender.name), [])
             for trial in trials:
@@ -194,7 +197,7 @@ class Tuning:
             best = self.best(trials)
             if best is not None:
                 self._write_overlay(contender, best)
-                value = f"{100 * (best.value or 0.0):.2f}"
+                value = f"{self._scale * (best.value or 0.0):.2f}"
                 said = in_markdown(_said(best.point))
                 lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | {value} | {said} |")
         write_text(self.folder / "trials.csv", buffer.getvalue())
@@ -217,12 +220,17 @@ class Tuning:
         return rows, lines
 
     def _explained(self) -> str:
-        search = self.search
+        search, unit = self.search, " in percent" if self._scale == 100 else ""
         seeds = ", ".join(map(str, search.seeds))
         return (
-            f"{search.trials} trials a method ({search.kind}), seeds {seeds}; {search.monitor} in percent, on "
-            "validation parts alone: the test parts were laid aside."
+            f"{search.trials} trials a method ({search.kind}), seeds {seeds}; {search.monitor}{unit}, on validation "
+            "parts alone: the test parts were laid aside."
         )
+
+    @property
+    def _scale(self) -> int:
+        """Accuracies are shown in percent."""
+        return 100 if is_score(self.search.monitor.column) and not is_measure(self.search.monitor.column) else 1
 
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
         path = self.folder / contender.file
@@ -285,9 +293,9 @@ def tune(argv: Sequence[str], command: Command) -> int:
                     print(shlex.join(["fl-lightning", *cell.words]))
         return 0
     code, found = tuning.run()
-    table = tuning.write(found)
-    if tuning.refusal:
+    if tuning.refusal:  # what an earlier search has written stays
         refuse(tuning.refusal)
+    table = tuning.write(found)
     console.print(table, highlight=False, soft_wrap=True)
     console.print(f"written to {tuning.folder}", soft_wrap=True, highlight=False)
     return code

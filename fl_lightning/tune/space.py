@@ -119,7 +119,9 @@ def read_search(path: Path) -> Search:
     seeds = content.get("seeds", [0])
     whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
     require(whole and len(set(seeds)) == len(seeds), "seeds", "must be different whole numbers >= 0", seeds)
-    goal, kind = content.get("goal", "max"), content.get("search", "grid")
+    monitor = read_figure(content.get("monitor", "Local-T_received.last"), "monitor")
+    usual = "min" if monitor.less_is_better else "max"
+    goal, kind = content.get("goal", usual), content.get("search", "grid")
     require(goal in ("max", "min"), "goal", "must be max or min", goal)
     require(kind in SEARCHES, "search", "must be grid or optuna", kind)
     trials, validation = content.get("trials", 10), content.get("validation", 0.2)
@@ -137,7 +139,7 @@ def read_search(path: Path) -> Search:
         name,
         text_of(content, "title", path.stem),
         tuple(seeds),
-        read_figure(content.get("monitor", "Local-T_received.last"), "monitor"),
+        monitor,
         goal == "max",
         trials,
         kind,

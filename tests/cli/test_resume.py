@@ -355,6 +355,22 @@ def test_weights_to_start_from_that_hold_something_else_are_refused(workplace):
     workplace.fit("--quiet", "--resume", "auto")
 
 
+@pytest.mark.parametrize(("settings", "refused"), [({}, True), ({"method.anneal_rounds": 2}, False)])
+def test_a_run_of_a_method_that_plans_its_rounds_ahead_is_not_made_longer(workplace, settings, refused):
+    options = ["--method", "DisPFL", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    workplace.fit("--quiet", *options, "--federation.rounds", "2")
+    code, _, err = workplace.call(
+        "fit", "--config", "exp.yaml", *options, "--resume", "auto", "--quiet", "--federation.rounds", "3"
+    )
+    said = "federation.rounds: DisPFL plans its rounds ahead, and this run began with 2; leave it at that, got 3"
+    assert (code, said in err) == ((2, True) if refused else (0, False)), err
+
+
+def test_a_command_without_arguments_is_answered(workplace):
+    code, _, err = workplace.call("fit")
+    assert (code, err.count("\n"), "Traceback" in err) == (2, 1, False), err
+
+
 # --- loggers --------------------------------------------------------------------------------------------------------
 
 

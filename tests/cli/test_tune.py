@@ -6,6 +6,8 @@ import json
 import pytest
 import yaml
 
+from fl_lightning.tune.space import read_search
+
 TUNE = """\
 title: A small search
 name: small
@@ -131,3 +133,24 @@ def test_value_that_trials_vary_is_refused_trial_by_trial(place):
     assert (code, err) == (1, "")
     with (place.path / "runs/tunes/small/trials.csv").open() as file:
         assert sorted(row["state"] for row in csv.DictReader(file)) == ["complete", "failed"]
+
+
+def test_a_monitor_that_no_run_has_and_a_refusal_leave_what_a_search_has_written(place):
+    code, out, err = place.call("tune", "small.yaml", "--quiet")
+    assert code == 0, out + err
+    files = [place.path / "runs/tunes/small" / name for name in ("trials.csv", "tune.md")]
+    before = [file.read_text() for file in files]
+    place.write("small.yaml", TUNE.replace("Local-T_received.last", "Local-TT.last"))
+    code, out, err = place.call("tune", "small.yaml", "--quiet")
+    assert (code, err) == (2, "fl-lightning: error: monitor: no run has it, got 'Local-TT.last'\n"), out
+    assert [file.read_text() for file in files] == before
+    place.write("small.yaml", TUNE)
+    code, out, err = place.call("tune", "small.yaml", "--quiet", "--data.num_clients", "5000")
+    assert (code, err.count("\n")) == (2, 1), out + err
+    assert [file.read_text() for file in files] == before
+
+
+def test_the_least_loss_is_chosen(place):
+    assert read_search(place.path / "small.yaml").maximise
+    place.write("small.yaml", TUNE.replace("Local-T_received.last", "eval_loss/Local-T.last"))
+    assert not read_search(place.path / "small.yaml").maximise

@@ -110,6 +110,28 @@ def test_mean_of_equal_weights_is_the_weights_in_other_dtypes(dtype):
     assert torch.equal(mean["w"], weights["w"])
 
 
+def test_mean_by_fractions_depends_neither_on_the_order_nor_on_workers():
+    generator = torch.Generator().manual_seed(0)
+    parts = [({"w": torch.randn(20_000, generator=generator)}, weight) for weight in (0.1, 0.7, 0.3, 1e-3, 2.2)]
+    results = []
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
+        whole, first, second = WeightedMean(), WeightedMean(), WeightedMean()
+        for place, index in enumerate(order):
+            whole.add(*parts[index])
+            (first if place < 2 else second).add(*parts[index])
+        second.merge(first.partial())
+        results += [whole.result()["w"], second.result()["w"]]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_worker_whose_clients_weigh_nothing_still_counts_what_is_counted():
+    a, b = WeightedMean(), WeightedMean()
+    a.add({"w": torch.ones(2), "n": torch.tensor(3)}, 2.0)
+    b.add({"w": torch.zeros(2), "n": torch.tensor(9)}, 0.0)
+    a.merge(b.partial())
+    assert (a.result()["w"].tolist(), int(a.result()["n"])) == ([1.0, 1.0], 9)
+
+
 def test_weighted_mean_does_not_depend_on_client_order():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):

@@ -10,6 +10,7 @@ import torch
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.attacks import Attack, Attackers
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.peers import Ring
@@ -224,6 +225,20 @@ def test_every_kind_of_message_can_be_attacked(name, kind, conv_net, run_federat
 def test_run_resumes_exactly(kind, mlp, assert_resumes):
     attack = Attack(share=0.5, kind=kind)
     assert_resumes(lambda: FedProto(mlp()), 1, rounds=2, attack=attack, exchange=DirectedGraph(2))
+
+
+def test_attackers_know_the_start_of_who_heard_nothing(conv_net, set_up_federation, tmp_path, assert_identical):
+    """On a ring a client is alone in round 2, and starts from what it kept: wherever the pool keeps that."""
+    attack = Attack(clients=[0], kind="inner_product", strength=5.0)
+    failures = Failures(schedule={"2": [0, 2, 3]})
+    make = lambda: DRDFL(conv_net(), latents=Latents(3, 2))  # noqa: E731
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
+    ends = []
+    for pool in ("memory", "disk"):
+        options = {"optimizer": adam, "pool": pool, "folder": tmp_path / pool, "failures": failures}
+        loop = set_up_federation(make, 3, attack=attack, **options)
+        ends.append(loop.run())
+    assert_identical(*ends)
 
 
 def test_wire_works_on_what_attackers_send(mlp, set_up_federation):

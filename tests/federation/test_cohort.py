@@ -22,6 +22,7 @@ from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.workloads import Draw
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.split import Body, SplitModel
@@ -253,6 +254,13 @@ def test_auto_says_what_it_measured(run_federation, mlp, capsys):
     said = [line for line in capsys.readouterr().err.splitlines() if "federation.cohort" in line]
     assert len(said) == 1
     assert ("a client, one by one" in said[0]) if loop.cohort.stacks else ("stacked" in said[0])
+
+
+def test_auto_counts_no_step_of_its_measurements(run_federation, mlp):
+    sent = [run_federation(lambda: FedNova(mlp()), 1, cohort=own).diary.sent for own in (None, "auto")]
+    for client in range(4):
+        one, other = (own[1, client].artifacts["normaliser"] for own in sent)
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("cohort", [0, -1, "some"])

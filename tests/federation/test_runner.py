@@ -4,6 +4,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
@@ -150,6 +151,23 @@ def test_lightning_callbacks_of_the_trainer_are_called(mlp, run_federation):
 
     run_federation(lambda: FedAvg(mlp()), rounds=2, trainer={"callbacks": [Counts()]})
     assert calls == ["start", ["loss", "loss/cross_entropy"]] * 8
+
+
+def test_early_stopping_of_fits_begins_anew_with_every_client(mlp, run_federation):
+    seen, ended = [], []
+
+    class Stopper(EarlyStopping):
+        def on_train_start(self, trainer, pl_module):
+            seen.append((self.wait_count, float(self.best_score), self.stopped_epoch))
+            super().on_train_start(trainer, pl_module)
+
+        def on_train_end(self, trainer, pl_module):
+            ended.append(trainer.current_epoch)
+
+    stopper = Stopper(monitor="loss", patience=1, min_delta=100.0, check_on_train_epoch_end=True)
+    run_federation(lambda: FedAvg(mlp()), 2, local_epochs=5, trainer={"callbacks": [stopper]})
+    assert seen == [(0, float("inf"), 0)] * 8
+    assert ended == [2] * 8
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

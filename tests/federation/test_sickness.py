@@ -292,6 +292,11 @@ def test_client_that_sends_rubbish_is_left_out(name, mlp, assert_like_a_failure,
     assert loop.diary.rows[1]["downlink_params"] == 4 * heard
 
 
+def test_client_that_is_left_out_of_an_evaluated_round_counts_with_its_fit_before(mlp, assert_like_a_failure):
+    name = next(iter(SPOILS))
+    assert_like_a_failure(lambda: ill(FedRep, SPOILS[name][0])(mlp()), lambda: FedRep(mlp()), evaluate_every=2)
+
+
 @pytest.mark.parametrize("step", ["receive", "fit", "evaluation", "send"])
 def test_client_that_raises_is_left_out(step, conv_net, assert_like_a_failure):
     """Batch norm, dropout and two phases: what a broken fit leaves in the resident module must not reach the next."""

@@ -3,13 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from fl_lightning.table.figures import Value, _mark, differ
+from fl_lightning.table.figures import Value, _mark, differ, over_clients
 from fl_lightning.table.progress import duration
 from fl_lightning.table.writing import spread_out
 
 
 def test_means_and_both_spreads_by_hand():
-    value = Value(seeds={0: 60.0, 1: 64.0}, clients={0: 10.0, 1: 20.0})
+    value = Value(seeds={0: 60.0, 1: 64.0}, clients={0: 10.0, 1: 20.0}, spreads=[4.0, 6.0])
     assert value.mean == 62
     assert value.over_seeds == pytest.approx(math.sqrt(8))
     assert value.over_clients == 5
@@ -35,11 +35,33 @@ def test_equal_runs_are_not_told_apart_and_a_constant_gap_is():
 def test_one_seed_is_compared_over_clients():
     draw = np.random.default_rng(1)
     base = draw.normal(50, 10, 40)
-    first = Value(seeds={0: 1.0}, clients=dict(enumerate(base + draw.normal(2, 1, 40))))
-    second = Value(seeds={0: 1.0}, clients=dict(enumerate(base)))
+
+    def of(clients, seed=0):
+        return Value(seeds={seed: float(np.mean(clients))}, clients=dict(enumerate(clients)))
+
+    first, second = of(base + draw.normal(2, 1, 40)), of(base)
     assert differ(first, second)
-    assert not differ(Value(seeds={0: 1.0}, clients=dict(enumerate(base + draw.normal(0, 1, 40)))), second)
+    assert not differ(of(list(first.clients.values()), seed=1), second)  # of another partition
+    assert not differ(of(base + draw.normal(0, 1, 40)), second)
     assert not differ(Value(seeds={0: 1.0}), Value(seeds={0: 2.0}))  # Server-T of one seed: nothing to compare with
+
+
+def test_nobody_is_ahead_by_a_mean_that_its_pairs_deny():
+    first = Value(seeds={0: 80.0, 1: 81.0, 2: 82.0})
+    second = Value(seeds={0: 82.0, 1: 83.1, 2: 84.0, 3: 20.0, 4: 21.0})  # better wherever both ran
+    assert first.mean > second.mean
+    assert not differ(first, second)
+    assert differ(first, Value(seeds={0: 78.0, 1: 79.1, 2: 80.0}))
+
+
+def test_clients_count_in_the_test_as_they_do_in_the_mean():
+    gaps = [-1.0] * 39 + [60.0]
+    clients, weights = dict(enumerate(gaps)), dict(enumerate([1000.0] * 39 + [1.0]))
+    flat = dict.fromkeys(clients, 0.0)
+    low, high = over_clients(Value({0: -1.0}, clients, weights), Value({0: 0.0}, flat, weights))
+    assert -1 <= low < high < 0
+    low, high = over_clients(Value({0: 0.5}, clients), Value({0: 0.0}, flat))
+    assert low < 0 < high
 
 
 def test_of_spreads_and_times_the_least_is_the_best():
