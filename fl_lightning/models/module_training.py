@@ -24,6 +24,7 @@ from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull
 
 KEY = "model.module"
+_ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
 
 
 class Stretch:
@@ -115,11 +116,17 @@ class ModuleTraining(OwnTraining):
             in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given.
         """
         wanted = {id(parameter) for parameter in parameters}
-        with self as module:
-            theirs = {id(parameter) for parameter in module.parameters()}
-            if not wanted & theirs:
-                return configured(parameters)
-            optimizers, schedulers = _parsed(module)
+        length = self.steps, self.present
+        if not in_fit:  # at the beginning of a schedule, whoever was fitted last
+            self.steps, self.present = _ENDLESS, Stretch(1)
+        try:
+            with self as module:
+                theirs = {id(parameter) for parameter in module.parameters()}
+                if not wanted & theirs:
+                    return configured(parameters)
+                optimizers, schedulers = _parsed(module)
+        finally:
+            self.steps, self.present = length
         known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         for optimizer in optimizers:
             for group in optimizer.param_groups:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tutorial_modules import (
     GAN,
     Autoencoder,
@@ -24,9 +26,12 @@ from tutorial_modules import (
 )
 
 import fl_lightning
+from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fednova import FedNova
+from fl_lightning.methods.fedpac import FedPAC
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.moon import MOON
@@ -312,3 +317,51 @@ def test_trainer_says_what_it_is_not():
 
     with pytest.raises(ConfigError, match=r"self\.trainer\.datamodules is not there in a federated fit"):
         wrapped(Asks(), "fc")
+
+
+class Scheduled(L.LightningModule):
+    """A network under a schedule of its own: constant, or down to nothing over the fit."""
+
+    def __init__(self, falls=False):
+        super().__init__()
+        self.falls = falls
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = LinearLR(optimizer, 1.0, 0.0, steps) if self.falls else LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_a_phase_keeps_its_learning_rate_under_a_schedule_of_the_modules_own(run_federation):
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        make = lambda: FedPAC(wrapped(Scheduled()), head_epochs=1, body_epochs=1, head_lr=0.01)  # noqa: E731
+        run_federation(make, 2, lr_decay=0.5)
+    finally:
+        hook.remove()
+    assert {round(rate, 9) for rate in rates} == {0.01, 0.3, 0.005, 0.15}
+
+
+@pytest.mark.parametrize("module", [OneCycleNet, lambda: Scheduled(falls=True)], ids=["OneCycle", "Linear"])
+def test_training_outside_a_fit_has_no_schedule_and_does_not_look_at_other_clients(module, set_up_federation):
+    """OneCycle counts its steps; how many the last fit had depends on who it was of."""
+    finals = []
+    for turned in (False, True):
+        policy = EvaluationPolicy(fine_tune=FineTune(2))
+        loop = set_up_federation(lambda: FedAvg(wrapped(module())), 2, evaluate=policy)
+        if turned:
+            loop.fit_order = lambda clients: list(reversed(clients))
+        loop.run()
+        finals.append([row["Local-T_received/fine_tuned"] for row in loop.diary.rows])
+        assert len(loop.runner.modules[0].own.present.optimizers) <= 1
+    assert finals[0] == finals[1]
