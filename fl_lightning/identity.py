@@ -31,7 +31,7 @@ _TRAINER_IDENTITY = (
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """What makes a run this run: every key, dotted, that changes a number."""
-    flat = dict(flattened(config))
+    flat = dict(_flatten(config))
     trainer = tuple(f"trainer.{name}" for name in _TRAINER_IDENTITY)
     return {
         key: value
@@ -48,21 +48,34 @@ def contents(config: Mapping[str, Any]) -> dict[str, str]:
     A file that cannot be read is left out. Data are not among them: a checkpoint knows those by their own hash.
     """
     found = {}
-    for key, value in flattened(config.get("model"), "model"):
+    for key, value in _flatten(config.get("model"), "model"):
         if key.endswith(".weights") and str(value).endswith(_WEIGHTS):
             with suppress(OSError):
                 found[f"{key}{CONTENTS}"] = hashlib.sha256(content_of(Path(value).expanduser())).hexdigest()[:16]
     return found
 
 
-def flattened(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def folders(config: Mapping[str, Any]) -> dict[str, str]:
+    """Where the folders of images lie that a configuration names: key -> path.
+
+    No part of a run's identity, for they may be moved; but of two runs at once, two folders are two data sets.
+    """
+    dataset, found = dict(_flatten((config.get("data") or {}).get("dataset"), "data.dataset")), {}
+    for key, value in dataset.items():
+        if key.endswith("class_path") and str(value).endswith("ImageFolder"):
+            root = key.removesuffix("class_path") + "init_args.root"
+            found[root] = str(dataset.get(root, ""))
+    return found
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The keys of a configuration, dotted, with their values; of a list its length, too. What is None is left out."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from flattened(value, f"{prefix}.{name}" if prefix else str(name))
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):
-            yield from flattened(value, f"{prefix}.{index}")
+            yield from _flatten(value, f"{prefix}.{index}")
         yield f"{prefix}.length", len(node)
     elif node is not None:
         yield prefix, node

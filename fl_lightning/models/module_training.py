@@ -24,6 +24,7 @@ from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull
 
 KEY = "model.module"
+_STARTS = ("initial_lr", "max_lr", "min_lr")  # what schedulers of torch's keep in an optimizer's groups
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
 
 
@@ -147,17 +148,10 @@ class ModuleTraining(OwnTraining):
 
     def _scale(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Decay from round to round: what schedulers start from, and further optimizers, which nobody else scales."""
-        factor = self._lr_factor
-        if factor == 1:
-            return
-        for number, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                for key in ("initial_lr", "max_lr", "min_lr", *(("lr",) if number else ())):
-                    if key in group:
-                        group[key] *= factor
-        for config in schedulers:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [factor * lr for lr in config.scheduler.base_lrs]
+        if self._lr_factor != 1:
+            for number, optimizer in enumerate(optimizers):
+                factors = [self._lr_factor] * len(optimizer.param_groups)
+                _multiply(optimizer, schedulers, factors, _STARTS if number == 0 else ("lr", *_STARTS))
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer's groups, and the schedulers that move them, start from a learning rate.
@@ -169,14 +163,7 @@ class ModuleTraining(OwnTraining):
         if not all(bases):
             return False
         factors = [lr * self._lr_factor / base for base in bases]
-        for group, factor in zip(optimizer.param_groups, factors, strict=True):
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-                if key in group:
-                    group[key] *= factor
-        for config in self.present.schedulers:
-            if config.scheduler.optimizer is optimizer and hasattr(config.scheduler, "base_lrs"):
-                pairs = zip(config.scheduler.base_lrs, factors, strict=True)
-                config.scheduler.base_lrs = [base * factor for base, factor in pairs]
+        _multiply(optimizer, self.present.schedulers, factors, ("lr", *_STARTS))
         return True
 
     # --- a fit --------------------------------------------------------------------------------------------------------
@@ -323,6 +310,18 @@ class ModuleTraining(OwnTraining):
         own = [p for p in parameters if p.requires_grad]
         for parameter, gradient in zip(own, self._pull(own), strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _multiply(optimizer: Any, schedulers: Sequence[Any], factors: Sequence[float], keys: Sequence[str]) -> None:
+    """Multiply an optimizer's learning rates, and what its schedulers start from, by a factor a group."""
+    for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for key in keys:
+            if key in group:
+                group[key] *= factor
+    for config in schedulers:
+        own = config.scheduler
+        if hasattr(own, "base_lrs") and own.optimizer is optimizer:
+            own.base_lrs = [base * factor for base, factor in zip(own.base_lrs, factors, strict=True)]
 
 
 class OwnOptimizers:

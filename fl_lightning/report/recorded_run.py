@@ -13,7 +13,7 @@ import yaml
 
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, fits_checksum, plain_json
-from fl_lightning.identity import flattened, identity
+from fl_lightning.identity import folders, identity
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row, read_rows
@@ -67,25 +67,13 @@ class RecordedRun:
     def identity(self) -> Mapping[str, Any]:
         """All keys that change a number, but the seed; empty without a configuration."""
         found = {key: value for key, value in identity(self.config).items() if key != "seed"}
-        dataset = (self.config.get("data") or {}).get("dataset")
-        places = (
-            {k: v for k, v in flattened(dataset, "data.dataset") if k.endswith(".root")} if _is_folder(dataset) else {}
-        )
-        return {**found, **places}
+        return {**found, **folders(self.config)}
 
     @cached_property
     def client_rows(self) -> Sequence[Row]:
         """The rows of ``clients.csv`` that name a round and a client, but for attackers; empty where there are none."""
         rows = rows_of(self.path / "clients.csv")
         return [row for row in rows if isinstance(row.get("client"), int) and not row.get("attacker")]
-
-
-def _is_folder(dataset: Any) -> bool:
-    """Whether a data set is what lies in some folder, so that another folder is another data set."""
-    return isinstance(dataset, Mapping) and (
-        str(dataset.get("class_path", "")).endswith("ImageFolder")
-        or any(_is_folder(own) for own in (dataset.get("init_args") or {}).values())
-    )
 
 
 def read_run(path: Path, command: str) -> RecordedRun:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.configuration import Config, contents, identity, short_name
+from fl_lightning.configuration import Config, contents, folders, identity, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
 from fl_lightning.parser import configured
@@ -170,14 +170,11 @@ def cell_of(row: Row, column: Column, options: Sequence[str], seed: int, output:
 
 
 def of_two_data_sets(cells: Sequence[Cell]) -> tuple[Cell, Cell] | None:
-    """Two cells that would be one run, though their data come from different places; None where there are none.
-
-    Where data lie is no part of a run's name, so that it may move; a folder of images is known by nothing else.
-    """
+    """Two cells that would be one run, though they are of two folders of images; None where there are none."""
     first: dict[Path, Cell] = {}
     for cell in cells:
         other = first.setdefault(cell.folder, cell)
-        if other.config["data"].get("dataset") != cell.config["data"].get("dataset"):
+        if folders(other.config) != folders(cell.config):
             return other, cell
     return None
 

@@ -4,7 +4,7 @@ import pytest
 
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.table.cells import Cell
+from fl_lightning.table.cells import Cell, of_two_data_sets
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.overlays import Overlay
 
@@ -67,3 +67,15 @@ def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path)
     assert len({missing, one, name()}) == 3
     start.write_bytes(b"one")
     assert name() == one
+
+
+def test_two_folders_of_images_are_not_one_run(tmp_path):
+    def of(kind, root):
+        images = {"class_path": kind, "init_args": {"root": root}}
+        data = {"dataset": {"class_path": "Sample", "init_args": {"dataset": images}}}
+        return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, {**CONFIG, "data": data}, (), tmp_path)
+
+    a, b = of("ImageFolder", "a"), of("ImageFolder", "b")
+    assert a.name == b.name  # a folder may be moved
+    assert of_two_data_sets([a, b]) == (a, b)
+    assert of_two_data_sets([a, a, of("MNIST", "a"), of("MNIST", "b")]) is None
