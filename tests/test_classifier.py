@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from every_method import METHODS
+from tiny_optimizers import adam
 
 import fl_lightning
 from fl_lightning.classifier import classifier_of
@@ -22,7 +23,6 @@ def accuracy(model, data, indices):
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_classifier_predicts_as_the_evaluation_does(name, set_up_federation, conv_net, tmp_path):
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731 - small steps for every method
     loop = set_up_federation(lambda: METHODS[name](conv_net()), rounds=1, folder=tmp_path, optimizer=adam)
     loop.run()
     expected = loop.scores["Local-T"]

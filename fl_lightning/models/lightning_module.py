@@ -12,7 +12,8 @@ from torch import Tensor
 from fl_lightning.errors import require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.head_cut import CutBody, Joined, are_same, head_of, reached
-from fl_lightning.models.module_training import KEY, ModuleTraining
+from fl_lightning.models.module_optimizers import KEY
+from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.split import SplitModel
 from fl_lightning.models.wrapped import require_submodule, shape_of, try_out
 

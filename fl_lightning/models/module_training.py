@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.core.optimizer import (
-    _configure_optimizers,
-    _configure_schedulers_automatic_opt,
-    _configure_schedulers_manual_opt,
-)
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.head_cut import Joined
+from fl_lightning.models.module_optimizers import KEY, Stretch
+from fl_lightning.models.module_view import FitView, PulledOptimizer
 from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull
 
-KEY = "model.module"
-_STARTS = ("initial_lr", "max_lr", "min_lr")  # what schedulers of torch's keep in an optimizer's groups
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
-
-
-class Stretch:
-    """Optimizers and schedulers of one phase of a fit.
-
-    Args:
-        epochs: of the phase.
-    """
-
-    def __init__(self, epochs: int = 1) -> None:
-        self.epochs = epochs
-        self.optimizers: list[Any] = []
-        """The module's, without the parameters that the phase does not train."""
-        self.schedulers: list[Any] = []
-        """Lightning's configurations of its schedulers."""
 
 
 class ModuleTraining(OwnTraining):
@@ -116,55 +94,35 @@ class ModuleTraining(OwnTraining):
             configured: makes the optimizer of parameters none of which is the module's.
             in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given.
         """
-        wanted = {id(parameter) for parameter in parameters}
         length = self.steps, self.present
         if not in_fit:  # at the beginning of a schedule, whoever was fitted last
-            self.steps, self.present = _ENDLESS, Stretch(1)
+            self.steps, self.present = _ENDLESS, Stretch()
+        stretch = Stretch()
         try:
             with self as module:
                 theirs = {id(parameter) for parameter in module.parameters()}
-                if not wanted & theirs:
+                if not any(id(parameter) in theirs for parameter in parameters):
                     return configured(parameters)
-                optimizers, schedulers = _parsed(module)
+                stretch.configure(module)
         finally:
             self.steps, self.present = length
-        known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
-        rest = [parameter for parameter in parameters if id(parameter) not in theirs | known]
-        if rest:
-            optimizers[0].add_param_group({"params": rest})
+        stretch.narrow(parameters, theirs)
         if not in_fit:
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = group.pop("initial_lr", group["lr"])
-            return optimizers[0]
-        self._scale(optimizers, schedulers)
+            return stretch.unmoved()
+        stretch.scale(self._lr_factor)
         if not self.steps_itself:
-            optimizers[0].register_step_post_hook(_stepping(schedulers))
-        self.present.optimizers += optimizers
-        self.present.schedulers += schedulers
-        return optimizers[0]
-
-    def _scale(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Decay from round to round: what schedulers start from, and further optimizers, which nobody else scales."""
-        if self._lr_factor != 1:
-            for number, optimizer in enumerate(optimizers):
-                factors = [self._lr_factor] * len(optimizer.param_groups)
-                _multiply(optimizer, schedulers, factors, _STARTS if number == 0 else ("lr", *_STARTS))
+            stretch.step_with_optimizer()
+        self.present.optimizers += stretch.optimizers
+        self.present.schedulers += stretch.schedulers
+        return stretch.optimizers[0]
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
-        """Let an optimizer's groups, and the schedulers that move them, start from a learning rate.
+        """Let an optimizer of the present phase, and its schedule, start from a learning rate of the first round's.
 
         Returns:
-            False, and does nothing, where no schedule moves all of them.
+            False, and does nothing, where no schedule moves all of its groups.
         """
-        bases = [group.get("initial_lr") for group in optimizer.param_groups]
-        if not all(bases):
-            return False
-        factors = [lr * self._lr_factor / base for base in bases]
-        _multiply(optimizer, self.present.schedulers, factors, ("lr", *_STARTS))
-        return True
+        return self.present.rescale(optimizer, lr * self._lr_factor)
 
     # --- a fit --------------------------------------------------------------------------------------------------------
 
@@ -185,20 +143,9 @@ class ModuleTraining(OwnTraining):
     def end_epoch(self) -> None:
         self._end_batch()
         self._call("on_train_epoch_end")
-        for config in self.present.schedulers if not self.steps_itself else ():
-            if config.interval == "epoch" and (self.epoch + 1) % config.frequency == 0:
-                self._step_at_epochs_end(config)
+        if not self.steps_itself:
+            self.present.end_epoch(self.epoch, self.means())
         self._reset_metrics()
-
-    def _step_at_epochs_end(self, config: Any) -> None:
-        if not config.reduce_on_plateau:
-            config.scheduler.step()
-            return
-        watched = self.means().get(config.monitor)
-        if watched is None:
-            rule = "schedulers can watch what training_step logs; a local fit has no validation"
-            raise ConfigError(KEY, rule, config.monitor)
-        config.scheduler.step(watched)
 
     @override
     def end_fit(self) -> None:
@@ -312,18 +259,6 @@ class ModuleTraining(OwnTraining):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _multiply(optimizer: Any, schedulers: Sequence[Any], factors: Sequence[float], keys: Sequence[str]) -> None:
-    """Multiply an optimizer's learning rates, and what its schedulers start from, by a factor a group."""
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        for key in keys:
-            if key in group:
-                group[key] *= factor
-    for config in schedulers:
-        own = config.scheduler
-        if hasattr(own, "base_lrs") and own.optimizer is optimizer:
-            own.base_lrs = [base * factor for base, factor in zip(own.base_lrs, factors, strict=True)]
-
-
 class OwnOptimizers:
     """Makes a module's own optimizers for a fit.
 
@@ -345,114 +280,7 @@ class OwnOptimizers:
         return self.training.make(list(parameters), self.configured, in_fit=False)
 
 
-class PulledOptimizer:
-    """An optimizer as a module of manual optimization sees it: before it steps, the method's terms pull, too.
-
-    Args:
-        optimizer: torch's.
-        training: whose it is.
-    """
-
-    def __init__(self, optimizer: Any, training: ModuleTraining) -> None:
-        self.optimizer = optimizer
-        self._training = training
-
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step, after the closure's passes and with the terms' gradients."""
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        self._training.pull([p for group in self.optimizer.param_groups for p in group["params"]])
-        return self.optimizer.step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-
-class FitView:
-    """What a module sees as its trainer: one phase of one local fit.
-
-    Args:
-        training: the module's.
-    """
-
-    logger = datamodule = train_dataloader = val_dataloaders = None
-    loggers: Sequence[Any] = ()
-    callbacks: Sequence[Any] = ()
-    max_steps = -1
-    world_size = num_devices = num_nodes = 1
-    global_rank = local_rank = node_rank = 0
-    training = is_global_zero = True
-    validating = testing = predicting = sanity_checking = fast_dev_run = False
-
-    def __init__(self, training: ModuleTraining) -> None:
-        self._own = training
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The present phase's."""
-        return self._own.present.optimizers
-
-    @property
-    def lr_scheduler_configs(self) -> list[Any]:
-        """Of the present phase's schedulers."""
-        return self._own.present.schedulers
-
-    @property
-    def max_epochs(self) -> int:
-        """Epochs of the phase."""
-        return self._own.present.epochs
-
-    @property
-    def current_epoch(self) -> int:
-        """Of the phase, 0-based."""
-        return self._own.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Mini-batches of the fit so far."""
-        return self._own.done
-
-    @property
-    def num_training_batches(self) -> int:
-        """Mini-batches of an epoch."""
-        return self._own.steps
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the phase."""
-        return -(-self._own.steps // self._own.accumulate) * self._own.present.epochs
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether no mini-batch of the epoch comes after the present one."""
-        return self._own.batch >= self._own.steps - 1
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """What was logged in the present epoch."""
-        return {name: torch.tensor(value) for name, value in self._own.means().items()}
-
-    logged_metrics = progress_bar_metrics = callback_metrics
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"self.trainer.{name} is not there in a federated fit")
-
-
 # --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _stepping(schedulers: Sequence[Any]) -> Callable[..., None]:
-    """What steps schedulers by the step, called after every step of their optimizer."""
-    steps = itertools.count(1)
-
-    def step(*_: Any) -> None:
-        number = next(steps)
-        for config in schedulers:
-            if config.interval == "step" and number % config.frequency == 0:
-                config.scheduler.step()
-
-    return step
 
 
 def _none(parameters: Iterable[nn.Parameter]) -> Any:
@@ -466,25 +294,3 @@ def _with_fitting(function: Callable[..., Any], arguments: Sequence[Any]) -> Any
         return function(*arguments)
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return function(*arguments[: len(places)])
-
-
-def _parsed(module: L.LightningModule) -> tuple[list[Any], list[Any]]:
-    """The module's optimizers, and Lightning's configurations of its schedulers.
-
-    Raises:
-        ConfigError: if there is none, or there are several without manual optimization.
-    """
-    name = type(module).__name__
-    said = module.configure_optimizers()
-    rule = f"{name}'s configure_optimizers must return an optimizer; or say optimizer: configured"
-    require(said is not None, KEY, rule)
-    try:
-        optimizers, schedulers, monitor = _configure_optimizers(said)  # type: ignore[arg-type]
-        if not module.automatic_optimization:
-            return list(optimizers), list(_configure_schedulers_manual_opt(schedulers))
-        configs = _configure_schedulers_automatic_opt(schedulers, monitor)
-    except MisconfigurationException as error:
-        raise ConfigError(KEY, f"{name}'s configure_optimizers: {error}") from error
-    several = f"{name} has {len(optimizers)} optimizers, which needs self.automatic_optimization = False"
-    require(len(optimizers) == 1, KEY, several)
-    return list(optimizers), list(configs)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_optimizers import adam
 
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
@@ -212,7 +213,6 @@ METHODS = {
 @pytest.mark.parametrize("kind", ["noise", "sign_flip", "inner_product"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_kind_of_message_can_be_attacked(name, kind, conv_net, run_federation):
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
     make = lambda: METHODS[name](conv_net())  # noqa: E731
     hostile = run_federation(make, rounds=2, optimizer=adam, attack=Attack(clients=[1], kind=kind))
     for row in hostile.diary.rows:
@@ -232,7 +232,6 @@ def test_attackers_know_the_start_of_who_heard_nothing(conv_net, set_up_federati
     attack = Attack(clients=[0], kind="inner_product", strength=5.0)
     failures = Failures(schedule={"2": [0, 2, 3]})
     make = lambda: DRDFL(conv_net(), latents=Latents(3, 2))  # noqa: E731
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
     ends = []
     for pool in ("memory", "disk"):
         options = {"optimizer": adam, "pool": pool, "folder": tmp_path / pool, "failures": failures}

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tiny_optimizers import adam
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
@@ -18,7 +19,6 @@ from fl_lightning.methods.fedavg import FedAvg
 @pytest.fixture
 def set_up_federation(set_up_federation):
     """The usual one with Adam, under which DRDFL does not diverge."""
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
     return lambda method, **options: set_up_federation(method, optimizer=adam, **options)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_optimizers import adam
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
@@ -18,10 +19,6 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 
 LAST_JOINS = {"newcomers": Newcomers(clients=1, after=2)}
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-3)
 
 
 def test_newcomers_stay_out_until_their_round(mlp, run_federation):

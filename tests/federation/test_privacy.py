@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from every_method import METHODS
+from tiny_optimizers import adam
 
 from fl_lightning.core.coding import Coding, clipped, deviations
 from fl_lightning.core.message import ClassMeans, Message
@@ -34,7 +35,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_runs_or_says_in_one_line_why_not(name, where, run_federation, conv_net):
     wire = [ClipAndNoise(clip=5.0, noise_multiplier=0.05, where=where)]
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
     run = lambda: run_federation(lambda: METHODS[name](conv_net()), rounds=2, wire=wire, optimizer=adam)  # noqa: E731
     if name in REFUSED[where]:
         with pytest.raises(ConfigError, match=r"^federation\.wire") as caught:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_optimizers import adam
 from torch import nn
 
 from fl_lightning.core.message import ClassMeans, Message, Size
@@ -463,7 +464,6 @@ def set_up_case(set_up_federation, conv_net):
     def set_up(name, folder=None, callbacks=()):
         method, filters, options = CASES[name]
         options = {key: value() if key == "exchange" else value for key, value in options.items()}
-        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
         make = lambda: method(conv_net())  # noqa: E731
         return set_up_federation(make, 3, optimizer=adam, folder=folder, wire=filters, callbacks=callbacks, **options)
 

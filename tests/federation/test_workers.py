@@ -7,6 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 from every_method import METHODS
+from tiny_optimizers import adam
 
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
@@ -89,7 +90,6 @@ def set_up_case(set_up_federation, conv_net):
 
     def set_up(name, folder, callbacks=()):
         kind, options = CASES[name]
-        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
         method = lambda: kind(conv_net())  # noqa: E731
         return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, callbacks=callbacks, **options)
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from tiny_optimizers import adam
 
 from fl_lightning import catalog
 from fl_lightning.errors import ConfigError
@@ -44,10 +45,6 @@ class WatchesLosses(FederationCallback):
     def on_client_fit_end(self, loop, report):
         for name, pairs in loop.runner.module(report.client).meter.losses.items():
             self.dtypes.setdefault(name, set()).update(value.dtype for value, _ in pairs)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-3)
 
 
 @pytest.fixture(scope="module")

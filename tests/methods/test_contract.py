@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from every_method import METHODS
+from tiny_optimizers import adam
 
 from fl_lightning.core.coordinate_rules import TrimmedMean
 from fl_lightning.core.lending import as_vector, lent_models
@@ -42,7 +43,6 @@ def set_up_federation(set_up_federation):
     """The usual one with Adam, whose steps are small whatever the scale of a method's losses."""
 
     def set_up(method, optimizer=None, **options):
-        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
         return set_up_federation(method, optimizer=optimizer or adam, **options)
 
     return set_up
@@ -126,9 +126,9 @@ def digits():
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_method_learns_digits_in_three_rounds(name, digits, run_federation):
-    adam = lambda parameters: torch.optim.Adam(parameters, lr=2e-2)  # noqa: E731
+    faster = lambda parameters: adam(parameters, lr=2e-2)  # noqa: E731
     make = lambda: METHODS[name](MLP(digits.arrays.spec.input_shape, 10, hidden=[64, 32]))  # noqa: E731
-    loop = run_federation(make, rounds=3, data=digits, optimizer=adam)
+    loop = run_federation(make, rounds=3, data=digits, optimizer=faster)
     counts = digits.class_counts()
     without_learning = (counts.max(1) / counts.sum(1)).mean()  # every client's most frequent class, 0.45
     assert loop.diary.rows[-1]["Local-T"] > without_learning

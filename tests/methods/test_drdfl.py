@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sections import sectioned
+from tiny_optimizers import adam
 
 from fl_lightning.building import build
 from fl_lightning.core.client import ClientModule
@@ -42,10 +43,6 @@ SEQUENTIAL = {
     "elbo": ["personanet", "terms", "adversary", "learngene", "decoder", "learngene", "personanet", "model"],
     "full": ["personanet", "terms", "adversary", "learngene", "decoder", "learngene", "personanet", "model"],
 }
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-3)
 
 
 class Recorder:

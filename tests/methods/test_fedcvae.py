@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sections import sectioned
+from tiny_optimizers import adam
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import batch_norms
@@ -30,10 +31,6 @@ QUIET = EvaluationPolicy(trained=False, received=False, server=False)
 OFF = {"epochs": Epochs(prior_epochs=0, cvae_epochs=0)}
 AUTOENCODER = {"encoder", "decoder"}
 MOMENTS = {"class_mean", "class_variance", "pixel_range"}
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=1e-3)
 
 
 @pytest.fixture

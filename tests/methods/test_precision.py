@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from tiny_optimizers import adam
 
 from fl_lightning import catalog
 from fl_lightning.core.message import ClassMeans
@@ -44,7 +45,6 @@ def run_method(conv_net, set_up_federation):
     """Set a method's federation up, on a model with a convolution, batch norm and dropout, with Adam."""
 
     def set_up(name, precision, **options):
-        adam = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)  # noqa: E731
         trainer = precision if isinstance(precision, dict) else {"precision": precision}
         return set_up_federation(lambda: kind(name)(conv_net()), optimizer=adam, trainer=trainer, **options)
 

@@ -1,0 +1,148 @@
+"""A LightningModule's own optimizers and schedulers, over the phases of a local fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fl_lightning.errors import ConfigError, require
+
+KEY = "model.module"
+_STARTS = ("initial_lr", "max_lr", "min_lr")  # what schedulers of torch's keep in an optimizer's groups
+
+
+class Stretch:
+    """Optimizers and schedulers of one phase of a fit.
+
+    Args:
+        epochs: of the phase.
+    """
+
+    def __init__(self, epochs: int = 1) -> None:
+        self.epochs = epochs
+        self.optimizers: list[Any] = []
+        """The module's, without the parameters that the phase does not train."""
+        self.schedulers: list[Any] = []
+        """Lightning's configurations of its schedulers."""
+
+    def configure(self, module: L.LightningModule) -> None:
+        """Take the module's own.
+
+        Raises:
+            ConfigError: if there is none, or there are several without manual optimization.
+        """
+        name = type(module).__name__
+        said = module.configure_optimizers()
+        rule = f"{name}'s configure_optimizers must return an optimizer; or say optimizer: configured"
+        require(said is not None, KEY, rule)
+        try:
+            optimizers, schedulers, monitor = _configure_optimizers(said)  # type: ignore[arg-type]
+            if module.automatic_optimization:
+                schedulers = _configure_schedulers_automatic_opt(schedulers, monitor)
+            else:
+                schedulers = _configure_schedulers_manual_opt(schedulers)
+        except MisconfigurationException as error:
+            raise ConfigError(KEY, f"{name}'s configure_optimizers: {error}") from error
+        several = f"{name} has {len(optimizers)} optimizers, which needs self.automatic_optimization = False"
+        require(len(optimizers) == 1 or not module.automatic_optimization, KEY, several)
+        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
+
+    def narrow(self, parameters: Sequence[nn.Parameter], theirs: set[int]) -> None:
+        """Train these parameters alone; those that are not the module's are added to the first optimizer.
+
+        Args:
+            parameters: what the phase trains.
+            theirs: ids of the module's parameters.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
+        rest = [parameter for parameter in parameters if id(parameter) not in theirs | known]
+        if rest:
+            self.optimizers[0].add_param_group({"params": rest})
+
+    def scale(self, factor: float) -> None:
+        """Decay from round to round: what schedulers start from, and further optimizers, which nobody else scales."""
+        if factor != 1:
+            for number, optimizer in enumerate(self.optimizers):
+                factors = [factor] * len(optimizer.param_groups)
+                self._multiply(optimizer, factors, _STARTS if number == 0 else ("lr", *_STARTS))
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer's groups, and the schedulers that move them, start from a learning rate.
+
+        Returns:
+            False, and does nothing, where no schedule moves all of them.
+        """
+        bases = [group.get("initial_lr") for group in optimizer.param_groups]
+        if not all(bases):
+            return False
+        self._multiply(optimizer, [lr / base for base in bases], ("lr", *_STARTS))
+        return True
+
+    def _multiply(self, optimizer: Any, factors: Sequence[float], keys: Sequence[str]) -> None:
+        """Multiply an optimizer's learning rates, and what its schedulers start from, by a factor a group."""
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            for key in keys:
+                if key in group:
+                    group[key] *= factor
+        for config in self.schedulers:
+            own = config.scheduler
+            if hasattr(own, "base_lrs") and own.optimizer is optimizer:
+                own.base_lrs = [base * factor for base, factor in zip(own.base_lrs, factors, strict=True)]
+
+    def unmoved(self) -> Any:
+        """The first optimizer, every one at the learning rate that its schedule would have begun from."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group.pop("initial_lr", group["lr"])
+        return self.optimizers[0]
+
+    def step_with_optimizer(self) -> None:
+        """Let every step of the first optimizer step the schedulers that go by the step."""
+        self.optimizers[0].register_step_post_hook(_stepping(self.schedulers))
+
+    def end_epoch(self, epoch: int, logged: Mapping[str, float]) -> None:
+        """Step the schedulers that go by the epoch.
+
+        Args:
+            epoch: that ends; counts from 0.
+            logged: what a scheduler may watch.
+
+        Raises:
+            ConfigError: if one watches what was not logged.
+        """
+        for config in self.schedulers:
+            if config.interval != "epoch" or (epoch + 1) % config.frequency:
+                continue
+            if not config.reduce_on_plateau:
+                config.scheduler.step()
+                continue
+            if config.monitor not in logged:
+                rule = "schedulers can watch what training_step logs; a local fit has no validation"
+                raise ConfigError(KEY, rule, config.monitor)
+            config.scheduler.step(logged[config.monitor])
+
+
+def _stepping(schedulers: Sequence[Any]) -> Callable[..., None]:
+    """What steps schedulers by the step, called after every step of their optimizer."""
+    steps = itertools.count(1)
+
+    def step(*_: Any) -> None:
+        number = next(steps)
+        for config in schedulers:
+            if config.interval == "step" and number % config.frequency == 0:
+                config.scheduler.step()
+
+    return step
