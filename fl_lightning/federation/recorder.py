@@ -85,6 +85,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 loop.settings.rounds,
                 read_rows(self.folder / "metrics.csv"),
                 read_rows(self.folder / "clients.csv"),
+                loop.patience.monitor,
+                loop.patience.less,
             )
         )
 

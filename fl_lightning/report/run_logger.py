@@ -26,6 +26,8 @@ class RunStart:
         rounds: the rounds that the run will have.
         rows: the rows of ``metrics.csv`` so far; rounds of an earlier process that a checkpoint covers.
         client_rows: the rows of ``clients.csv`` so far.
+        monitor: the column that chooses the best round (`early_stopping.monitor`); empty leaves it to the rows.
+        less: whether less of it is better; None goes by its name.
     """
 
     folder: Path
@@ -36,6 +38,8 @@ class RunStart:
     rounds: int
     rows: Sequence[Row] = ()
     client_rows: Sequence[Row] = ()
+    monitor: str = ""
+    less: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import secrets
 import shlex
@@ -20,9 +19,8 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, plain_json, write_text
 from fl_lightning.report import wandb_access, wandb_media
-from fl_lightning.report.columns import less_is_better
+from fl_lightning.report.best_so_far import BestSoFar
 from fl_lightning.report.patience import Patience
-from fl_lightning.report.record import best_round, chosen_by, summarise
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.report.wandb_file import is_unsent, read_history, run_files
 from fl_lightning.terminal import say
@@ -33,8 +31,6 @@ LIMIT = 60.0
 """Seconds that a call may take: a round with its tables and pictures."""
 LIMITS = {"begin": 120.0, "finalize": 150.0}
 """The same of those that start W&B, and wait until it has sent all; more than W&B's own limits."""
-BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
-"""Beginnings of the columns whose best value is the lowest one; of other columns, accuracies alone have a best."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -128,7 +124,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         self._done = 0  # rounds that the run has
         self._past_step = 0  # W&B's last step in an earlier process of the run
         self._coming: dict[str, Any] = {}  # values of somebody else's for the next round's row
-        self._best: dict[str, float] = {}
+        self._best = BestSoFar()
         self._rounds = 0
 
     # --- a run's life -----------------------------------------------------------------------------------------------
@@ -141,6 +137,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def begin(self, start: RunStart) -> None:
         """Start W&B's run, or go on with it, and log the rounds that it does not have."""
         self._start, self._rounds = start, start.rounds
+        self._best = BestSoFar(start.monitor, start.less)
         self._id = self._id or _kept_id(start.folder) or secrets.token_hex(4)
         write_text(start.folder / STATE_FILE, json.dumps({"id": self._id}) + "\n")
         self._drop_empty_files()
@@ -170,7 +167,9 @@ class WandbLogger(RunLogger, LightningWandbLogger):
             self._log({**self._coming, **numbers}, record)
             self._logged = round
         self._done, self._coming = round, {}
-        self._note_best([record.row])
+        best = self._best.see([record.row])
+        if best and self._experiment is not None:
+            self._experiment.summary.update(best)
 
     def _log(self, numbers: dict[str, Any], record: RoundRecord) -> None:
         """Log numbers with their tables and pictures; where these fail, the numbers alone from then on."""
@@ -341,35 +340,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 self.log_round(RoundRecord(row, own, evaluated))
         if rows and self._experiment is not None:
             last = {name: value for row in rows for name, value in row.items() if value is not None}
-            self._note_best(rows)
-            self._experiment.summary.update(last)
-
-    def _improves(self, row: Row | None, chooser: str) -> bool:
-        """Whether a round is better than all before it in the figure on validation parts that chooses the best."""
-        return row is not None and row[chooser] > self._best.get(chooser, -math.inf)
-
-    def _note_best(self, rows: Sequence[Row]) -> None:
-        """Keep the best value in W&B's summary, with its round: an accuracy's highest, a cost's lowest."""
-        if self._experiment is None:
-            return
-        plain = [dict(row) for row in rows]
-        chooser = chosen_by(plain)
-        if chooser and not self._improves(best_round(plain, chooser), chooser):
-            return
-        highest = summarise(plain)["best"]
-        found = {name: (best["value"], best["round"]) for name, best in highest.items()}
-        for name in [name for name in (rows[0] if rows else ()) if name.startswith(BEST_IS_LOWEST)]:
-            known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
-            finite = [pair for pair in known if math.isfinite(pair[0])]
-            found |= {name: min(finite)} if finite else {}
-        better: dict[str, Any] = {}
-        for name, (value, round) in found.items():
-            merit = -value if name.startswith(BEST_IS_LOWEST) or less_is_better(name) else value
-            if chooser or merit > self._best.get(name, -math.inf):
-                self._best[name] = merit
-                better |= {f"best/{name}": value, f"best_round/{name}": round}
-        if better:
-            self._experiment.summary.update(better)
+            self._experiment.summary.update({**self._best.see(rows), **last})
 
 
 def _say(text: str) -> None:

@@ -136,7 +136,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
-    best = best_round(figure, rows) if figure.report == "best" else None
+    best = best_round(figure, rows, run.summary()) if figure.report == "best" else None
     if best is not None:
         chosen = {best["round"]}
     else:

@@ -107,15 +107,21 @@ def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) 
         last_ten = known[-10:]
         found = {"last": known[-1], "mean_last_10": math.fsum(last_ten) / len(last_ten)}
         found["mean"] = math.fsum(known) / len(known)
-    best = best_round(figure, rows)
+    best = best_round(figure, rows, summary)
     if best is not None and is_number(best.get(figure.column)):
         found["best"] = best[figure.column]
     final = _entry(summary.get("final_received") or {}, figure.column)
     return found if final is None else {**found, "final_received": final}
 
 
-def best_round(figure: Figure, rows: Sequence[Record]) -> Record | None:
-    """The row of the round that ``best`` means, the earliest of equals; None before there is one."""
+def best_round(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> Record | None:
+    """The row of the round that ``best`` means, the earliest of equals; None before there is one.
+
+    A figure that names no column to choose by is best where the run says so, which knows `early_stopping.monitor`.
+    """
+    said = _entry(summary.get("best") or {}, f"{figure.column.removesuffix(STD)}.round")
+    if said is not None and not figure.by:
+        return next((row for row in rows if row["round"] == said), None)
     by = figure.by or chosen_by(rows) or figure.column.removesuffix(STD)
     return best_by(rows, by, Figure(by, "best").less_is_better)
 

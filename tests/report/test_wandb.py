@@ -145,9 +145,9 @@ def test_keys_that_wandb_itself_wrote_are_found(netrc):
         assert has_key(url)
 
 
-def make_start(folder, rows=()):
+def make_start(folder, rows=(), **chooser):
     about = {"name": "run", "method": "Some", "seed": 0, "versions": {}, "git_commit": None}
-    return RunStart(folder, about, "hash", ["a", "b"], np.ones((3, 2), dtype=int), 5, rows)
+    return RunStart(folder, about, "hash", ["a", "b"], np.ones((3, 2), dtype=int), 5, rows, **chooser)
 
 
 def row(round, **values):
@@ -182,7 +182,7 @@ class Run:
 def logger(tmp_path, monkeypatch):
     """A logger that has begun a run on `Run`, which `logger.run` is."""
 
-    def make(fails_on=(), rows=(), starting_step=0, summary=()):
+    def make(fails_on=(), rows=(), starting_step=0, summary=(), **chooser):
         run = Run(fails_on)
         run.starting_step = run.step = starting_step
         run.summary |= summary
@@ -190,7 +190,7 @@ def logger(tmp_path, monkeypatch):
         made = WandbLogger(save_dir=str(tmp_path))
         monkeypatch.setattr(made, "_connect", lambda earlier: setattr(made, "_experiment", run))
         made.run = run
-        made.begin(make_start(tmp_path, rows))
+        made.begin(make_start(tmp_path, rows, **chooser))
         return made
 
     return make
@@ -304,6 +304,17 @@ def test_worse_round_does_not_replace_the_best(logger):
     for round, value in ((1, 0.4), (2, 0.9), (3, 0.9), (4, 0.1)):
         made.log_round(RoundRecord({"round": round, "Local-T": value}))
     assert (made.run.summary["best/Local-T"], made.run.summary["best_round/Local-T"]) == (0.9, 2)
+
+
+def test_best_round_is_the_one_that_early_stopping_watches(logger):
+    """Less of a made-up figure is better, which its name does not say; what costs has a lowest value of its own."""
+    made = logger(monitor="mine/Local-V", less=True)
+    for round, mine, seconds in ((1, 0.4, 3.0), (2, 0.1, 4.0), (3, 0.3, 1.0), (4, None, 2.0)):
+        others = {"Local-V": round / 10, "Local-T": round / 10, "seconds": seconds}
+        made.log_round(RoundRecord({"round": round, "mine/Local-V": mine, **others}))
+    said = {name: value for name, value in made.run.summary.items() if name.startswith("best_round")}
+    names = dict.fromkeys(("Local-T", "Local-V", "mine/Local-V"), 2)
+    assert said == {f"best_round/{name}": round for name, round in {**names, "seconds": 3}.items()}
 
 
 def test_best_of_what_costs_is_the_lowest(logger):

@@ -51,10 +51,19 @@ def test_ten_rounds_of_many():
     rows = [{"round": i, "A": float(i)} for i in range(1, 21)]
     found = moments(read_figure("A.last", "figure"), rows, {})
     assert found == {"last": 20.0, "mean_last_10": 15.5, "mean": 10.5, "best": 20.0}
-    best = best_round(Figure("A", "best"), rows)
+    best = best_round(Figure("A", "best"), rows, {})
     assert best is not None
     assert best["round"] == 20
-    assert best_round(Figure("A", "best"), []) is None
+    assert best_round(Figure("A", "best"), [], {}) is None
+
+
+def test_best_round_is_the_one_that_the_run_says():
+    """Early stopping may watch another figure than the first one on validation parts."""
+    rows = [{"round": i, "Local-T": i / 10, "Local-T_std": i / 100, "Local-V": i / 10} for i in range(1, 4)]
+    said = {"best_by": "eval_loss/Local-V", "best": {"Local-T": {"value": 0.2, "round": 2}}}
+    assert moments(read_figure("Local-T.best", "figure"), rows, said)["best"] == 0.2
+    assert moments(read_figure("Local-T_std.best", "figure"), rows, said)["best"] == 0.02
+    assert moments(read_figure("Local-T.best@Local-V", "figure"), rows, said)["best"] == 0.3
 
 
 def test_what_is_less_and_what_is_of_clients():
