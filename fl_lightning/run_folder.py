@@ -17,6 +17,7 @@ from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Ch
 from fl_lightning.federation.saving import check_identity
 from fl_lightning.files import content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
+from fl_lightning.report.record import read_rows
 from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
 from fl_lightning.terminal import say
 
@@ -29,13 +30,15 @@ _OWN = (
     "checkpoints/clients/r*-w*.states", "checkpoints/clients/*-r*.pt",
     "checkpoints/aside-*/round-*.ckpt", "checkpoints/aside-*/journal.txt",
     "checkpoints/aside-*/clients/r*-w*.states", "checkpoints/aside-*/clients/*-r*.pt",
+    "checkpoints/aside-*/models/[0-9]*.pt",
     "models/[0-9]*.pt", "wandb/debug*.log", "wandb/latest-run",
     "metrics.csv", "clients.csv", "topology.csv", "summary.json", "partition.json", "loggers.json", "wandb.json",
     "curves.png", "partition.png", "config.yaml",
 )  # fmt: skip
 _OWN_TREES = ("wandb/run-*-*", "wandb/offline-run-*-*")
 _OWN_FOLDERS = (
-    "checkpoints/aside-*/clients", "checkpoints/aside-*", "checkpoints/clients", "checkpoints", "models", "wandb"
+    "checkpoints/aside-*/clients", "checkpoints/aside-*/models", "checkpoints/aside-*", "checkpoints/clients",
+    "checkpoints", "models", "wandb",
 )  # fmt: skip
 
 
@@ -197,6 +200,25 @@ class RunFolder:
             more = f" (and {len(chosen.damaged) - 1} more)" if chosen.damaged[1:] else ""
             why = f"{chosen.damaged[0]}{more}" if chosen.damaged else newer
             say(f"{why}; put aside in {aside}; going on from round {own}")
+        self._withdraw_models(own, aside)
+
+    def _withdraw_models(self, after: int, aside: Path | None) -> None:
+        """Take away the models of clients that trained in later rounds, which they need not do again.
+
+        Args:
+            after: the round that the run goes on from.
+            aside: where the later checkpoints lie, whose these models are; None deletes them.
+        """
+        rows = read_rows(self.path / "clients.csv")
+        trained = [row.get("client") for row in rows if (row.get("round") or 0) > after and row.get("participated")]
+        for client in {client for client in trained if isinstance(client, int)}:
+            path = self.path / "models" / f"{client:05d}.pt"
+            if aside is None or not path.is_file():
+                remove(path)
+                continue
+            make_folder(aside / "models")
+            with writing(path):
+                os.replace(path, aside / "models" / path.name)
 
     @contextmanager
     def held(self) -> Iterator[None]:

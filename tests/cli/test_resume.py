@@ -281,6 +281,18 @@ def test_older_checkpoint_puts_newer_ones_aside_and_is_gone_on_from_after_a_kill
     check_folder(workplace.run, keep=1)
 
 
+def test_older_checkpoint_leaves_no_model_of_later_rounds(workplace):
+    """A shorter run goes on from it: clients that trained in discarded rounds alone do so no more."""
+    workplace.change(federation={"participation": 0.5})
+    workplace.fit("--quiet", "--federation.rounds", "4", "--federation.checkpoint.keep", "4")
+    older = workplace.run / "checkpoints" / "round-0001.ckpt"
+    workplace.fit("--quiet", "--federation.rounds", "2", "--resume", str(older))
+    code, out, err = workplace.call("evaluate", str(workplace.run))
+    assert code == 0, err + out
+    assert "different" not in out
+    assert list((workplace.run / "checkpoints" / "aside-0001" / "models").glob("*.pt"))
+
+
 def test_tables_are_put_right_on_resume(straight, workplace, assert_same_run):
     workplace.change(**VARIANTS["FedRep"])
     workplace.fit("--quiet", "--federation.rounds", "2")
