@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.configuration import Config, contents, folders, identity, short_name
+from fl_lightning.configuration import Config, contents, folders, identity, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
 from fl_lightning.parser import configured
@@ -177,6 +178,23 @@ def of_two_data_sets(cells: Sequence[Cell]) -> tuple[Cell, Cell] | None:
         if folders(other.config) != folders(cell.config):
             return other, cell
     return None
+
+
+def of_other_folders(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
+    """The finished cells whose images lay elsewhere when they ran: (folder then, folder now) -> cells.
+
+    The folder may have been moved since, or be another one, which only reading the images again could tell.
+    """
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for cell in (cell for cell in cells if cell.finished):
+        try:
+            then, now = folders(read_config(cell.folder / "config.yaml")), folders(cell.config)
+        except ConfigError:
+            continue
+        for key in then.keys() & now.keys():
+            if then[key] != now[key] and os.path.realpath(then[key]) != os.path.realpath(now[key]):
+                found.setdefault((then[key], now[key]), []).append(cell)
+    return found
 
 
 def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:

@@ -1,10 +1,13 @@
 """When a table's cell counts as finished."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.table.cells import Cell, of_two_data_sets
+from fl_lightning.table.cells import Cell, of_other_folders, of_two_data_sets
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.overlays import Overlay
 
@@ -79,3 +82,18 @@ def test_two_folders_of_images_are_not_one_run(tmp_path):
     assert a.name == b.name  # a folder may be moved
     assert of_two_data_sets([a, b]) == (a, b)
     assert of_two_data_sets([a, a, of("MNIST", "a"), of("MNIST", "b")]) is None
+
+
+def test_finished_run_of_another_folder_of_images_is_found(cell, tmp_path):
+    def config(root):
+        return {**CONFIG, "data": {"dataset": {"class_path": "ImageFolder", "init_args": {"root": str(root)}}}}
+
+    (tmp_path / "link").symlink_to(tmp_path / "then")
+    same, other = replace(cell, config=config(tmp_path / "link")), replace(cell, config=config(tmp_path / "now"))
+    assert same.folder == other.folder  # a folder may be moved
+    cell.folder.rename(other.folder)
+    (other.folder / "config.yaml").write_text(json.dumps(config(tmp_path / "then")))
+    assert of_other_folders([same]) == {}
+    assert of_other_folders([other]) == {(str(tmp_path / "then"), str(tmp_path / "now")): [other]}
+    (other.folder / "summary.json").unlink()
+    assert of_other_folders([other]) == {}
