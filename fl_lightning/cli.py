@@ -238,7 +238,10 @@ def _evaluate(argv: list[str]) -> int:
     trust = Trust(tuple(options.trust))
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
-    figures = experiment.evaluate(options.checkpoint)
+    try:
+        figures = experiment.evaluate(options.checkpoint)
+    except ConfigError as error:
+        raise error.at("--checkpoint") if error.key == "--resume" else error from error
     return 0 if print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures) else 1
 
 

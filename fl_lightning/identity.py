@@ -25,7 +25,7 @@ CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
-    "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks",
+    "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks", "plugins",
 )  # fmt: skip
 
 

@@ -39,9 +39,13 @@ class TorchDataset(Dataset):
         """Take every sample, once.
 
         Raises:
-            ConfigError: if samples are no pairs, or differ in shape; it says which one.
+            ConfigError: if a part is empty, or samples are no pairs or differ in shape; it says which one.
         """
-        pairs = [self._pairs(part, name) for part, name in ((self.train, "train"), (self.test, "test")) if part]
+        parts = {"train": self.train} | ({} if self.test is None else {"test": self.test})
+        pairs = [self._pairs(part, name) for name, part in parts.items()]
+        shapes = [list(part[0][0].shape) for part in pairs]
+        rule = f"inputs must have the shape of those of train, {shapes[0]}"
+        require(shapes[-1] == shapes[0], f"{KEY}.test", rule, shapes[-1])
         x = np.stack([sample for part in pairs for sample, _ in part])
         labels, classes = as_labels([label for part in pairs for _, label in part], "TorchDataset")
         inputs = as_inputs(x, "TorchDataset")

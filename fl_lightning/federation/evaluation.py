@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -196,8 +196,8 @@ class Evaluator:
         found: list[Batches] = [{} for _ in parts]
         for names, context in (
             (plain, nullcontext()),
-            (adapting, _ThrowAway(self, module, client, moment)),
-            (tuned, _ThrowAway(self, module, client, moment, fine_tunes=True)),
+            (adapting, _thrown_away(self, module, client, moment)),
+            (tuned, _thrown_away(self, module, client, moment, fine_tunes=True)),
         ):
             if names:
                 with context:
@@ -264,28 +264,24 @@ def join_batches(parts: Sequence[Sequence[Outcome]]) -> Outcome:
     return Outcome.join([part[index] for index in range(longest) for part in parts if index < len(part)])
 
 
-class _ThrowAway(AbstractContextManager[None]):
-    """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed."""
+@contextmanager
+def _thrown_away(
+    evaluator: Evaluator, module: ClientModule, client: int, moment: Moment, fine_tunes: bool = False
+) -> Iterator[None]:
+    """Personalise a module for the length of an evaluation: its state and all random streams come back unharmed.
 
-    def __init__(
-        self, evaluator: Evaluator, module: ClientModule, client: int, moment: Moment, fine_tunes: bool = False
-    ) -> None:
-        self.module = module
-        self.fine_tunes = fine_tunes
-        self.data = evaluator.data.clients[client]
-        # The same in every round: who sits out keeps its figures, and `evaluate` need not know when they were made.
-        self.streams = isolated_streams(evaluator.seed, f"adapt/{moment}", client=client)
-        self.context = evaluator.context
-
-    def __enter__(self) -> None:
-        self.saved = {name: tensor.detach().clone() for name, tensor in self.module.entries.items()}
-        self.streams.__enter__()
-        with self.context():
-            self.module.adapt(self.data, self.fine_tunes)
-
-    def __exit__(self, *exception: object) -> None:
-        self.streams.__exit__(None, None, None)
-        self.module.load(self.saved)
+    They do so, too, where a client falls sick while it adapts.
+    """
+    saved = {name: tensor.detach().clone() for name, tensor in module.entries.items()}
+    # The same in every round: who sits out keeps its figures, and `evaluate` need not know when they were made.
+    streams = isolated_streams(evaluator.seed, f"adapt/{moment}", client=client)
+    try:
+        with streams:
+            with evaluator.context():
+                module.adapt(evaluator.data.clients[client], fine_tunes)
+            yield
+    finally:
+        module.load(saved)
 
 
 Whose = Literal["own", "all"]

@@ -463,7 +463,14 @@ def test_folder_with_a_config_that_is_no_runs_is_never_cleared(workplace):
     assert "--overwrite" in refused(workplace, "--overwrite")
 
 
-@pytest.mark.parametrize("key", ["trainer.max_time", "federation.callbacks", "data"])
+OTHERS = {
+    "trainer.max_time": "00:01:00:00",
+    "trainer.plugins": [{"class_path": "lightning.pytorch.plugins.DoublePrecision"}],
+    "federation.callbacks": [],
+}
+
+
+@pytest.mark.parametrize("key", [*OTHERS, "data"])
 def test_run_that_would_go_on_otherwise_is_refused(occupied, workplace, key):
     for name, content in occupied.files().items():
         if content is not None:
@@ -473,6 +480,6 @@ def test_run_that_would_go_on_otherwise_is_refused(occupied, workplace, key):
         save_tensors(file, {**load_tensors(file, "--resume"), "data": "of other samples"})
         assert "the data are not those" in refused(workplace, "--resume", "auto", "--federation.rounds", "2")
     else:
-        other = {"max_time": "00:01:00:00"} if key == "trainer.max_time" else {"callbacks": []}
-        workplace.change(**{key.partition(".")[0]: other})
+        section, _, name = key.partition(".")
+        workplace.change(**{section: {name: OTHERS[key]}})
         assert key in refused(workplace, "--resume", "auto", "--federation.rounds", "2")

@@ -77,6 +77,14 @@ def test_evaluate_leaves_out_what_was_heard_in_the_round_itself(workplace):
     assert_all_equal(out, at_least=4 * 5)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "none.ckpt"])
+def test_evaluate_of_what_is_no_checkpoint_names_its_own_option(finished, name):
+    code, _, err = finished.call("evaluate", "runs/run", "--checkpoint", f"runs/run/{name}")
+    assert code == 2, err
+    assert err.count("\n") == 1
+    assert "error: --checkpoint: " in err
+
+
 def test_evaluate_reports_a_figure_that_differs(finished, workplace):
     for name, content in finished.files().items():
         if content is not None:

@@ -190,6 +190,17 @@ def test_a_torch_data_set():
         TorchDataset(TensorDataset(x)).arrays()
 
 
+def test_parts_of_a_torch_data_set_that_do_not_go_together():
+    """An empty training part leaves the test part where it is."""
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    none, some = TensorDataset(x[:0], y[:0]), TensorDataset(x, y)
+    for name, parts in (("train", (none, some)), ("test", (some, none))):
+        with pytest.raises(ConfigError, match=rf"data\.dataset\.{name}: is empty"):
+            TorchDataset(*parts).arrays()
+    with pytest.raises(ConfigError, match=r"those of train, \[4\], got \[3\]"):
+        TorchDataset(some, TensorDataset(x[:, :3], y)).arrays()
+
+
 def test_torchvisions_data_sets_of_pil_images():
     from torchvision.datasets import FakeData
 

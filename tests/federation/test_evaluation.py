@@ -129,17 +129,23 @@ def test_adaptation_runs_on_a_throw_away_copy(mlp, evaluated, assert_identical):
     assert scores["Local-T"] == accuracy(module, loop.data, loop.data.clients[3].test)
 
 
-def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical):
+@pytest.mark.parametrize("where", ["adapt", "scores"])
+def test_adaptation_that_fails_does_not_leak(mlp, evaluated, assert_identical, where):
     class Fails(Tuned):
-        can_predict = True
+        fails_in = ""
+
+        def adapt(self, data):
+            super().adapt(data)
+            if self.fails_in == "adapt":
+                raise RuntimeError("cannot predict")
 
         def scores(self, seen):
-            if not self.can_predict:
+            if self.fails_in == "scores":
                 raise RuntimeError("cannot predict")
             return super().scores(seen)
 
     _, evaluator, module = evaluated(lambda: Fails(mlp()))
-    module.method.can_predict = False
+    module.method.fails_in = where
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     stream = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="cannot predict"):
