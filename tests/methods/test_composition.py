@@ -5,6 +5,7 @@ Each pair runs, or is refused in one line that says why the two do not go togeth
 
 import math
 import sys
+from functools import lru_cache
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.trust import import_name
 
 TERMS = {entry.name: entry.class_path for entry in catalog.entries("terms")}
@@ -33,6 +35,7 @@ REFUSED = {
     **{(method, "ModelContrast"): "shares none" for method in ("FedProto", "DRDFL")},
 }
 """Pairs that do not go together, and why."""
+TRAINED = EvaluationPolicy(received=False, globally=False, server=False, loss=False, balanced_accuracy=False)
 COUNTS = ((6, 4, 0, 0), (0, 0, 5, 5), (3, 3, 3, 0))
 
 
@@ -58,9 +61,23 @@ def set_up_pair(set_up_federation, make_data, mlp):
             extra = [] if term is None else [import_name(TERMS[term])(**weights)]
             return import_name(METHODS[method])(mlp(), extra_terms=extra or None)
 
-        return set_up_federation(make, data=data, optimizer=adam, **options)
+        return set_up_federation(make, data=data, optimizer=adam, evaluate=TRAINED, **options)
 
     return set_up
+
+
+@pytest.fixture(scope="module")
+def one_round(set_up_pair):
+    """A round's row and messages of a method with a term at weight 0, or without one; the latter is run once."""
+
+    def run(method, term, weight=None):
+        loop = set_up_pair(method, term, weight, rounds=1)
+        loop.run()
+        row = {k: v for k, v in loop.diary.rows[0].items() if not k.startswith("seconds")}
+        return row, [loop.diary.sent[1, client].state_dict() for client in range(3)]
+
+    plain = lru_cache(lambda method: run(method, None))
+    return lambda method, term, weight: plain(method) if term is None else run(method, term, weight)
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=" and ".join)
@@ -108,22 +125,17 @@ def test_pair_resumes(loop, pair, set_up_pair, outcome, assert_identical):
     assert_identical(again.final, loop.final)
 
 
-def test_weight_of_zero_is_the_method_without_the_term(pair, set_up_pair, assert_identical):
+def test_weight_of_zero_is_the_method_without_the_term(pair, set_up_pair, one_round, assert_identical):
     if pair in REFUSED and "once only" in REFUSED[pair]:
         return
-    runs = []
-    for term, weight in ((pair[1], 0.0), (None, None)):
-        if term is not None and pair[1] in LATENT:
-            with pytest.raises(ConfigError, match=REFUSED[pair]):
-                set_up_pair(pair[0], term, weight, rounds=1)
-            return
-        loop = set_up_pair(pair[0], term, weight, rounds=1)
-        loop.run()
-        runs.append(loop)
-    rows = [{k: v for k, v in run.diary.rows[0].items() if not k.startswith("seconds")} for run in runs]
-    assert_identical(*rows)
-    for client in range(3):
-        assert_identical(*(run.diary.sent[1, client].state_dict() for run in runs))
+    if pair[1] in LATENT:
+        with pytest.raises(ConfigError, match=REFUSED[pair]):
+            set_up_pair(*pair, 0.0, rounds=1)
+        return
+    (row, sent), (plain_row, plain_sent) = one_round(*pair, 0.0), one_round(pair[0], None, None)
+    assert_identical(row, plain_row)
+    for own, plain in zip(sent, plain_sent, strict=True):
+        assert_identical(own, plain)
 
 
 def test_losses_are_wide_under_autocast(pair, set_up_pair):
