@@ -191,7 +191,7 @@ def publish(project: str, entity: str | None) -> str:
 
 
 def draw(folders: Sequence[Path], path: Path) -> Path:
-    """Draw the dashboard's panels from runs' folders.
+    """Draw the dashboard's panels from runs' folders; those of which no run has a figure are left out.
 
     Args:
         folders: runs' folders; those that differ only in their seed are one line, with a band.
@@ -201,7 +201,7 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
         ConfigError: if a folder holds no run, none was named, or there is no format of that ending.
     """
     from fl_lightning.report.figures import check_ending
-    from fl_lightning.report.panels import panel_grid
+    from fl_lightning.report.panels import has_any, panel_grid
     from fl_lightning.report.recorded_run import read_run
     from fl_lightning.report.series import Member, series_of
 
@@ -210,5 +210,6 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
     runs = series_of(Member(read_run(folder, "dashboard")) for folder in folders)
     lines = [panel for section in SECTIONS for panel in section.panels if panel.kind == "line"]
     panels = [(panel.title, panel.metrics, panel.is_share) for panel in lines if panel.title not in DRAWN_APART]
+    panels = [panel for panel in panels if has_any(panel[1], runs)] or panels[:1]
     settings = sorted({line.setting for line in runs})
     return panel_grid(panels, runs, path, settings[0] if len(settings) == 1 else NAME)

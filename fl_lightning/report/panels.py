@@ -48,7 +48,8 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
 
     from fl_lightning.report.picture import Picture, add_legend
 
-    rows = -(-len(panels) // 4)
+    across = min(4, len(panels))
+    rows = -(-len(panels) // across)
     labels = [_label(line) for line in runs]
     columns = max(1, min(len(runs), int(WIDTH / (0.7 + LEGEND_LETTER * max(map(len, labels))))))
     legend = 0.25 + 0.2 * -(-len(runs) // columns)
@@ -57,7 +58,7 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     seeds = any(len(line.runs) > 1 for line in runs)
     said = f"{title}: mean and ± std over seeds" if seeds else title
     figure.suptitle(said, x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
-    grid = figure.subplots(rows, 4, squeeze=False).ravel()
+    grid = figure.subplots(rows, across, squeeze=False).ravel()
     for axes, (name, named, is_share) in zip(grid, panels, strict=False):
         _draw_panel(axes, named, runs, 100.0 if is_share else 1.0)
         axes.set_title(f"{name}, %" if is_share else name, fontsize=10, color=INK, loc="left", parse_math=False)
@@ -66,6 +67,12 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     handles = [Line2D([], [], color=line.light, linestyle=(0, DASHES[line.dash]), linewidth=2.2) for line in runs]
     add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9)
     return figure
+
+
+def has_any(columns: Sequence[str], runs: Sequence[Series]) -> bool:
+    """Whether a line has a value of some of a panel's columns."""
+    names = matching(columns, (row for line in runs for run in line.runs for row in run.rows))
+    return any(len(line.curve(name).rounds) for line in runs for name in names)
 
 
 def _label(line: Series) -> str:

@@ -101,6 +101,14 @@ def test_picture_of_four_methods_and_three_seeds_draws_four_lines_with_bands(tmp
     assert matplotlib.image.imread(path).shape[1] == 1280
 
 
+def test_picture_leaves_out_what_no_run_has(tmp_path, monkeypatch):
+    drawn, legend = [], Figure.legend
+    monkeypatch.setattr(Figure, "legend", lambda self, **kept: drawn.append(self) or legend(self, **kept))
+    dashboard.draw([make_run(tmp_path / "run", "Some", ROWS)], tmp_path / "picture.png")
+    titles = [axes.get_title(loc="left") for axes in drawn[0].axes if axes.axison]
+    assert titles == ["Local-T, after the fit, %", "Loss", "Bytes a round"]  # loss/a is there and empty
+
+
 @pytest.mark.parametrize(("name", "head"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 def test_picture_is_what_its_ending_says(tmp_path, name, head):
     run = make_run(tmp_path / "run", "Some", ROWS)
