@@ -227,7 +227,7 @@ class ClientModule(L.LightningModule):
         fit = self.method.fit = Fit(make, epochs, self.lr_factor, self.settings.accumulate)
         made: list[Optimizer] = []
         for planned in self._plan:
-            own.plan(planned.epochs)
+            own.plan(planned.epochs, planned.last)
             made += [fit.make_optimizer(own, planned.phase, part=part) for part, own in planned.parts.items()]
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))

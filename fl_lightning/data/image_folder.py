@@ -13,6 +13,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
+from fl_lightning.data.pictures import as_bytes
 from fl_lightning.errors import ConfigError, require
 
 
@@ -119,7 +120,7 @@ class ImageFolder(Dataset):
         def decode(path: Path) -> np.ndarray:
             try:
                 with Image.open(path) as image:
-                    pixels = image.convert(mode)
+                    pixels = as_bytes(image).convert(mode)
                     if size is not None and pixels.size != (size[1], size[0]):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
                     return np.asarray(pixels)

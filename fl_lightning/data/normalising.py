@@ -112,6 +112,9 @@ def arrays_of(
         normalize: see `Normalize`; of no meaning to tokens.
         groups: [N], or None.
         vocabulary_size: of tokens; 0 takes the largest token and one.
+
+    Raises:
+        ConfigError: for ``normalize: half`` of what is neither bytes nor tokens.
     """
     if x.dtype == torch.int64:
         size = vocabulary_size or (int(x.max()) + 1 if x.numel() else 0)
@@ -119,12 +122,18 @@ def arrays_of(
     if x.dtype == torch.uint8:
         mean, std = constants(normalize, x, lambda: mean_and_std(x[:num_train]))
         return Arrays(x, y, num_train, tuple(classes), mean, std, groups=groups)
+    rule = "is for images of bytes; numbers with a point take standard or none"
+    require(normalize != "half", f"{KEY}.normalize", rule, normalize)
     x = x if normalize == "none" else scaled(x, x[:num_train])
     return Arrays(x, y, num_train, tuple(classes), groups=groups)
 
 
 def scaled(x: Tensor, training: Tensor) -> Tensor:
-    """Features [N, …] scaled to mean 0 and std 1 of the training part, in float64 on the way; a constant one to 0."""
-    mean, deviation = training.double().mean(0), training.double().std(0, correction=0)
+    """Features [N, …] scaled to mean 0 and std 1 of the training part, in float64 on the way; a constant one to 0.
+
+    Images [N, C, H, W] have one mean and std a channel, as those of bytes have.
+    """
+    over, wide = ((0, 2, 3) if x.dim() == 4 else (0,)), training.double()
+    mean, deviation = wide.mean(over, keepdim=True), wide.std(over, correction=0, keepdim=True)
     deviation = torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation))
     return ((x.double() - mean) / deviation).float()

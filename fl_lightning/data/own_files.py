@@ -37,6 +37,9 @@ class ArrayFile(Dataset):
     def __init__(self, path: str, num_train: int | None = None, normalize: Normalize = "standard") -> None:
         require_normalize(normalize)
         self.path = path
+        require(
+            num_train is None or num_train >= 1, f"{KEY}.num_train", "must be >= 1 rows, or null for all", num_train
+        )
         self.num_train = num_train
         self.normalize = normalize
 
@@ -59,7 +62,7 @@ class ArrayFile(Dataset):
         x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
         names = [str(name) for name in np.asarray(found["classes"]).tolist()] if "classes" in found else []
         labels, classes = as_labels(y, "ArrayFile", names)
-        num_train = (self.num_train or len(labels)) if whole else len(found["x_train"])
+        num_train = (len(labels) if self.num_train is None else self.num_train) if whole else len(found["x_train"])
         grouped = None if groups is None else as_groups(groups, "ArrayFile")
         return arrays_of(as_inputs(x, "ArrayFile"), labels, num_train, classes, self.normalize, grouped)
 
@@ -68,6 +71,9 @@ class ArrayFile(Dataset):
         if whole:
             return found.get(name)
         parts = [np.asarray(found[part]) for part in (f"{name}_train", f"{name}_test") if part in found]
+        kinds = [part.dtype.name for part in parts]
+        same = name != "x" or len({kind.startswith("float") for kind in kinds}) < 2
+        require(same, f"{KEY}.path", "x_train and x_test must be of one type", ", ".join(kinds))
         return np.concatenate(parts) if parts else None
 
     def _read(self) -> dict[str, Any]:
@@ -182,13 +188,19 @@ class CSVTable(Dataset):
         return self._feature(name, cells) if numbers else self._feature(name, [*sorted(values), *cells])[len(values) :]
 
     def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
-        empty = next((row for row, cell in enumerate(cells) if not cell.strip()), None)
+        known = [cell for cell in cells if cell.strip().lower() not in _NOTHING]
+        nothing = _NOTHING if known and _are_numbers(known) else {""}  # a name of its own among names
+        empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
         rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or leave the column out"
         require(empty is None, KEY, rule)
         if _are_numbers(cells):
             return np.array([float(cell) for cell in cells], dtype=np.float32)[:, None]
         values, numbers = np.unique(np.array(cells), return_inverse=True)
         return np.eye(len(values), dtype=np.float32)[numbers]
+
+
+_NOTHING = {"", "?", "na", "n/a", "null", "none", "-"}
+"""What tables write, in small letters, where there is no number."""
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
@@ -225,6 +237,8 @@ def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     lines = [line for line in lines if line]
     require(len(lines) > 1, key, f"{path} must have a line of names and samples below it")
     head = lines[0]
+    twice = next((name for name in head if head.count(name) > 1), None)
+    require(twice is None, key, f"{path} has two columns of one name", twice)
     for number, line in enumerate(lines[1:], start=2):
         rule = f"{path}: line {number} has {len(line)} cells, and there are {len(head)} columns"
         require(len(line) == len(head), key, rule)
@@ -263,14 +277,14 @@ class LEAF(Dataset):
         x: list[Any] = []
         y: list[Any] = []
         users: list[str] = []
-        num_train = 0
+        sizes = []
         for part in ("train", "test"):
             for user, data in self._users(part):
                 x += data["x"]
                 y += data["y"]
                 users += [user] * len(data["y"])
-            num_train = num_train or len(y)
-        require(bool(y), f"{KEY}.root", "holds no sample", self.root)
+            sizes.append(len(y))
+        require(sizes[0] > 0, f"{KEY}.root", "must hold samples in train/*.json", self.root)
         try:
             with np.errstate(over="raise"):
                 inputs = np.array(x, dtype=np.float32)
@@ -279,9 +293,7 @@ class LEAF(Dataset):
             rule = f"samples must be lists of equally many numbers, of the shape {self.shape}; texts are for TextFile"
             raise ConfigError(f"{KEY}.shape", rule) from error
         labels, classes = as_labels(y, "LEAF")
-        return arrays_of(
-            as_inputs(inputs, "LEAF"), labels, num_train, classes, self.normalize, as_groups(users, "LEAF")
-        )
+        return arrays_of(as_inputs(inputs, "LEAF"), labels, sizes[0], classes, self.normalize, as_groups(users, "LEAF"))
 
     def _files(self, part: str) -> list[Path]:
         return sorted((Path(self.root).expanduser() / part).glob("*.json"))

@@ -14,6 +14,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
+from fl_lightning.data.pictures import pixels_of
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, require
 
@@ -60,13 +61,20 @@ class TorchDataset(Dataset):
             except (TypeError, ValueError) as error:
                 rule = f"sample {index} of {type(part).__name__} must be (input, label)"
                 raise ConfigError(f"{KEY}.{name}", f"{rule} ({error})") from error
-            values = sample.numpy() if isinstance(sample, Tensor) else np.asarray(sample)
+            values = sample.numpy() if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
             found.append((values, label.item() if isinstance(label, Tensor | np.generic) else label))
         require(bool(found), f"{KEY}.{name}", "is empty", type(part).__name__)
         return found
+
+
+def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
+    try:
+        return pixels_of(sample)
+    except ValueError as error:
+        raise ConfigError(key, f"sample {index}: {error}") from error
 
 
 class HuggingFace(Dataset):
@@ -132,7 +140,7 @@ class HuggingFace(Dataset):
         if isinstance(values[0], str):
             x = self._words.tokens(values, size)
             return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)
-        pixels = [np.asarray(value) for value in values]
+        pixels = [_pixels(value, f"{KEY}.input", index) for index, value in enumerate(values)]
         odd = next((n for n, image in enumerate(pixels) if image.shape != pixels[0].shape), None)
         require(odd is None, f"{KEY}.input", "samples must have one shape; resize them before", odd)
         stacked = np.stack(pixels)

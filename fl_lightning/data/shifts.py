@@ -52,7 +52,7 @@ class NoiseSkew(Shift):
     """Gaussian noise that grows from client to client: client i adds N(0, std · i / K) to inputs on the [0, 1] scale.
 
     Args:
-        std: variance's level at the last client, > 0, as the paper's σ.
+        std: σ of the paper, > 0, towards which the variance grows; the last client, K − 1, has σ (K − 1) / K.
     """
 
     paper = "Li, Diao, Chen, He, ICDE 2022, Federated Learning on Non-IID Data Silos: An Experimental Study"

@@ -153,6 +153,12 @@ def _read(path: Path, option: str) -> dict[str, list[Any]]:
     return read_table(path, f"{KEY}.{option}")
 
 
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file, as editors count them: U+2028 and form feeds are letters of a line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [line.removesuffix("\n") for line in file]
+
+
 def read_table(path: Path, key: str) -> dict[str, list[Any]]:
     """The columns of a CSV, TSV or JSON-lines file.
 
@@ -163,7 +169,7 @@ def read_table(path: Path, key: str) -> dict[str, list[Any]]:
         return dict(read_columns(path, key))
     require(path.is_file(), key, "there is no such file", str(path))
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         if line.strip():
             try:
                 row = json.loads(line)

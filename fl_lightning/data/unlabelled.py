@@ -15,7 +15,8 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.normalising import as_inputs, scaled
 from fl_lightning.data.own_files import read_arrays
-from fl_lightning.data.tokens import read_table
+from fl_lightning.data.sample import Sample
+from fl_lightning.data.tokens import lines_of, read_table
 from fl_lightning.errors import ConfigError, require
 
 KEY = "DATA"
@@ -54,7 +55,7 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     elif path.suffix in _TABLES:
         x = _scaled_table(dataset, read_table(path, KEY))
     elif path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = lines_of(path)
         x = _scaled_table(dataset, {dataset.text_column: lines})
     else:
         kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"
@@ -89,6 +90,8 @@ def _scaled_table(dataset: Dataset, columns: Any) -> Tensor:
 
 def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
     """Features as a data set scales its own: by its training part, where it says ``normalize: standard``."""
+    while isinstance(dataset, Sample):  # its mean and std are those of the whole set
+        dataset = dataset.dataset
     if getattr(dataset, "normalize", "none") == "none":
         return x
     plain = copy.copy(dataset)

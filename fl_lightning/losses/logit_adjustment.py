@@ -50,7 +50,8 @@ def balanced_softmax_loss(
     >>> round(float(balanced_softmax_loss(torch.zeros(1, 3), torch.tensor([0]), torch.tensor([3, 1, 0]))), 4)
     0.2877
     """
-    return F.cross_entropy(widened(logits) + (widened(counts) ** gamma).log(), y)
+    offsets = gamma * widened(counts).log() if gamma > 0 else torch.zeros_like(widened(counts))  # n^γ is soon infinite
+    return F.cross_entropy(widened(logits) + offsets, y)
 
 
 @checked

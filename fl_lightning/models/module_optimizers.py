@@ -26,10 +26,11 @@ class Stretch:
 
     Args:
         epochs: of the phase.
+        last: mini-batches of its last one, where that is cut short; None for all.
     """
 
-    def __init__(self, epochs: int = 1) -> None:
-        self.epochs = epochs
+    def __init__(self, epochs: int = 1, last: int | None = None) -> None:
+        self.epochs, self.last = epochs, last
         self.optimizers: list[Any] = []
         """The module's, without the parameters that the phase does not train."""
         self.schedulers: list[Any] = []
@@ -58,7 +59,9 @@ class Stretch:
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
 
     def narrow(self, parameters: Sequence[nn.Parameter], theirs: set[int]) -> None:
-        """Train these parameters alone; those that are not the module's are added to the first optimizer.
+        """Train these parameters alone; those that are not the module's join the first optimizer's first group.
+
+        A group of their own would have no part in the schedule that moves the others.
 
         Args:
             parameters: what the phase trains.
@@ -71,7 +74,7 @@ class Stretch:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
         rest = [parameter for parameter in parameters if id(parameter) not in theirs | known]
         if rest:
-            self.optimizers[0].add_param_group({"params": rest})
+            self.optimizers[0].param_groups[0]["params"] += rest
 
     def scale(self, factor: float) -> None:
         """Decay from round to round: what schedulers start from, and further optimizers, which nobody else scales."""

@@ -82,8 +82,8 @@ class ModuleTraining(OwnTraining):
         return configured if self.configured else OwnOptimizers(self, configured)
 
     @override
-    def plan(self, epochs: int) -> None:
-        self.present = Stretch(epochs)
+    def plan(self, epochs: int, last: int | None = None) -> None:
+        self.present = Stretch(epochs, last)
         self.stretches.append(self.present)
 
     def make(self, parameters: list[nn.Parameter], configured: MakeOptimizer, in_fit: bool = True) -> Any:

@@ -100,18 +100,21 @@ class FitView:
 
     @property
     def num_training_batches(self) -> int:
-        """Mini-batches of an epoch."""
-        return self._own.steps
+        """Mini-batches of the present epoch."""
+        cut = self._own.present.last if self._own.epoch == self._own.present.epochs - 1 else None
+        return self._own.steps if cut is None else cut
 
     @property
     def estimated_stepping_batches(self) -> int:
         """Optimizer steps of the phase."""
-        return -(-self._own.steps // self._own.accumulate) * self._own.present.epochs
+        steps, present, accumulate = self._own.steps, self._own.present, self._own.accumulate
+        last = steps if present.last is None else present.last
+        return -(-steps // accumulate) * (present.epochs - 1) + -(-last // accumulate)
 
     @property
     def is_last_batch(self) -> bool:
         """Whether no mini-batch of the epoch comes after the present one."""
-        return self._own.batch >= self._own.steps - 1
+        return self._own.batch >= self.num_training_batches - 1
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -56,8 +56,13 @@ class OwnTraining:
         """
         return configured
 
-    def plan(self, epochs: int) -> None:
-        """The next optimizers are those of a phase of so many epochs."""
+    def plan(self, epochs: int, last: int | None = None) -> None:
+        """The next optimizers are those of a phase of so many epochs.
+
+        Args:
+            epochs: of the phase.
+            last: mini-batches of its last one, where that is cut short; None for all.
+        """
 
     def start_fit(self) -> None:
         """A local fit begins."""

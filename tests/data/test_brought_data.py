@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
@@ -232,6 +233,74 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
         HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
 
 
+@pytest.mark.parametrize(("mode", "shape"), [("P", (3, 8, 8)), ("1", (1, 8, 8)), ("I;16", (1, 8, 8))])
+def test_pictures_of_other_depths(mode, shape):
+    """A palette gives its colours, not their places in it; 16 bits are scaled to 8."""
+    Image = pytest.importorskip("PIL.Image")
+    if mode == "I;16":
+        image = Image.fromarray((np.arange(64, dtype=np.uint16) * 1040).reshape(8, 8))
+        expected = (np.arange(64) * 1040 / 257).round().reshape(1, 8, 8)
+    else:
+        colours = Image.new("RGB", (8, 8), (255, 0, 0))
+        image = colours.quantize(4) if mode == "P" else Image.new("1", (8, 8), 1)
+        expected = np.stack([np.full((8, 8), own) for own in ((255, 0, 0) if mode == "P" else (255,))])
+    assert image.mode == mode
+    arrays = checked(TorchDataset([(image, 0), (image, 1)]))
+    assert arrays.x.shape == (2, *shape)
+    assert np.array_equal(arrays.x[0].numpy(), expected)
+    with pytest.raises(ConfigError, match=r"data\.dataset\.train: sample 0: its pixels are 32-bit"):
+        TorchDataset([(Image.new("F", (8, 8)), 0)]).arrays()
+
+
+def test_16_bits_in_folders_of_images(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        Image.fromarray((np.arange(64, dtype=np.uint16) * 1040).reshape(8, 8)).save(tmp_path / label / "0.png")
+    arrays = checked(ImageFolder(str(tmp_path), grayscale=True))
+    assert np.array_equal(arrays.x[0, 0].numpy(), (np.arange(64) * 1040 / 257).round().reshape(8, 8))
+
+
+def test_images_of_numbers_are_scaled_by_the_channel():
+    """A pixel that is nearly always 0 is no feature of its own."""
+    x = torch.rand(50, 2, 4, 4)
+    x[1:, :, 0, 0] = 0
+    arrays = checked(TorchDataset(TensorDataset(x, torch.arange(50) % 2)))
+    mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), correction=0, keepdim=True)
+    assert torch.allclose(arrays.x, (x - mean) / std, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"data\.dataset\.normalize: is for images of bytes"):
+        TorchDataset(TensorDataset(x, torch.arange(50) % 2), normalize="half").arrays()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,a,y\n1,2,0\n3,4,1\n", "has two columns of one name, got 'a'"),
+        ("a,b,y\n1,?,0\n3,4,1\n", "line 2 has nothing under 'b'"),
+        ("a,b,y\n1,2,0\nNA,4,1\n", "line 3 has nothing under 'a'"),
+    ],
+)
+def test_tables_that_lack_something(tmp_path, text, said):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        CSVTable(str(tmp_path / "t.csv"), "y").arrays()
+
+
+def test_a_mark_for_nothing_is_a_name_among_names(tmp_path):
+    (tmp_path / "t.csv").write_text("a,y\nx,0\n?,1\n")
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y", normalize="none")).x.shape == (2, 2)
+
+
+def test_parts_of_arrays_that_do_not_go_together(tmp_path):
+    y, bytes_, floats = np.arange(4) % 2, np.ones((4, 1, 2, 2), dtype=np.uint8), np.ones((4, 1, 2, 2), dtype=np.float32)
+    np.savez(tmp_path / "a.npz", x_train=floats, y_train=y, x_test=bytes_, y_test=y)
+    with pytest.raises(ConfigError, match="must be of one type, got 'float32, uint8'"):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+    np.savez(tmp_path / "b.npz", x=floats, y=y)
+    with pytest.raises(ConfigError, match=r"data\.dataset"):
+        checked(ArrayFile(str(tmp_path / "b.npz"), num_train=0))
+
+
 # --- other benchmarks -----------------------------------------------------------------------------------------------
 def test_leafs_users_are_groups(tmp_path):
     for part, sizes in (("train", (3, 2)), ("test", (1, 1))):
@@ -247,6 +316,9 @@ def test_leafs_users_are_groups(tmp_path):
         LEAF(str(tmp_path), shape=[3]).arrays()
     with pytest.raises(ConfigError, match=r"data\.dataset\.root"):
         LEAF(str(tmp_path / "train")).arrays()
+    (tmp_path / "train" / "all.json").write_text(json.dumps({"users": [], "num_samples": [], "user_data": {}}))
+    with pytest.raises(ConfigError, match=r"data\.dataset\.root: must hold samples in train"):
+        LEAF(str(tmp_path)).arrays()
 
 
 def test_pfllibs_clients_have_what_they_have_there(tmp_path):

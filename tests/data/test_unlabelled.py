@@ -10,6 +10,7 @@ from PIL import Image
 
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.own_files import ArrayFile, CSVTable
+from fl_lightning.data.sample import Sample
 from fl_lightning.data.text import IMDB
 from fl_lightning.data.tokens import TextFile
 from fl_lightning.data.unlabelled import read_unlabelled
@@ -65,6 +66,25 @@ def test_features_in_arrays_are_scaled_as_in_training(ending, tmp_path):
         torch.save({"x": torch.from_numpy(x[6:])}, new)
     arrays = dataset.arrays()
     assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[6:])
+
+
+def test_a_sample_scales_as_the_whole_set(tmp_path):
+    x = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
+    np.savez(tmp_path / "own.npz", x=x, y=np.arange(10) % 2)
+    np.savez(tmp_path / "new.npz", x=x)
+    whole = ArrayFile(str(tmp_path / "own.npz"))
+    part = Sample(whole, 6)
+    found = read_unlabelled(tmp_path / "new.npz", part, part.arrays()).x
+    assert torch.equal(found, whole.arrays().x)
+
+
+def test_lines_of_a_text_file_are_those_that_editors_count(tmp_path):
+    (tmp_path / "own.jsonl").write_text(
+        '{"text": "a b", "label": 0}\n{"text": "c\u2028d", "label": 1}\n', encoding="utf-8"
+    )
+    (tmp_path / "new.txt").write_text("a\u2028b\nc\x0cd\r\n", encoding="utf-8")
+    dataset = TextFile(str(tmp_path / "own.jsonl"), length=3)
+    assert read_unlabelled(tmp_path / "new.txt", dataset, dataset.arrays()).names == ["0", "1"]
 
 
 def test_a_table_is_encoded_as_in_training(table, tmp_path):

@@ -25,6 +25,12 @@ def test_without_an_exponent_or_among_equals_it_is_the_cross_entropy():
     torch.testing.assert_close(balanced_softmax_loss(LOGITS, Y, torch.tensor([5, 5])), plain)
 
 
+def test_large_exponents_and_counts_stay_finite():
+    value = balanced_softmax_loss(LOGITS, Y, torch.tensor([5000, 4000]), gamma=11.0)
+    expected = F.cross_entropy(LOGITS + 11 * torch.tensor([math.log(5000), math.log(4000)]), Y)
+    torch.testing.assert_close(value, expected)
+
+
 def test_class_without_samples_is_no_rival():
     logits = torch.tensor([[1.0, 0.0, 9.0]], requires_grad=True)
     balanced_softmax_loss(logits, torch.tensor([0]), torch.tensor([3, 3, 0])).backward()

@@ -29,6 +29,7 @@ import fl_lightning
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.losses.gaussian_mixture import GaussianMixture
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedpac import FedPAC
@@ -194,6 +195,48 @@ def test_a_cycle_of_learning_rates_ends_with_the_fit(set_up_federation):
     assert max(own) == pytest.approx(0.1, rel=0.05)
     assert own[-2] < 0.001  # the rate of the last step
     assert rates[steps] > own[-2]  # the next client begins anew
+
+
+def test_a_cycle_of_learning_rates_ends_with_a_fit_that_is_cut_short(set_up_federation):
+    """`local_steps` may end in the middle of an epoch; the module is told so beforehand."""
+    seen = []
+
+    class Cycle(OneCycleNet):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            lr = self.optimizers().param_groups[0]["lr"]
+            seen.append((self.trainer.estimated_stepping_batches, lr))
+
+    loop = set_up_federation(lambda: FedAvg(wrapped(Cycle())), rounds=1, local_steps=7)
+    loop.run()
+    own = seen[:7]
+    assert {total for total, _ in own} == {7}
+    assert max(rate for _, rate in own) > 10 * own[-2][1]  # the rate of the last step
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "lambda", "cycle"])
+def test_a_term_with_parameters_has_the_modules_schedule(set_up_federation, scheduler):
+    rates = []
+
+    class Scheduled(Tabular):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            if scheduler == "linear":
+                return [optimizer], [LinearLR(optimizer, 0.1, total_iters=4)]
+            if scheduler == "lambda":
+                return [optimizer], [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+        def on_train_epoch_end(self):
+            groups = self.optimizers().param_groups
+            rates.append(([group["lr"] for group in groups], sum(len(group["params"]) for group in groups)))
+
+    make = lambda: FedAvg(wrapped(Scheduled()), extra_terms=[GaussianMixture()])  # noqa: E731
+    loop = set_up_federation(make, rounds=2, local_epochs=2, lr_decay=0.9)
+    loop.run()
+    own = sum(1 for _ in wrapped(Scheduled()).parameters())
+    assert all(len(rate) == 1 and count > own for rate, count in rates)
+    assert len({rate[0] for rate, _ in rates}) > 2
 
 
 def test_decay_from_round_to_round_reaches_schedulers(set_up_federation):
