@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -62,6 +62,8 @@ class Server:
         """What is known of the federation; set anew for every round."""
         self.optimizer: ServerOptimizer | None = None
         """What follows the mean; None takes the mean itself."""
+        self.expected: Callable[[int], float] | None = None
+        """Round -> clients that a private mean divides by, whoever comes; None where those who came count."""
         self.open_round()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -157,7 +159,8 @@ class Server:
     def _step(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.optimizer is None:
             return mean
-        self.optimizer.share = len(self.facts.participants) / self.facts.num_clients
+        came = len(self.facts.participants) if self.expected is None else self.expected(self.round)
+        self.optimizer.share = came / self.facts.num_clients
         return self.optimizer.step(self.message.weights, mean)
 
     def aggregate(self, messages: Mapping[int, Message]) -> Message:

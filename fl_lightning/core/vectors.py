@@ -106,7 +106,7 @@ def combined(
                 message.artifacts[name] = own
         else:
             value = _whole(artifact, values, before, combine)
-            for message in made[: len(values)]:
+            for message in made[: -(-len(values) * copies // len(messages))]:  # a sum has as many terms as without
                 message.artifacts[name] = value
     return made
 

@@ -14,7 +14,8 @@ ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
 FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 100))}))
 """Without sampling, where every order's moment is α / (2 σ²)."""
-PRV_ERROR = 2e-4
+PRV_ERROR, PRV_SHARE = 2e-4, 2e-5  # at least, and of what "rdp" says: its time and memory grow with their inverse
+LOOSE = 1000.0  # from there on an ε says nothing, and is not worth the time
 """Largest error of ε by privacy-loss random variables; it is added, so that ε is never too small."""
 
 
@@ -52,9 +53,15 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
     if accountant == "prv":
         prv = accountants.PRVAccountant()
         prv.history = [tuple(mechanism)]
+        loose = epsilon(mechanism, delta)
+        if not loose <= LOOSE:
+            return loose
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # NumPy's, of logarithms that are not taken
-            return float(prv.get_epsilon(delta, eps_error=PRV_ERROR))
+            try:  # its error is part of what it says, so that both are bounds
+                return min(loose, float(prv.get_epsilon(delta, eps_error=max(PRV_ERROR, PRV_SHARE * loose))))
+            except MemoryError:
+                return loose
     spent = [mechanism.times * one for one in _moments(mechanism.noise_multiplier, mechanism.sampling_rate)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the best order is the first or the last

@@ -143,7 +143,11 @@ class Entry(NamedTuple):
 
 
 def attacked(
-    message: Message, start: Mapping[str, Tensor], received: Message, parameters: Container[str]
+    message: Message,
+    start: Mapping[str, Tensor],
+    received: Message,
+    parameters: Container[str],
+    increments: Container[str] = (),
 ) -> Iterator[Entry]:
     """What of a message an attack changes.
 
@@ -152,13 +156,14 @@ def attacked(
         start: the weights that the client started its round from.
         received: what it was sent.
         parameters: names of the weights that are trained.
+        increments: names of the artifacts that are updates themselves.
     """
     for name, tensor in message.weights.items():
         if name in parameters and tensor.is_floating_point():
             base = start.get(name)
             yield Entry(("weight", name, ""), tensor, torch.zeros_like(tensor) if base is None else base, None)
     for name, artifact in message.artifacts.items():
-        before = received.artifacts.get(name)
+        before = None if name in increments else received.artifacts.get(name)
         fields = {"": artifact} if isinstance(artifact, Tensor) else artifact.tensors()
         for field, tensor in fields.items():
             if not tensor.is_floating_point() or tensor.numel() < 2:
@@ -197,6 +202,8 @@ class Attackers:
 
     def __init__(self, attack: Attack | None, data: FederatedData, seed: int, num_newcomers: int = 0) -> None:
         self.attack = attack
+        self.increments: frozenset[str] = frozenset()
+        """Names of the artifacts that the server adds to what clients have received."""
         self.seed = seed
         num_clients = len(data.clients)
         founders = num_clients - num_newcomers
@@ -245,7 +252,7 @@ class Attackers:
         if attack is None or client not in self.clients or attack.kind not in FORGERIES:
             return message
         make, generator = FORGERIES[attack.kind], torch_generator(self.seed, "attack", round, client)
-        entries = attacked(message, start, received, parameters)
+        entries = attacked(message, start, received, parameters, self.increments)
         return rebuilt(message, {entry.key: entry.changed(make(entry, attack.s, generator)) for entry in entries})
 
 

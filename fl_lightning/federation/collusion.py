@@ -53,6 +53,7 @@ class Collusion:
         runner.keeps_start = True
         self.strength = runner.attackers.attack.s
         self.attackers = runner.attackers.clients
+        self.increments = runner.attackers.increments
         self.parameters = runner.trained_names
         self.device = runner.device
         self.exchange = exchange
@@ -65,7 +66,7 @@ class Collusion:
         self._held[client] = held
         if client in self.attackers:
             return
-        for entry in attacked(*held, self.parameters):
+        for entry in attacked(*held, self.parameters, self.increments):
             crosses = torch.ones_like(entry.value) if entry.crosses is None else entry.crosses.expand_as(entry.value)
             wide = accumulation_dtype(entry.value.device)
             update = (entry.value.to(wide) - entry.start.to(wide)) * crosses
@@ -89,7 +90,7 @@ class Collusion:
 
     def _forged(self, own: Held, means: Mapping[Key, Tensor]) -> Message:
         changed = {}
-        for entry in attacked(*own, self.parameters):
+        for entry in attacked(*own, self.parameters, self.increments):
             key = self._key(entry.key, entry.value)
             mean = means[key].view(entry.value.shape) if key in means else entry.value - entry.start
             changed[entry.key] = entry.changed(entry.start - self.strength * mean.to(entry.value))

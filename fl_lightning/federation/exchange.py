@@ -48,6 +48,8 @@ class Exchange(ABC):
     """
 
     paper: ClassVar[str] = ""
+    increments: frozenset[str] = frozenset()
+    """Names of the artifacts that are added to what clients have received, not put in its place."""
     keeps_shared: ClassVar[bool] = False
     """Whether a client's next receive may leave its shared weights as they are, so that they must be kept for it."""
     between_clients: ClassVar[bool] = False
@@ -189,6 +191,7 @@ class Star(Exchange):
         self.facts = facts
         self.server = template.make_server(facts)
         self.server.setup(facts)
+        self.increments = frozenset(name for name, rule in self.server.rules.items() if rule().adds)
 
     @override
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:
@@ -208,7 +211,7 @@ class Star(Exchange):
         require(not odd, "federation.wire.where", rule, "server")
         noise = "ClipAndNoise at the server blurs a mean, and a robust rule makes none: one of the two must go"
         require(self.guarded is None, AGGREGATOR, noise)
-        self.mean = mean
+        self.mean, server.expected = mean, mean.expected
 
     @override
     def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:

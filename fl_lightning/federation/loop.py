@@ -127,8 +127,8 @@ class FederatedLoop:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
         exchange = EXCHANGES[template.method.exchange]() if settings.exchange is None else settings.exchange
         self.wire = Wire(settings.wire or (), exchange)
-        self.runner.keeps_shared = exchange.keeps_shared
         exchange.setup(template, facts)
+        self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:
             exchange.optimize(settings.server_optimizer, template)
         if settings.aggregator is not None:

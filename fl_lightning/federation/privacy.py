@@ -55,7 +55,7 @@ class ClipAndNoise(MessageFilter):
         where: who adds the noise: ``server`` or ``client``.
         clip_artifacts: C of the artifacts together, > 0; null takes `clip`.
         delta: δ of the (ε, δ) in `metrics.csv`, in (0, 1); well below 1 over the number of clients.
-        accountant: ``rdp`` (Rényi, fast) or ``prv`` (privacy loss, tighter by about a tenth, half a second a round).
+        accountant: ``rdp`` (Rényi, fast) or ``prv`` (privacy loss, tighter by about a tenth, seconds a round).
 
     Reference: McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
     Algorithm 1; accountants: Mironov, Talwar, Zhang, "Rényi Differential Privacy of the Sampled Gaussian Mechanism",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core.division import keeps_all
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.message import Message
@@ -170,6 +171,7 @@ class DRDFL(Method):
     exchange = "Ring"
     paper = "Guo et al., DRDFL (2025)"
     gives_latent: ClassVar[bool] = True
+    is_kept = keeps_all  # the Learngene, too: line 7 averages with the client's own
 
     def __init__(
         self,

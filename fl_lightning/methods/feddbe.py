@@ -22,8 +22,8 @@ class FedDBE(Method):
         L = CE(g(f(x) + m_i), y) + κ/2D ‖r − r̄‖²,  r ← (1 − μ) r + μ mean f(x)
 
     r follows the mini-batches of a fit from 0 on; r̄ is the clients' mean r, by samples, in the first round, which is
-    FedAvg's and sends it; it does not change any more. (The authors' code takes that round before the first, and of all
-    clients.) `Local-T` and `Global-T` are with m_i, `Server-T` is without.
+    FedAvg's and sends it; it does not change any more. (The authors' code takes it before that, of all clients.)
+    `Local-T` and `Global-T` are with m_i, `Server-T` is without.
 
     Args:
         weight: κ, >= 0; the paper's: 50 for a small CNN, 1 for ResNet-18.
@@ -42,20 +42,21 @@ class FedDBE(Method):
         super().__init__(model, extra_terms=extra_terms)
         self.weight, self.momentum = weight, momentum
         self.bias = nn.Parameter(torch.zeros(model.embedding_size))  # m_i
+        self.register_buffer("consensus", torch.zeros(model.embedding_size))
+        self.register_buffer("knows", torch.zeros((), dtype=torch.bool))
 
     mean: Tensor  # r, [D]
     consensus: Tensor  # r̄, [D]
 
     @override
     def setup(self) -> None:
-        for name in ("mean", "consensus"):
-            self.register_buffer(name, torch.zeros(self.model.embedding_size), persistent=False)
-        self._knows = False
+        self.register_buffer("mean", torch.zeros(self.model.embedding_size), persistent=False)
 
     @override
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
-        self._knows = message.copy_to(self.consensus, "mean")  # once a round: the same for all clients
+        self._knows = bool(self.get_buffer("knows")) or message.copy_to(self.consensus, "mean")  # once and for all
+        self.get_buffer("knows").fill_(self._knows)
         self.mean.zero_()
 
     @override

@@ -52,6 +52,7 @@ class FedETF(Method):
         require(finetune_rounds >= 0, "method.finetune_rounds", "must be >= 0", finetune_rounds)
         require(finetune_epochs >= 1, "method.finetune_epochs", "must be >= 1", finetune_epochs)
         require(finetune_lr is None or finetune_lr > 0, "method.finetune_lr", "must be > 0 or null", finetune_lr)
+        require(not model.own.has_loss, "model", "FedETF replaces the head, which a module's own step would not use")
         model.head = EquiangularHead(model.embedding_size, model.num_classes, projection_size)
         super().__init__(model, extra_terms=extra_terms, instead=BalancedSoftmax())
         self.rounds, self.epochs, self.lr = finetune_rounds, finetune_epochs, finetune_lr
@@ -80,8 +81,10 @@ class FedETF(Method):
     def adapt(self, data: OwnData) -> None:
         head = self.model.head
         frame, projection = head.get_parameter("frame"), list(head.get_submodule("projection").parameters())
-        for _ in range(self.rounds):
-            frame.requires_grad_(True)
-            train_copy(self, data, [frame], self.epochs, self.lr)
-            train_copy(self, data, projection, self.epochs, self.lr)
-        frame.requires_grad_(False)
+        frame.requires_grad_(True)
+        try:
+            for _ in range(self.rounds):
+                train_copy(self, data, [frame], self.epochs, self.lr)
+                train_copy(self, data, projection, self.epochs, self.lr)
+        finally:
+            frame.requires_grad_(False)

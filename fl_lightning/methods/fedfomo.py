@@ -51,6 +51,7 @@ class FedFomo(Method):
         require_choices("method", baseline=(baseline, Baseline))
         super().__init__(model, extra_terms=extra_terms)
         self.lending, self.baseline = lending, baseline
+        self.register_buffer("has_begun", torch.zeros((), dtype=torch.bool))  # before, θ⁰ is nobody's
 
     @override
     def setup(self) -> None:
@@ -66,12 +67,13 @@ class FedFomo(Method):
             return
         own = models[data.client] = as_vector(weights)
         begun = as_vector({name: start[name.removeprefix("model.")] for name in weights})
-        base = begun if self.baseline == "start" else own
+        base = begun if self.baseline == "start" and self.get_buffer("has_begun") else own
         move_towards_better(weights, base, models, data.risk, self.model.parameters(), self.gains)
 
     @override
     def on_fit_start(self) -> None:
         self.start.load_state_dict(self.model.state_dict())
+        self.get_buffer("has_begun").fill_(True)
 
     @override
     def send(self, data: OwnData) -> Message:

@@ -74,12 +74,20 @@ class FedNova(Method):
         self.effective_steps = by_code if effective_steps == "auto" else effective_steps
         self.server_momentum = server_momentum
         self._walks: dict[float, UnitWalk] = {}
+        self._make: OptimizerFactory | None = None
+
+    def on_fit_start(self) -> None:
+        """Learn what the fit steps with: of a LightningModule, its own optimizer."""
+        own = self.model.own.one_optimizer()
+        if own is not None:
+            options = {key: own.param_groups[0][key] for key in own.defaults}
+            self._make = lambda parameters: type(own)(parameters, **options)
 
     def normaliser(self, steps: int) -> float:
         """a_i = ‖a_i‖₁ of so many steps."""
         strength = self.mu * self.fit.lr if self.mu else 0.0  # ημ
         if strength not in self._walks:
-            self._walks[strength] = UnitWalk(self.fit.make_optimizer, strength)
+            self._walks[strength] = UnitWalk(self._make or self.fit.make_optimizer, strength)
         return self._walks[strength].distance(steps)
 
     @record_safe()

@@ -60,6 +60,10 @@ class SCAFFOLD(Method):
         self.start.copy_(self._y())
 
     @override
+    def on_fit_start(self) -> None:
+        self.model.own.one_optimizer()  # η stands for all of a fit, or c_i⁺ is no mean gradient
+
+    @override
     def losses(self) -> dict[str, float]:
         return {"control": 1.0}
 

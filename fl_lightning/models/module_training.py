@@ -124,6 +124,16 @@ class ModuleTraining(OwnTraining):
         """
         return self.present.rescale(optimizer, lr * self._lr_factor)
 
+    @override
+    def one_optimizer(self) -> Any:
+        made = [optimizer for stretch in self.stretches for optimizer in stretch.optimizers]
+        rates = {float(group["lr"]) for optimizer in made for group in optimizer.param_groups}
+        moved = any(stretch.schedulers for stretch in self.stretches)
+        rule = "the method reckons with one learning rate a fit, and the module's own optimizers have"
+        require(not moved, KEY, f"{rule} a schedule; say optimizer: configured")
+        require(len(rates) < 2, KEY, f"{rule} several; say optimizer: configured", sorted(rates))
+        return made[0] if made else None
+
     # --- a fit --------------------------------------------------------------------------------------------------------
 
     @override

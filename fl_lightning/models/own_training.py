@@ -64,6 +64,14 @@ class OwnTraining:
             last: mini-batches of its last one, where that is cut short; None for all.
         """
 
+    def one_optimizer(self) -> Any:
+        """The first of the present fit's optimizers, where they are the model's; None else.
+
+        Raises:
+            ConfigError: if there is no such one that speaks for the fit: rates that differ, or a schedule.
+        """
+        return None
+
     def start_fit(self) -> None:
         """A local fit begins."""
 

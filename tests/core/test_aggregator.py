@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning.core.aggregation import RunningSum
 from fl_lightning.core.aggregator import byzantine
 from fl_lightning.core.centre_rules import CentredClipping, GeometricMedian, NormClipping
 from fl_lightning.core.coordinate_rules import CoordinateMedian, TrimmedMean
 from fl_lightning.core.message import ClassMeans, Message, Structured, artifact
 from fl_lightning.core.selection_rules import Bulyan, Krum
+from fl_lightning.core.server import Server
 from fl_lightning.core.vectors import Unsuited, squared_distances
 from fl_lightning.errors import ConfigError
 
@@ -333,3 +336,15 @@ def test_least_number_of_participants():
 def test_bad_argument_is_refused(make, rule):
     with pytest.raises(ConfigError, match=f"^federation.aggregator.{rule}"):
         make()
+
+
+@pytest.mark.parametrize("rule", [Krum(), Krum(select=None), Bulyan(0.1), CoordinateMedian()])
+def test_a_sum_has_as_many_terms_whoever_is_chosen(rule):
+    """SCAFFOLD's control is previous + Σ increments / N: of equal increments each rule gives the same."""
+    messages = [Message({"w": torch.ones(3)}, {"control": torch.ones(2)}, 1) for _ in range(10)]
+    server = Server(
+        Message({"w": torch.zeros(3)}, {"control": torch.zeros(2)}, 1), {"control": partial(RunningSum, 10)}
+    )
+    server.aggregate(dict(enumerate(rule.treat(messages, server.message))))
+    torch.testing.assert_close(server.message.artifacts["control"], torch.ones(2))
+    torch.testing.assert_close(server.message.weights["w"], torch.ones(3))

@@ -28,6 +28,7 @@ from fl_lightning.methods.feddw import FedDW
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.seeding import torch_generator
 
 WEIGHT = "model.body.stages.0.1.weight"
@@ -51,6 +52,22 @@ def forge(data):
         return sent
 
     return make
+
+
+def test_what_is_an_update_itself_is_not_one_of_what_was_received(data):
+    """SCAFFOLD sends what its control has moved by: its sign is flipped around 0, not around the control."""
+    attackers = Attackers(Attack(clients=[1], kind="sign_flip", strength=4.0), data, seed=0)
+    attackers.increments = frozenset({"control"})
+    honest = Message({}, {"control": tensor(0.1, 0.2), "other": tensor(0.1, 0.2)}, 5)
+    received = Message({}, {"control": tensor(1.0, 1.0), "other": tensor(1.0, 1.0)})
+    sent = attackers.forge(honest, {}, received, set(), 2, 1)
+    torch.testing.assert_close(sent.artifacts["control"], tensor(-0.4, -0.8))
+    torch.testing.assert_close(sent.artifacts["other"], tensor(4.6, 4.2))
+
+
+def test_scaffolds_control_is_known_to_be_one(mlp, set_up_federation):
+    loop = set_up_federation(lambda: SCAFFOLD(mlp()), attack=Attack(clients=[1], kind="sign_flip"))
+    assert loop.runner.attackers.increments == {"control"}
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

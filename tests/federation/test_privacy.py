@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.privacy import Account, ClipAndNoise
 from fl_lightning.federation.wire import Wire
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.feddyn import FedDyn
 from fl_lightning.methods.fedproto import FedProto
 
 REFUSED = {
@@ -231,6 +233,17 @@ class Released(FederationCallback):
         self.vectors.append(loop.exchange.mean.released)
 
 
+def test_feddyn_moves_by_a_share_of_those_that_are_expected(set_up_federation, mlp):
+    """Who comes is what ε hides; the mean is over those who are expected."""
+    wire = [ClipAndNoise(1e6, 0.0)]
+    loop = set_up_federation(lambda: FedDyn(mlp()), wire=wire, participation=0.5, sampling="poisson")
+    server = loop.exchange.server
+    for number in (1, 3):
+        loop.exchange.open(number, range(number))
+        server._step(dict(server.message.weights))
+        assert server.optimizer.share == 2 / 4
+
+
 def test_poisson_rounds_may_be_empty_and_still_give_noise(run_federation, mlp):
     watch = Released()
     options = {"participation": 0.2, "sampling": "poisson", "callbacks": [watch]}
@@ -276,6 +289,15 @@ def test_two_tight_accountants_agree_within_a_thousandth(case):
     tight = epsilon(Mechanism(*case), 1e-5, "prv")
     assert tight == pytest.approx(other.get_epsilon(1e-5), abs=1e-3)
     assert tight < epsilon(Mechanism(*case), 1e-5)
+
+
+def test_the_tight_accountant_gives_up_where_it_would_take_all_memory():
+    """Both are bounds: the looser one stands in."""
+    pytest.importorskip("opacus")
+    start = time.monotonic()
+    loose, tight = (epsilon(Mechanism(0.05, 0.1, 100), 1e-5, kind) for kind in ("rdp", "prv"))
+    assert tight == loose
+    assert time.monotonic() - start < 5
 
 
 def test_one_gaussian_against_the_closed_form():

@@ -163,7 +163,19 @@ def test_drdfl_counts_the_gaussians_where_they_travel(weight, shared):
 
 def test_drdfl_keeps_its_parts_private(small_client):
     kept = {name.partition(".")[0] for name in small_client().division.kept}
-    assert kept == {"model", "personanet", "decoder", "adversary", "terms", "finished_fits"}
+    assert kept == {"model", "personanet", "learngene", "decoder", "adversary", "terms", "finished_fits"}
+
+
+def test_drdfl_averages_with_its_own_learngene_at_a_server_too(small, set_up_federation, assert_identical):
+    """In whatever order clients train: the one that trained before in the resident module is not the client itself."""
+    loops = []
+    for order in (list, lambda clients: clients[::-1]):
+        loop = set_up_federation(small, rounds=3, optimizer=adam, exchange=Star())
+        loop.fit_order = order
+        loop.run()
+        loops.append(loop)
+    for sent in zip(*(sorted(loop.diary.sent.items()) for loop in loops), strict=True):
+        assert_identical(*(message.state_dict() for _, message in sent))
 
 
 def test_drdfl_travels_around_a_ring_unless_told_otherwise(small, pair, run_federation):

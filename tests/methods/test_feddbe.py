@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.peers import Ring
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddbe import FedDBE
 
@@ -61,6 +62,12 @@ def test_first_round_is_fedavgs(mlp, run_federation, assert_identical):
     one, other = run_federation(lambda: FedDBE(mlp()), 1), run_federation(lambda: FedAvg(mlp()), 1)
     assert_identical(one.exchange.global_message().weights, other.exchange.global_message().weights)
     assert one.diary.rows[0]["Local-T"] == other.diary.rows[0]["Local-T"]
+
+
+def test_mean_is_heard_once_and_stays_without_a_server(mlp, run_federation):
+    loop = run_federation(lambda: FedDBE(mlp()), rounds=5, exchange=Ring())
+    assert [("loss/mean" in row and row["loss/mean"] is not None) for row in loop.diary.rows] == [False, *[True] * 4]
+    assert [bool(loop.diary.sent[r, 0].artifacts) for r in range(1, 6)] == [True, *[False] * 4]
 
 
 def test_it_resumes(mlp, assert_resumes):

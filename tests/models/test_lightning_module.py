@@ -239,6 +239,41 @@ def test_a_term_with_parameters_has_the_modules_schedule(set_up_federation, sche
     assert len({rate[0] for rate, _ in rates}) > 2
 
 
+def test_fednova_reads_the_normaliser_off_the_modules_own_optimizer(set_up_federation, sgd):
+    class Momentum(Tabular):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    configured = sgd(0.05, momentum=0.9)
+    own, other = (
+        set_up_federation(lambda net=net: FedNova(net()), rounds=1, optimizer=optimizer)
+        for net, optimizer in (
+            (lambda: wrapped(Momentum()), sgd(0.1)),
+            (lambda: wrapped(Momentum(), optimizer="configured"), configured),
+        )
+    )
+    for loop in (own, other):
+        loop.run()
+    for client in range(4):
+        a, b = (loop.diary.sent[1, client].artifacts["normaliser"] for loop in (own, other))
+        assert a.item() > 1.2 * own.data.clients[client].num_steps(4)
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD, FedNova])
+def test_methods_that_reckon_with_one_learning_rate_say_so(run_federation, method):
+    class Groups(Tabular):
+        def configure_optimizers(self):
+            groups = [{"params": self.body.parameters()}, {"params": self.out.parameters(), "lr": 0.001}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    with pytest.raises(ConfigError, match=r"have several; say optimizer: configured, got \[0.001, 0.1\]"):
+        run_federation(lambda: method(wrapped(Groups())), rounds=1)
+    with pytest.raises(ConfigError, match="have a schedule; say optimizer: configured"):
+        run_federation(lambda: method(wrapped(OneCycleNet())), rounds=1)
+    assert_runs(run_federation(lambda: method(wrapped(Groups(), optimizer="configured")), rounds=2))
+
+
 def test_decay_from_round_to_round_reaches_schedulers(set_up_federation):
     rates = []
 
