@@ -20,6 +20,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
 from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
@@ -91,6 +92,8 @@ def set_up_case(set_up_federation, conv_net):
     def set_up(name, folder, callbacks=()):
         kind, options = CASES[name]
         method = lambda: kind(conv_net())  # noqa: E731
+        if name in METHODS:  # what is evaluated on whom is asked of the options' cases
+            options = {"evaluate": EvaluationPolicy(globally=False, loss=False, balanced_accuracy=False)}
         return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, callbacks=callbacks, **options)
 
     return set_up

@@ -14,9 +14,11 @@ from fl_lightning.core.precision import widened
 from fl_lightning.core.steps import HalfLayers, keeps_float32
 from fl_lightning.core.term import Term
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.methods.fedavg import FedAvg
 
+OWN = EvaluationPolicy(globally=False, server=False, loss=False, balanced_accuracy=False)
 METHODS = [entry.name for entry in catalog.entries("methods")]
 DIFFERENT = ["FedAvg", "FedProto", "PerFedAvg", "FedALA", "FedBABU", "FedFed", "FedNova", "DisPFL", "FedCVAE", "DRDFL"]
 """A method for each way to step and to keep what it has."""
@@ -46,6 +48,7 @@ def run_method(conv_net, set_up_federation):
 
     def set_up(name, precision, **options):
         trainer = precision if isinstance(precision, dict) else {"precision": precision}
+        options = {"evaluate": OWN, **options}
         return set_up_federation(lambda: kind(name)(conv_net()), optimizer=adam, trainer=trainer, **options)
 
     return set_up
