@@ -24,6 +24,7 @@ OUTSIDE = (
     "experiments/fedcpd/README.md",
     "experiments/fedcpd/results/README.md",
     "experiments/feddw/results/README.md",
+    "experiments/niid_bench/results/README.md",
     "experiments/fedproto/results/README.md",
     "experiments/leaderboard/README.md",
 )
