@@ -104,6 +104,11 @@ class Server:
         """Whether every worker may fold in its own clients, so that only sums travel."""
         return not self.sees_messages and all(rule().in_parts for rule in self.rules.values())
 
+    @property
+    def increments(self) -> frozenset[str]:
+        """Names of the artifacts that are added to what clients have received: updates, not values."""
+        return frozenset(name for name, rule in self.rules.items() if rule().adds)
+
     def mixer(self) -> Mixer | None:
         """What takes the server's place where there is none; None if nothing can."""
         plain = self.only_averages and not any(rule().remembers for rule in self.rules.values())

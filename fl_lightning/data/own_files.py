@@ -62,7 +62,7 @@ class ArrayFile(Dataset):
         x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
         names = [str(name) for name in np.asarray(found["classes"]).tolist()] if "classes" in found else []
         labels, classes = as_labels(y, "ArrayFile", names)
-        num_train = (len(labels) if self.num_train is None else self.num_train) if whole else len(found["x_train"])
+        num_train = (self.num_train or len(labels)) if whole else len(found["x_train"])
         grouped = None if groups is None else as_groups(groups, "ArrayFile")
         return arrays_of(as_inputs(x, "ArrayFile"), labels, num_train, classes, self.normalize, grouped)
 

@@ -14,7 +14,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
-from fl_lightning.data.pictures import pixels_of
+from fl_lightning.data.pictures import as_bytes
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, require
 
@@ -71,8 +71,9 @@ class TorchDataset(Dataset):
 
 
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
+    is_image = hasattr(sample, "mode") and hasattr(sample, "convert")  # Pillow itself need not be there
     try:
-        return pixels_of(sample)
+        return np.asarray(as_bytes(sample) if is_image else sample)
     except ValueError as error:
         raise ConfigError(key, f"sample {index}: {error}") from error
 

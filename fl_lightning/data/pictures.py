@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,13 +27,3 @@ def as_bytes(image: Image) -> Image:
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are 32-bit numbers (mode {image.mode}); write it with 8 or 16 bits")
     return image
-
-
-def pixels_of(sample: Any) -> np.ndarray:
-    """A PIL image's pixels, or an array as it is.
-
-    Raises:
-        ValueError: as `as_bytes`.
-    """
-    is_image = hasattr(sample, "mode") and hasattr(sample, "convert")
-    return np.asarray(as_bytes(sample) if is_image else sample)

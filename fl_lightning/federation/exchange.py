@@ -191,7 +191,7 @@ class Star(Exchange):
         self.facts = facts
         self.server = template.make_server(facts)
         self.server.setup(facts)
-        self.increments = frozenset(name for name, rule in self.server.rules.items() if rule().adds)
+        self.increments = self.server.increments
 
     @override
     def optimize(self, optimizer: ServerOptimizer, template: ClientModule) -> None:

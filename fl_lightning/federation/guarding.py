@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fl_lightning.core.aggregation import RuleFactory
 from fl_lightning.core.aggregator import KEY, Aggregator
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
@@ -33,7 +32,7 @@ class Guard:
 
     def __init__(self, aggregator: Aggregator, server: Server, method: Method, participants: int) -> None:
         self.aggregator = aggregator
-        self.rules: Mapping[str, RuleFactory] = server.rules
+        self.increments = server.increments
         self.name, self.method = type(aggregator).__name__, type(method).__name__
         averages = (
             f"needs a server for which one mean can stand for all messages, which {self.method}'s is not: must be null"
@@ -86,11 +85,13 @@ class Guard:
 
     def _reference(self, previous: Message) -> Message:
         """What messages are updates of: of what is added up, nothing."""
-        adds = {name for name, rule in self.rules.items() if rule().adds}
+        kept = previous.artifacts
         zeros = {
-            n: torch.zeros_like(a) for n, a in previous.artifacts.items() if n in adds and isinstance(a, torch.Tensor)
+            name: torch.zeros_like(value)
+            for name, value in kept.items()
+            if name in self.increments and isinstance(value, torch.Tensor)
         }
-        return replace(previous, artifacts={**previous.artifacts, **zeros})
+        return replace(previous, artifacts={**kept, **zeros})
 
     def _tell(self, text: str) -> None:
         if not self._told:

@@ -81,6 +81,19 @@ def test_personalisation_moves_a_copy_and_the_frame_comes_back(mlp, make_data, r
     assert torch.equal(head.frame, frame)
 
 
+def test_a_failed_personalisation_leaves_the_frame_as_it_was(mlp, data, set_up_federation, monkeypatch):
+    loop = set_up_federation(lambda: FedETF(mlp()), data=data)
+    client = loop.runner.load(0)
+
+    def fails(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("fl_lightning.methods.fedetf.train_copy", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        client.adapt(data.clients[0])
+    assert not client.method.model.head.frame.requires_grad
+
+
 def test_sizes_are_checked(mlp):
     with pytest.raises(ConfigError, match=r"method\.projection_size: must be >= 4, the classes, or null, got 3"):
         FedETF(mlp(), projection_size=3)

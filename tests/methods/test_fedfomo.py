@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fl_lightning.core.facts import Facts
-from fl_lightning.core.lending import Lending, LendingServer, lent_models
+from fl_lightning.core.lending import Lending, LendingServer, as_vector, lent_models, put_vector, shared_entries
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedfomo import FedFomo
@@ -61,6 +61,29 @@ def test_alone_it_is_local_and_training_samples_judge_without_validation_parts(m
     assert [row["loss"] for row in one.diary.rows] == [row["loss"] for row in other.diary.rows]
     together = run_federation(lambda: FedFomo(mlp()), 2)
     assert together.diary.sent[2, 0].artifacts["wish"].abs().max() > 0
+
+
+@torch.no_grad()
+def test_whoever_has_not_begun_starts_from_its_own_weights(mlp, make_data, set_up_federation):
+    """Under `init: own` the weights that a method was built with are nobody's, and no start of an earlier fit."""
+    data = make_data(COUNTS, validation_fraction=0.3)
+    make = lambda: FedFomo(mlp(num_classes=3), Lending(models=None))  # noqa: E731
+    loop = set_up_federation(make, data=data, init="own", participation=1 / 3)
+    loop.advance()
+    (first,) = {client for _, client in loop.diary.sent}
+    late = (first + 1) % 3
+    client = loop.runner.load(late)
+    model, weights = client.method.model, shared_entries(client.method)
+    own = as_vector(weights)
+    before = risk(model, data.clients[late])
+    assert not torch.equal(flat(model), flat(client.method.start))
+    put_vector(as_vector(loop.diary.sent[1, first].weights), weights)
+    other, better = as_vector(weights), before - risk(model, data.clients[late])
+    put_vector(own, weights)
+    client.receive(loop.exchange.inbox(late), data.clients[late])
+    gain = better / ((other - own).norm() + 1e-5)
+    torch.testing.assert_close(client.method.gains[first], gain, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(as_vector(weights), other if better > 0 else own)
 
 
 def served(lending, wishes, round=1):

@@ -31,6 +31,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.losses.gaussian_mixture import GaussianMixture
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedetf import FedETF
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedpac import FedPAC
 from fl_lightning.methods.fedprox import FedProx
@@ -369,6 +370,11 @@ def test_what_is_no_classifier_is_refused_in_one_line(module, options, said):
     with pytest.raises(ConfigError, match=said) as caught:
         wrapped(module(), **options)
     assert len(str(caught.value)) < 300
+
+
+def test_a_method_with_another_head_is_refused():
+    with pytest.raises(ConfigError, match="model: FedETF replaces the head, which a module's own step would not use"):
+        FedETF(wrapped(Sgd()))
 
 
 def test_manual_optimization_is_refused_where_a_method_cannot_add_its_loss(set_up_federation, run_federation):
