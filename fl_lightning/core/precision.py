@@ -22,6 +22,25 @@ def widened_vector(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([widened(tensor).reshape(-1) for tensor in tensors])
 
 
+@torch.no_grad()
+def move_by(tensors: Iterable[Tensor], way: Tensor, factor: float) -> None:
+    """Add a stretch of a vector to each of some tensors, in place: the inverse way of `widened_vector`.
+
+    Args:
+        tensors: P entries in all.
+        way: [P].
+        factor: of the vector.
+
+    >>> place = torch.zeros(1, 2)
+    >>> move_by([place], torch.tensor([1.0, 3.0]), -2.0)
+    >>> place
+    tensor([[-2., -6.]])
+    """
+    own = list(tensors)
+    for tensor, part in zip(own, way.split([tensor.numel() for tensor in own]), strict=True):
+        tensor.add_(part.view_as(tensor), alpha=factor)
+
+
 _WIDE = (torch.float32, torch.float64)
 
 

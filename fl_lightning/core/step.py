@@ -105,7 +105,7 @@ class Step:
         self.is_last = is_last
         self.part = part
         self._bench = bench
-        self._steps_now = steps_now
+        self.steps_now = steps_now
         self._logged: dict[str, Tensor] = {}
         self._total: Tensor | None = None
         self._descents = 0
@@ -245,7 +245,7 @@ class Step:
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
         if self._bench.descent is not None and total.requires_grad and not self._has_stepped:
-            self._bench.descent.descend(total, self.part.factor, parts, self._steps_now)
+            self._bench.descent.descend(total, self.part.factor, parts, self.steps_now)
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         """∇ loss with respect to some parameters, for steps of a method's own; averaged over devices.
@@ -266,7 +266,7 @@ class Step:
         """
         assert self._bench.descent is not None, "a step outside a fit cannot descend"
         self._require_steps()
-        self._bench.descent.follow(gradients, parameters, self._steps_now if steps_now is None else steps_now)
+        self._bench.descent.follow(gradients, parameters, self.steps_now if steps_now is None else steps_now)
 
     def _require_steps(self) -> None:
         """Refuse steps of the method's own where the model has made them."""

@@ -7,6 +7,7 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from typing_extensions import override
 
 from fl_lightning.core.aggregation import RunningSum
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
-from fl_lightning.core.precision import widened_vector
+from fl_lightning.core.precision import move_by, widened_vector
 from fl_lightning.core.private_steps import record_safe
+from fl_lightning.errors import require_choices
 from fl_lightning.models.split import SplitModel
+
+Correction = Literal["gradient", "step"]
 
 
 class SCAFFOLD(Method):
@@ -24,20 +28,28 @@ class SCAFFOLD(Method):
 
         y_i ← y_i − η (g − c_i + c),  c_i⁺ = c_i − c + (x − y_i)/(Kη)
 
-    After K steps at rate η: c_i⁺ = c_i − c + (x − y_i)/(Kη). Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all
-    participants alike; its step size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum
-    0. The correction ⟨c − c_i, y⟩ is a part of the loss, so that its gradient is c − c_i; momentum and Adam see it,
-    too, which is not the paper's. Message: twice the model.
+    after K steps at rate η. Server: x ← mean(y_i), c ← c + |S|/N mean(c_i⁺ − c_i), all participants alike; its step
+    size η_g is `federation.server_optimizer: ServerMomentum` with that rate and momentum 0. Message: twice the model.
+
+    With momentum ρ a client moves by up to 1/(1 − ρ) gradients a step, which c_i, by its equation, then holds. Where
+    momentum sees the correction, too, that factor comes in twice, and what should hold clients together overshoots.
 
     Args:
+        correction: where c − c_i comes in: ``gradient``, as a part of the loss, which momentum, Adam and clipping see,
+            too; or ``step``, y_i ← y_i − η (c − c_i) after the optimizer's step, as NIID-Bench's public code has it.
+            With plain SGD both are the paper's equation.
         extra_terms: terms added to the loss.
     """
 
     shared = ("model",)
     paper = "Karimireddy et al., ICML 2020"
 
-    def __init__(self, model: SplitModel, extra_terms: list[Term] | None = None) -> None:
+    def __init__(
+        self, model: SplitModel, correction: Correction = "gradient", extra_terms: list[Term] | None = None
+    ) -> None:
+        require_choices("method", correction=(correction, Correction))
         super().__init__(model, extra_terms=extra_terms)
+        self.correction = correction
 
     own_control: Tensor  # c_i, [P] as the model's parameters
     control: Tensor  # c
@@ -65,13 +77,16 @@ class SCAFFOLD(Method):
 
     @override
     def losses(self) -> dict[str, float]:
-        return {"control": 1.0}
+        return {"control": 1.0} if self.correction == "gradient" else {}
 
     @override
     @record_safe("control")
     def local_step(self, step: Step) -> None:
-        out = step.forward()
-        step.descend({**step.values(out), "control": (self.control - self.own_control) @ self._y()})
+        out, pull = step.forward(), self.control - self.own_control
+        own = {"control": pull @ self._y()} if self.correction == "gradient" else {}
+        step.descend({**step.values(out), **own})
+        if self.correction == "step" and step.steps_now:
+            move_by(self.model.parameters(), pull, -self.fit.lr)
         step.observe(out)
 
     @override

@@ -25,6 +25,7 @@ from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.split import Body, SplitModel
 
 # Why a method's clients run one by one. A method that is not here is stacked.
@@ -79,6 +80,11 @@ def test_every_method_is_the_same_stacked_or_says_why_not(name, both, run_federa
     assert REFUSED[name] in loop.cohort.reason
     line = f"fl-lightning: federation.cohort: {name} runs one by one: {loop.cohort.reason}\n"
     assert capsys.readouterr().err.count(line) == 1
+
+
+def test_a_correction_after_the_step_is_no_stacked_one(run_federation, mlp):
+    loop = run_federation(lambda: SCAFFOLD(mlp(), "step"), 1, cohort=4)
+    assert loop.cohort.reason == "its step changes a tensor that its gradient needs"
 
 
 def with_batch_norm():

@@ -19,8 +19,8 @@ def flat(model):
     return torch.cat([p.reshape(-1) for p in model.parameters()])
 
 
-def by_hand(model, data, participants, sgd, train_by_hand, server_lr=1.0):
-    """Algorithm 1: x and c after every round."""
+def by_hand(model, data, participants, optimizer, train_by_hand, server_lr=1.0, accumulate=1, in_loss=True):
+    """Algorithm 1: x and c after every round. `optimizer(client, c − c_i)` makes a client's."""
     x, size = model, len(flat(model))
     c, own = torch.zeros(size), [torch.zeros(size) for _ in range(4)]
     for round, drawn in enumerate(participants, 1):
@@ -30,10 +30,11 @@ def by_hand(model, data, participants, sgd, train_by_hand, server_lr=1.0):
             correction = c - own[client]
 
             def loss(inputs, labels, y=y, correction=correction):
-                return nn.functional.cross_entropy(y(inputs), labels) + correction @ flat(y)
+                drift = correction @ flat(y) if in_loss else 0
+                return nn.functional.cross_entropy(y(inputs), labels) / accumulate + drift
 
-            train_by_hand(y, data.clients[client], sgd(LR), round, loss=loss)
-            steps = -(-data.clients[client].num_train // 4)
+            train_by_hand(y, data.clients[client], optimizer(client, correction), round, loss=loss)
+            steps = -(-data.clients[client].num_train // (4 * accumulate))
             new = own[client] - c + (flat(x) - flat(y)).detach() / (steps * LR)
             changes.append(new - own[client])
             own[client] = new
@@ -61,8 +62,58 @@ def test_three_rounds_are_those_of_the_paper(
     start = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
     participants = [loop.calendar.participants(round) for round in (1, 2, 3)]
-    x, c = by_hand(start, data, participants, sgd, train_by_hand, server_lr)
+    x, c = by_hand(start, data, participants, lambda *_: sgd(LR), train_by_hand, server_lr)
     torch.testing.assert_close(outcome(loop), (x, c), rtol=1e-4, atol=1e-5)
+
+
+class Corrected(torch.optim.SGD):
+    """y ← y − η m − η (c − c_i) with m ← ρ m + g, once in so many mini-batches of a round, and at its end."""
+
+    def __init__(self, parameters, correction, momentum, accumulate, batches):
+        super().__init__(parameters, LR, momentum=momentum)
+        self.correction, self.accumulate, self.batches, self.seen = correction, accumulate, batches, 0
+
+    def zero_grad(self, *_):
+        """Gradients add up until a step."""
+
+    def step(self, *_):
+        self.seen += 1
+        if self.seen % self.accumulate and self.seen != self.batches:
+            return
+        super().step()
+        super().zero_grad()
+        own = self.param_groups[0]["params"]
+        moved = torch.nn.utils.parameters_to_vector(own) - LR * self.correction
+        torch.nn.utils.vector_to_parameters(moved.detach(), own)
+
+
+@pytest.mark.parametrize(("momentum", "accumulate"), [(0.0, 1), (0.9, 1), (0.9, 2)])
+def test_a_correction_after_the_step_passes_momentum_by(
+    momentum, accumulate, mlp, data, set_up_federation, sgd, train_by_hand
+):
+    options = {"optimizer": sgd(LR, momentum=momentum), "trainer": {"accumulate_grad_batches": accumulate}}
+    loop = set_up_federation(lambda: SCAFFOLD(mlp(), "step"), data=data, **options)
+    start = copy.deepcopy(loop.runner.modules[0].method.model)
+    loop.run()
+
+    def of_client(client, correction):
+        batches = -(-data.clients[client].num_train // 4)
+        return lambda parameters: Corrected(parameters, correction, momentum, accumulate, batches)
+
+    x, c = by_hand(start, data, [range(4)] * 3, of_client, train_by_hand, accumulate=accumulate, in_loss=False)
+    torch.testing.assert_close(outcome(loop), (x, c), rtol=1e-4, atol=1e-5)
+    assert c.abs().max() > 0.1
+    assert "loss/control" not in loop.diary.rows[0]
+
+
+def test_without_momentum_both_corrections_are_the_paper_s(mlp, run_federation, sgd):
+    one, other = (run_federation(lambda w=w: SCAFFOLD(mlp(), w), optimizer=sgd(LR)) for w in ("gradient", "step"))
+    torch.testing.assert_close(outcome(one), outcome(other), rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_correction_is_refused(mlp):
+    with pytest.raises(ConfigError, match=r"method\.correction: must be .*gradient.*step.*, got 'loss'"):
+        SCAFFOLD(mlp(), "loss")
 
 
 def test_first_round_steps_as_fedavg(mlp, run_federation, assert_identical):

@@ -394,6 +394,13 @@ def test_manual_optimization_is_refused_where_a_method_cannot_add_its_loss(set_u
     assert_runs(run_federation(manual(FedNova), rounds=2))
 
 
+def test_scaffold_corrects_after_a_modules_own_steps(run_federation):
+    make = lambda manual: lambda: SCAFFOLD(wrapped(Sgd(manual), "fc"), "step")  # noqa: E731
+    automatic, manual = (run_federation(make(own), rounds=3) for own in (False, True))
+    assert automatic.exchange.global_message().artifacts["control"].any()
+    torch.testing.assert_close(weights(manual), weights(automatic), rtol=1e-5, atol=1e-6)
+
+
 def test_trainer_says_what_it_is_not():
     class Asks(Sgd):
         def training_step(self, batch, batch_idx):
