@@ -1,6 +1,7 @@
 """One tiny federation on a CPU, shared by all tests: in-memory images, two small models, and a loop around them."""
 
 import math
+import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +38,15 @@ def _own_cache_and_one_thread(tmp_path_factory):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobody_waits_for_the_disk():
+    """No test of this process cuts the power; those that look at syncs put their own in, and commands sync as ever."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", lambda descriptor: None)
+    yield
     patch.undo()
 
 

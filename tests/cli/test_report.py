@@ -72,7 +72,8 @@ def test_code_that_a_run_names_is_not_imported(finished, workplace):
 def test_embeddings_and_attention_of_a_real_run(workplace):
     pytest.importorskip("captum")
     adam = {"class_path": "Adam", "init_args": {"lr": 0.001}}
-    workplace.change(method="DRDFL", optimizer=adam, federation={"rounds": 1}, data={"num_clients": 3})
+    short = {"rounds": 1, "local_steps": 3}
+    workplace.change(method="DRDFL", optimizer=adam, federation=short, data={"num_clients": 3})
     workplace.fit()
     page, pictures = workplace.path / "page.html", workplace.path / "pictures"
     options = ["--embed", "--attention", "3", "--output", page, "--figures", pictures]

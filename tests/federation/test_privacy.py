@@ -35,9 +35,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("where", ["server", "client"])
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_runs_or_says_in_one_line_why_not(name, where, run_federation, conv_net):
+def test_every_method_runs_or_says_in_one_line_why_not(name, where, run_federation, conv_net, make_data):
     wire = [ClipAndNoise(clip=5.0, noise_multiplier=0.05, where=where)]
-    run = lambda: run_federation(lambda: METHODS[name](conv_net()), rounds=2, wire=wire, optimizer=adam)  # noqa: E731
+    options = {"wire": wire, "optimizer": adam, "data": make_data(batch_size=6)}
+    run = lambda: run_federation(lambda: METHODS[name](conv_net()), rounds=2, **options)  # noqa: E731
     if name in REFUSED[where]:
         with pytest.raises(ConfigError, match=r"^federation\.wire") as caught:
             run()

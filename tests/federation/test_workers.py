@@ -86,7 +86,7 @@ CASES = {name: (kind, {}) for name, kind in sorted(METHODS.items())} | OPTIONS
 
 
 @pytest.fixture(scope="module")
-def set_up_case(set_up_federation, conv_net):
+def set_up_case(set_up_federation, conv_net, make_data):
     """A case's loop, in a folder: `set_up(name, folder)`."""
 
     def set_up(name, folder, callbacks=()):
@@ -94,6 +94,7 @@ def set_up_case(set_up_federation, conv_net):
         method = lambda: kind(conv_net())  # noqa: E731
         if name in METHODS:  # what is evaluated on whom is asked of the options' cases
             options = {"evaluate": EvaluationPolicy(globally=False, loss=False, balanced_accuracy=False)}
+        options = {"data": make_data(batch_size=6), **options}
         return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, callbacks=callbacks, **options)
 
     return set_up
