@@ -49,15 +49,30 @@ def only(module: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def set_mode(module: nn.Module, mode: bool = True) -> None:
+    """`module.train(mode)`, in a fraction of the time: evaluations and teachers ask for it hundreds of times a round.
+
+    A module with a `train` of its own, or one that takes its attributes by itself, is asked as ever.
+    """
+    kind = type(module)
+    if kind.train is not nn.Module.train or kind.__setattr__ is not nn.Module.__setattr__:
+        module.train(mode)
+        return
+    vars(module)["training"] = mode
+    for child in module._modules.values():
+        if child is not None:
+            set_mode(child, mode)
+
+
 @contextmanager
 def training(module: nn.Module, mode: bool = True) -> Iterator[None]:
     """Put a module into train (or eval) mode, and back."""
     before = module.training
-    module.train(mode)
+    set_mode(module, mode)
     try:
         yield
     finally:
-        module.train(before)
+        set_mode(module, before)
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts, OptimizerFactory
+from fl_lightning.core.freezing import set_mode
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
@@ -300,7 +301,7 @@ class Runner:
     def fit(self, module: ClientModule, data: ClientData, round: int) -> None:
         """One local fit with the one Trainer."""
         seed_global_streams(self.seed, "fit", round, data.client)
-        module.train()
+        set_mode(module)
         module.workload = self.workload(data.client, round)
         epochs = module.plan().epochs
         if epochs == 0:  # nothing to train: every phase is off

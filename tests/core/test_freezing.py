@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.freezing import (
     batch_norms,
@@ -9,6 +10,7 @@ from fl_lightning.core.freezing import (
     keeping_state,
     keeping_statistics,
     only,
+    set_mode,
     single_sample,
     trainable,
     training,
@@ -95,3 +97,36 @@ def test_keeping_state_puts_weights_and_statistics_back(net):
 def test_trainable_are_the_parameters_that_are_not_frozen(net):
     net.head.bias.requires_grad_(False)
     assert [id(p) for p in trainable(net.head)] == [id(net.head.weight)]
+
+
+class Resting(nn.Module):
+    """A teacher, which stays in eval mode whatever is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Dropout()
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Counting(nn.Module):
+    """A module that takes its attributes by itself."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        super().__setattr__("count", vars(self).get("count", 0) + 1)
+
+
+def test_mode_is_set_as_torch_does_and_as_a_module_wants_it():
+    def make():
+        return nn.Sequential(nn.Sequential(nn.BatchNorm1d(3), Resting()), None, Counting(), nn.Dropout())
+
+    ours, torchs = make(), make()
+    for mode in (False, True, True, False):
+        set_mode(ours, mode)
+        torchs.train(mode)
+        assert [part.training for part in ours.modules()] == [part.training for part in torchs.modules()]
+        assert ours[3].training is mode
+        assert not ours[0][1].inner.training
+    assert ours[2].count == torchs[2].count
