@@ -14,7 +14,7 @@ import pytest
 from cli.fatal import FatalOperations
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["cli.warm"])
+CONTEXT.set_forkserver_preload(["cli.forked", "cli.warm"])  # this file, too: else each command imports pytest
 TESTS = str(Path(__file__).parents[1])
 LIMIT = 120  # seconds; nothing here takes a tenth of it
 
