@@ -106,11 +106,13 @@ def _draw_losses(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     log_if_wide(axes, drawn)
 
 
-def log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> None:
-    """Make the axis logarithmic where the values span more than it can show otherwise."""
+def log_if_wide(axes: Axes, drawn: Sequence[np.ndarray]) -> bool:
+    """Make the axis logarithmic where the values span more than it can show otherwise; returns whether it is."""
     low, high = min(map(np.min, drawn), default=0), max(map(np.max, drawn), default=0)
     if low > 0 and high > LOG_RANGE * low:
         axes.set_yscale("log")
+        return True
+    return False
 
 
 def _line(axes: Axes, rounds: np.ndarray, values: np.ndarray, label: str, color: str, style: str) -> None:

@@ -104,9 +104,8 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
         low, high = min(map(np.min, drawn)), max(map(np.max, drawn))
         if high >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        if low >= 0 and high > 0:
+        if not log_if_wide(axes, drawn) and low >= 0 and high > 0:
             axes.set_ylim(0, 1.08 * high)
-        log_if_wide(axes, drawn)
 
 
 def _draw_line(axes: Axes, line: Series, column: str, styles: Mapping[str, str], factor: float) -> np.ndarray:

@@ -109,6 +109,17 @@ def test_picture_leaves_out_what_no_run_has(tmp_path, monkeypatch):
     assert titles == ["Local-T, after the fit, %", "Loss", "Bytes a round"]  # loss/a is there and empty
 
 
+def test_losses_over_decades_fill_their_panel(tmp_path, monkeypatch):
+    drawn, legend = [], Figure.legend
+    monkeypatch.setattr(Figure, "legend", lambda self, **kept: drawn.append(self) or legend(self, **kept))
+    rows = [{**row, "loss": 10.0 ** (1 - 2 * row["round"])} for row in ROWS]
+    dashboard.draw([make_run(tmp_path / "run", "Some", rows)], tmp_path / "picture.png")
+    panel = next(axes for axes in drawn[0].axes if axes.get_title(loc="left") == "Loss")
+    low, high = panel.get_ylim()
+    assert panel.get_yscale() == "log"
+    assert 1e-6 < low <= 1e-5 < 0.1 <= high < 1
+
+
 @pytest.mark.parametrize(("name", "head"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 def test_picture_is_what_its_ending_says(tmp_path, name, head):
     run = make_run(tmp_path / "run", "Some", ROWS)
