@@ -19,18 +19,26 @@ def pytest_configure(config):
 
 # Files that take long (seconds on one core), which a run on several cores must not leave for the end.
 LONG = {
-    "golden/test_trajectories.py": 92,
-    "methods/test_contract.py": 75,
-    "methods/test_composition.py": 68,
-    "cli/test_workers.py": 40,
-    "federation/test_workers.py": 40,
-    "cli/test_resume.py": 35,
-    "cli/test_bad_input.py": 35,
-    "methods/test_precision.py": 24,
-    "docs/test_docs.py": 23,
-    "cli/test_wandb.py": 22,
-    "federation/test_wire.py": 21,
+    "methods/test_contract.py": 124,
+    "federation/test_workers.py": 43,
+    "cli/test_workers.py": 43,
+    "golden/test_trajectories.py": 41,
+    "methods/test_precision.py": 34,
+    "methods/test_composition.py": 31,
+    "cli/test_table.py": 26,
+    "federation/test_privacy.py": 23,
+    "cli/test_bad_input.py": 23,
+    "cli/test_resume.py": 22,
+    "cli/test_wandb.py": 20,
+    "federation/test_wire.py": 19,
     "cli/test_fit.py": 19,
+    "cli/test_report.py": 18,
+    "methods/test_drdfl.py": 15,
+    "federation/test_schedules.py": 15,
+    "federation/test_launch.py": 15,
+    "cli/test_signals.py": 14,
+    "federation/test_cohort.py": 14,
+    "cli/test_commands.py": 13,
 }
 
 
