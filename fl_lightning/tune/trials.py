@@ -14,6 +14,7 @@ import numpy as np
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import make_folder
+from fl_lightning.seeding import derive_seed
 from fl_lightning.table.cells import Cell
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
@@ -69,9 +70,11 @@ class Grid(Sampler):
 
 
 class Optuna(Sampler):
-    """Optuna's tree-structured Parzen estimator, from the search's first seed; kept in a journal beside the results.
+    """Optuna's tree-structured Parzen estimator; kept in a journal beside the results.
 
-    A point whose search was killed is asked for again, and its runs go on where they stopped.
+    Each trial's draws are from the search's first seed and its place, so that a search that was stopped goes on with
+    the points that it would have come to. A point whose search was killed is asked for again, and its runs go on where
+    they stopped; what failed counts, and is tried again.
 
     Args:
         search: the search.
@@ -89,7 +92,7 @@ class Optuna(Sampler):
             raise ConfigError("search", "optuna needs the package: pip install optuna", "optuna") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
-        self._left = search.trials
+        self._left, self._asked, self._seed = search.trials, 0, search.seeds[0]
         self._space = {key: self._distribution(own) for key, own in contender.space.items()}
         make_folder(folder)
         path = folder / f"{contender.name}.journal"
@@ -108,14 +111,17 @@ class Optuna(Sampler):
         self._study = optuna.create_study(
             study_name=contender.name,
             storage=optuna.storages.JournalStorage(backend),
-            sampler=optuna.samplers.TPESampler(seed=search.seeds[0], constant_liar=True),
             direction="maximize" if search.maximise else "minimize",
             load_if_exists=True,
         )
         state = optuna.trial.TrialState
-        self._known = [
-            trial for trial in self._study.get_trials(deepcopy=False) if trial.state in (state.COMPLETE, state.PRUNED)
-        ]
+        every = self._study.get_trials(deepcopy=False)
+
+        def failed(trial: Any) -> bool:  # and was not broken off, or a later trial would be at its point
+            later = any(other.params == trial.params for other in every[trial.number + 1 :])
+            return bool(trial.state == state.FAIL and trial.params.keys() == self._space.keys() and not later)
+
+        self._known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
         for trial in self._known:
             whole = trial.params.keys() == self._space.keys()
             require(whole, "search", f"trial {trial.number} chose {', '.join(trial.params) or 'nothing'}")
@@ -136,9 +142,11 @@ class Optuna(Sampler):
         """Those of an earlier start first, then new ones."""
         if self._left == 0:
             return None
-        self._left -= 1
+        self._left, self._asked = self._left - 1, self._asked + 1
         if self._known:
             return self._point(self._known.pop(0).params), None
+        seed = derive_seed(self._seed, "search", self._asked) % 2**32
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         trial = self._study.ask(self._space)
         return self._point(trial.params), trial
 

@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -29,20 +30,24 @@ def worth(point):
 def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     pytest.importorskip("optuna")
 
-    def go_on(stop_after):
-        sampler, asked = Optuna(search, search.contenders[0], tmp_path / "out"), []
+    def go_on(stop_after, folder="out"):
+        sampler, asked = Optuna(search, search.contenders[0], tmp_path / folder), []
         while (answer := sampler.ask()) is not None:
             asked.append(answer[0])
             if len(asked) > stop_after:  # killed in the middle of a trial
                 return asked
-            sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state="complete", handle=answer[1]))
+            state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
+            sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
         return asked
 
-    first = go_on(5)
-    again = go_on(100)
-    assert len(again) == search.trials  # those of before are part of the budget
-    assert again[:6] == first  # and the one that was broken off is asked for again
-    assert max(map(worth, again)) > -0.02
+    straight = go_on(100, "straight")
+    assert len(straight) == search.trials
+    assert len({json.dumps(point) for point in straight}) == search.trials
+    assert any(point["optimizer.init_args.lr"] > 0.8 for point in straight[:5])  # what failed counts
+    assert max(map(worth, straight)) > -0.02
+    for stop_after in (0, 5, 5, 8):  # the same one twice
+        assert go_on(stop_after) == straight[: stop_after + 1]
+    assert go_on(100) == straight
 
 
 def run(name, values, rounds=10, column="Local-T"):
