@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fl_lightning.core.precision import widened
+from fl_lightning.core.precision import stretches, widened
 
 
 class Part(NamedTuple):
@@ -80,8 +80,7 @@ class SharedFit:
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Averages over devices, for gradients that a method uses before any optimizer does."""
         whole = self.total(torch.cat([widened(tensor).reshape(-1) for tensor in tensors])).div_(self.size)
-        parts = whole.split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+        return [part.to(tensor.dtype) for tensor, part in stretches(whole, tensors)]
 
     @torch.no_grad()
     def agree(self, method: nn.Module, terms: Iterable[Any]) -> None:
@@ -127,5 +126,5 @@ def _replace(tensors: Sequence[Tensor], agreed: Callable[[Tensor], Tensor]) -> N
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         own = [tensor for tensor in tensors if tensor.dtype == dtype]
         whole = agreed(torch.cat([tensor.reshape(-1) for tensor in own]))
-        for tensor, part in zip(own, whole.split([tensor.numel() for tensor in own]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor, part in stretches(whole, own):
+            tensor.copy_(part)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl_lightning.core.division import division_of
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
-from fl_lightning.core.precision import Wide
+from fl_lightning.core.precision import Wide, stretches
 from fl_lightning.core.server import Server
 from fl_lightning.errors import require
 from fl_lightning.models.mixture import pass_with_sum
@@ -34,9 +34,8 @@ def _floats(weights: Mapping[str, Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def put_vector(values: Tensor, weights: Mapping[str, Tensor]) -> None:
     """The inverse of `as_vector`: fill entries in place."""
-    own = _floats(weights)
-    for tensor, part in zip(own, values.split([tensor.numel() for tensor in own]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for tensor, part in stretches(values, _floats(weights)):
+        tensor.copy_(part)
 
 
 def shared_entries(method: nn.Module) -> dict[str, Tensor]:

@@ -22,9 +22,21 @@ def widened_vector(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([widened(tensor).reshape(-1) for tensor in tensors])
 
 
+def stretches(whole: Tensor, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The inverse of `widened_vector`: each tensor beside its stretch of a vector [P], in the tensor's shape.
+
+    >>> [(_, part)] = stretches(torch.tensor([1.0, 3.0]), [torch.zeros(1, 2)])
+    >>> part
+    tensor([[1., 3.]])
+    """
+    own = list(tensors)
+    parts = whole.split([tensor.numel() for tensor in own])
+    return [(tensor, part.view_as(tensor)) for tensor, part in zip(own, parts, strict=True)]
+
+
 @torch.no_grad()
 def move_by(tensors: Iterable[Tensor], way: Tensor, factor: float) -> None:
-    """Add a stretch of a vector to each of some tensors, in place: the inverse way of `widened_vector`.
+    """Add a stretch of a vector to each of some tensors, in place.
 
     Args:
         tensors: P entries in all.
@@ -36,9 +48,8 @@ def move_by(tensors: Iterable[Tensor], way: Tensor, factor: float) -> None:
     >>> place
     tensor([[-2., -6.]])
     """
-    own = list(tensors)
-    for tensor, part in zip(own, way.split([tensor.numel() for tensor in own]), strict=True):
-        tensor.add_(part.view_as(tensor), alpha=factor)
+    for tensor, part in stretches(way, tensors):
+        tensor.add_(part, alpha=factor)
 
 
 _WIDE = (torch.float32, torch.float64)

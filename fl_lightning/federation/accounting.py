@@ -14,9 +14,11 @@ ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
 FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 100))}))
 """Without sampling, where every order's moment is α / (2 σ²)."""
-PRV_ERROR, PRV_SHARE = 2e-4, 2e-5  # at least, and of what "rdp" says: its time and memory grow with their inverse
-LOOSE = 1000.0  # from there on an ε says nothing, and is not worth the time
-"""Largest error of ε by privacy-loss random variables; it is added, so that ε is never too small."""
+PRV_ERROR, PRV_SHARE = 2e-4, 2e-5
+"""Largest error of ε by privacy-loss random variables: at least, and of what ``rdp`` says. It is added, so that ε is
+never too small; time and memory grow with its inverse."""
+LOOSE = 1000.0
+"""From there on an ε says nothing, and is not worth the time."""
 
 
 class Mechanism(NamedTuple):

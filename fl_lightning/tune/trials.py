@@ -92,7 +92,7 @@ class Optuna(Sampler):
             raise ConfigError("search", "optuna needs the package: pip install optuna", "optuna") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna = optuna
-        self._left, self._asked, self._seed = search.trials, 0, search.seeds[0]
+        self._trials, self._asked, self._seed = search.trials, 0, search.seeds[0]
         self._space = {key: self._distribution(own) for key, own in contender.space.items()}
         make_folder(folder)
         path = folder / f"{contender.name}.journal"
@@ -140,9 +140,9 @@ class Optuna(Sampler):
 
     def ask(self) -> tuple[Point, Any] | None:
         """Those of an earlier start first, then new ones."""
-        if self._left == 0:
+        if self._asked == self._trials:
             return None
-        self._left, self._asked = self._left - 1, self._asked + 1
+        self._asked += 1
         if self._known:
             return self._point(self._known.pop(0).params), None
         seed = derive_seed(self._seed, "search", self._asked) % 2**32
