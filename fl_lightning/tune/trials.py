@@ -14,7 +14,6 @@ import numpy as np
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import make_folder
-from fl_lightning.seeding import derive_seed
 from fl_lightning.table.cells import Cell
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
@@ -145,6 +144,8 @@ class Optuna(Sampler):
         self._asked += 1
         if self._known:
             return self._point(self._known.pop(0).params), None
+        from fl_lightning.seeding import derive_seed  # it imports torch, which `tune --help` does without
+
         seed = derive_seed(self._seed, "search", self._asked) % 2**32
         self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         trial = self._study.ask(self._space)
