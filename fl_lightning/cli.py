@@ -214,7 +214,8 @@ def _fit_and_show(
 
 def draw_run(folder: Path, data: Any, summary: dict[str, Any]) -> None:
     """Draw a finished run's curves and its partition into its folder."""
-    from fl_lightning.report.figures import learning_curves, partition_bubbles
+    from fl_lightning.report.figures import learning_curves
+    from fl_lightning.report.partition_figures import partition_bubbles
     from fl_lightning.report.record import read_rows
 
     title = f"{summary['method']}, {summary['clients']} clients ({summary['name']})"
@@ -249,7 +250,8 @@ def _partition(argv: list[str]) -> int:
     figure = {"type": str, "default": "partition.png", "help": "where the picture is written"}
     options, config = configured("partition", "Show who holds what.", argv, runs=False, figure=figure)
 
-    from fl_lightning.report.figures import check_ending, partition_bubbles, partition_table
+    from fl_lightning.report.figures import check_ending
+    from fl_lightning.report.partition_figures import partition_bubbles, partition_table
 
     check_ending(Path(options.figure), "--figure")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report import figures
+from fl_lightning.report import class_figures, partition_figures
 from fl_lightning.report.run_logger import RoundRecord, Row, RunStart
 
 HISTOGRAMS = ("Local-T", "Local-T_received")
@@ -61,12 +61,12 @@ def of_classes(start: RunStart, record: RoundRecord, folder: Path, first: bool) 
     paths: dict[str, Path] = {}
     if first:
         title = f"{about['name']}: who holds what"
-        paths["clients/partition"] = figures.partition_bubbles(
+        paths["clients/partition"] = partition_figures.partition_bubbles(
             start.class_counts, folder / "partition.png", classes, title
         )
     for name, rows in record.shared.items():
         title = f"{name.replace('_', ' ')}, round {round}"
-        draw = figures.class_relation_map if name in record.relations else figures.class_projection
+        draw = class_figures.class_relation_map if name in record.relations else class_figures.class_projection
         paths[f"shared/{name}"] = draw(rows, folder / f"{name}.png", classes, title)
     return {name: wandb.Image(str(path)) for name, path in paths.items()}
 

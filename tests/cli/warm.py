@@ -17,6 +17,7 @@ import fl_lightning.federation.remarks
 import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.live
+import fl_lightning.report.partition_figures
 import fl_lightning.report.picture
 import fl_lightning.report.wandb
 import fl_lightning.reporting  # noqa: F401

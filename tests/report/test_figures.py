@@ -5,14 +5,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fl_lightning.report.figures import (
-    class_projection,
-    class_relation_map,
-    learning_curves,
-    partition_bubbles,
-    partition_table,
-    principal_plane,
-)
+from fl_lightning.report.class_figures import class_projection, class_relation_map, principal_plane
+from fl_lightning.report.figures import learning_curves
+from fl_lightning.report.partition_figures import partition_bubbles, partition_table
 
 BLUE, SKY, ORANGE, GREEN = (0, 114, 178), (86, 180, 233), (213, 94, 0), (0, 158, 115)
 

@@ -12,7 +12,7 @@ pytest.importorskip("wandb")
 
 from fl_lightning.building import build_as
 from fl_lightning.errors import ConfigError
-from fl_lightning.report import figures, wandb_access, wandb_media
+from fl_lightning.report import class_figures, wandb_access, wandb_media
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.report.wandb import WandbLogger
 from fl_lightning.report.wandb_file import BLOCK, HEADER, is_unsent, raw_records, run_files
@@ -375,7 +375,7 @@ def test_square_artifact_is_drawn_as_what_it_is(monkeypatch, tmp_path, relations
     drawn = []
     picture = tmp_path / "x.png"
     for function, what in (("class_projection", "points"), ("class_relation_map", "map")):
-        monkeypatch.setattr(figures, function, lambda *arguments, what=what: drawn.append(what) or picture)
+        monkeypatch.setattr(class_figures, function, lambda *arguments, what=what: drawn.append(what) or picture)
     monkeypatch.setattr("wandb.Image", str)
     record = RoundRecord(row(2), shared={"knowledge": np.eye(2)}, relations=frozenset(relations))
     wandb_media.of_classes(make_start(tmp_path), record, tmp_path, first=False)
