@@ -22,10 +22,28 @@ LOSS, BALANCED = "eval_loss", "balanced_accuracy"
 """The measures that are there by default."""
 SECONDS = "seconds"
 """How long a round took; with an underscore and a word behind it, a part of that."""
+OTHERS = (
+    "round", "receive_drop", "uplink_params", "downlink_params", "uplink_bytes", "downlink_bytes", "participants",
+    "missing", "skipped", "loss", "loss_newcomers", "epsilon", "record_epsilon", SECONDS,
+    *(f"{SECONDS}_{part}" for part in ("fit", "evaluate", "exchange", "save")),
+)  # fmt: skip
+"""The columns that are not read off predictions; each loss term has one beside them, ``loss/proximal``."""
 _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
 _ALONE = re.compile("Local-T(_received)?(/fine_tuned)?")  # compared with what a client reaches alone
+_FIGURE = re.compile(rf"(?:[^/]+/)?(?:{'|'.join(FIGURES)})(?:_received)?(?:/.+|{'|'.join(SPREADS)})?")
 _LESS = re.compile(r"[^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)[^/]*/")
+
+
+def may_exist(column: str) -> bool:
+    """Whether some run writes a column of this name: which measures, ways to predict and terms there are, it decides.
+
+    >>> [may_exist(name) for name in ("Local-T_received/prototype_std", "F1Score/Server-T", "loss/proximal", "Local-X")]
+    [True, True, True, False]
+    >>> [may_exist(name) for name in ("Local-T_recieved", "local-T", "second", "seconds_fit", "Global-T_worst10")]
+    [False, False, False, True, True]
+    """
+    return column in OTHERS or bool(_FIGURE.fullmatch(column) or re.fullmatch("loss/.+", column))
 
 
 def is_measure(column: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.errors import require, suggest
-from fl_lightning.report.columns import is_score, is_spread, less_is_better
+from fl_lightning.report.columns import FIGURES, OTHERS, is_score, is_spread, less_is_better, may_exist
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import best_round as best_by
 from fl_lightning.report.record import chosen_by
@@ -19,7 +19,27 @@ run has figures on them, else on the very split that it is reported on), the mea
 rounds, or one more receive after the last round."""
 SUMMARY = "summary"
 STD = "_std"
-_LESS = ("receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "communication.", "parameters.")
+ENTRIES = (
+    *(
+        f"communication.{direction}_{unit}"
+        for direction in ("uplink", "downlink")
+        for unit in ("params", "bytes", "params_per_client", "params_Mi_per_round")
+    ),
+    "parameters.personal",
+    "parameters.shared",
+    "seconds",
+    "rounds",
+    "clients",
+    "participants_per_round",
+    "privacy.epsilon",
+    "record_privacy.epsilon",
+)
+"""The numbers of `summary.json` that are no column's."""
+_GROUPS = ("last.", "best.", "mean_last_10.", "final_received.", "privacy.", "record_privacy.")
+_LESS = (
+    "receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "skipped", "epsilon", "record_epsilon",
+    "communication.", "parameters.", "privacy.", "record_privacy.",
+)  # fmt: skip
 """How the names of columns and entries begin of which less is better."""
 
 
@@ -83,10 +103,23 @@ def read_figure(node: Any, key: str) -> Figure:
     text, at, by = node.partition("@") if isinstance(node, str) else ("", "", "")
     if text.startswith(f"{SUMMARY}."):
         require(not at and len(text) > len(SUMMARY) + 1, key, rule, node)
-        return Figure(text.removeprefix(f"{SUMMARY}."), SUMMARY)
+        entry = text.removeprefix(f"{SUMMARY}.")
+        known = entry in ENTRIES or entry.startswith(_GROUPS)
+        require(known, key, f"summary.json has no number {entry}; {suggest(entry, ENTRIES)}", node)
+        return Figure(entry, SUMMARY)
     column, _, report = text.rpartition(".")
     require(bool(column) and report in REPORTS, key, rule, node)
-    require(not at or (report == "best" and bool(by)), key, "@ names the column whose best round it is: A.best@B", node)
+    require(
+        not at or (report == "best" and bool(by)),
+        key,
+        "@ names the column whose best round it is: Local-T.best@Local-V",
+        node,
+    )
+    for name in (column, by) if by else (column,):
+        usual = (*FIGURES, *(f"{whose}_received" for whose in FIGURES if "Server" not in whose), *OTHERS)
+        require(may_exist(name), key, f"metrics.csv has no column {name}; {suggest(name, usual)}", node)
+    received = report != "final_received" or (is_score(column) and "_received" in column)
+    require(received, key, "final_received is of what models score right after the receive: Local-T_received", node)
     return Figure(column, report, by)
 
 

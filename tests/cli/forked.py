@@ -94,6 +94,7 @@ def child(argv, cwd, env, out, err, die_at, draws, haste, fatal) -> None:
         if value is not None:
             os.environ[name] = value
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it
     sys.dont_write_bytecode = True
     sys.path[:] = [path for path in sys.path if path not in ("", TESTS)]
     if die_at is not None:

@@ -14,6 +14,7 @@ import yaml
 from cli.run_files import without_seconds
 from fl_lightning import catalog
 from fl_lightning.command_line import SECTIONS
+from fl_lightning.table.quantity import Figure, read_figure
 
 ACCURACIES = ("Local-T", "Global-T", "Local-T_received", "Global-T_received")
 SPREADS = ("", "_std", "_min", "_worst10", "_weighted", "_gini", "_jain")
@@ -334,6 +335,16 @@ def test_metrics_have_the_columns_of_the_design(finished):
     for before, row in itertools.pairwise(rows):
         drop = float(before["Local-T"]) - float(row["Local-T_received"])
         assert float(row["receive_drop"]) == pytest.approx(drop, abs=1e-12)
+
+
+def test_every_number_of_the_summary_may_stand_in_a_table(finished):
+    summary = json.loads((finished.run / "summary.json").read_text())
+    numbers = [key for key, value in summary.items() if type(value) in (int, float) and key not in ("seed", "format")]
+    for group in ("communication", "parameters"):
+        numbers += [f"{group}.{key}" for key in summary[group]]
+    assert len(numbers) > 10
+    for name in numbers:
+        assert read_figure(f"summary.{name}", "figure") == Figure(name, "summary")
 
 
 def test_clients_have_the_columns_of_the_design_and_agree_with_the_metrics(finished):

@@ -21,6 +21,7 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.metrics import build_metrics, column_names
 from fl_lightning.parser import resolve
+from fl_lightning.report.columns import may_exist
 from fl_lightning.trust import Trust
 
 CLASSES = 5
@@ -196,6 +197,7 @@ def test_columns_are_means_over_the_clients_that_have_a_value(mlp, make_data, ru
     assert [row[f"{name}/Local-T_undefined"] for name in ("eval_loss", "AUROC")] == [0, 1]
     assert np.isnan(scores["AUROC/Local-T"]).tolist() == [True, False, False, True]
     assert set(row) - {"round"} <= set(loop.row_columns)
+    assert all(map(may_exist, row))
     module = loop.runner.load_global(loop.exchange.global_message())
     logits, y = by_hand(module, loop.data, loop.data.server_test)
     assert row["eval_loss/Server-T"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, y)), rel=1e-5)

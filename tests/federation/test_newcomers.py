@@ -17,6 +17,7 @@ from fl_lightning.federation.settings import Newcomers
 from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.report.columns import may_exist
 
 LAST_JOINS = {"newcomers": Newcomers(clients=1, after=2)}
 
@@ -53,6 +54,7 @@ def test_losses_are_the_founders_and_the_newcomers_have_their_own(mlp, run_feder
         if row["round"] > 2:
             assert row["loss_newcomers"] == pytest.approx(loop.diary.reports[row["round"], 3].losses["loss"])
     assert set(loop.diary.rows[-1]) <= set(loop.row_columns)
+    assert all(map(may_exist, loop.row_columns))
 
 
 def test_round_of_newcomers_alone_has_no_founders_loss(mlp, set_up_federation, tmp_path):

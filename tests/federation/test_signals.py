@@ -18,6 +18,14 @@ from fl_lightning.terminal import say
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; processes are found through /proc")
 
 
+@pytest.fixture(autouse=True)
+def hangups_count():
+    """Also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def in_a_child(work) -> int:
     """Do something in a forked process; returns its exit code, 0 where nothing ended it."""
     child = os.fork()

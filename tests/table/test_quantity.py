@@ -4,12 +4,12 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.table.quantity import Figure, best_round, moments, read_figure
 
 ROWS = [
-    {"round": 1, "A": 0.5, "A_weighted": 0.7, "A_std": 0.9, "seconds": 3.0, "B": None},
-    {"round": 2, "A": 0.8, "A_weighted": 0.6, "A_std": 0.2, "seconds": 1.0, "B": 0.25},
-    {"round": 3, "A": 0.8, "A_weighted": 0.4, "A_std": 0.1, "seconds": 2.0, "B": None},
+    {"round": 1, "Local-T": 0.5, "Local-T_weighted": 0.7, "Local-T_std": 0.9, "seconds": 3.0, "Global-T": None},
+    {"round": 2, "Local-T": 0.8, "Local-T_weighted": 0.6, "Local-T_std": 0.2, "seconds": 1.0, "Global-T": 0.25},
+    {"round": 3, "Local-T": 0.8, "Local-T_weighted": 0.4, "Local-T_std": 0.1, "seconds": 2.0, "Global-T": None},
 ]
 SUMMARY = {
-    "final_received": {"A": 0.9, "A.b": 0.4},
+    "final_received": {"Local-T_received": 0.9, "Local-T_received/b": 0.4},
     "communication": {"uplink_params_Mi_per_round": 213.5, "name": "up"},
     "seconds": 6.0,
 }
@@ -18,26 +18,25 @@ SUMMARY = {
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("A.last", 0.8),
-        ("A.best", 0.8),
-        ("A.mean", 0.7),
-        ("A.mean_last_10", 0.7),
-        ("A.final_received", 0.9),
-        ("A.b.final_received", 0.4),
-        ("A_std.best", 0.2),  # in the earliest round in which A is best, not the largest or smallest spread
-        ("A_std.best@A_weighted", 0.9),
-        ("A.best@A_weighted", 0.5),
+        ("Local-T.last", 0.8),
+        ("Local-T.best", 0.8),
+        ("Local-T.mean", 0.7),
+        ("Local-T.mean_last_10", 0.7),
+        ("Local-T_received.final_received", 0.9),
+        ("Local-T_received/b.final_received", 0.4),
+        ("Local-T_std.best", 0.2),  # in the earliest round in which Local-T is best, not the largest or smallest spread
+        ("Local-T_std.best@Local-T_weighted", 0.9),
+        ("Local-T.best@Local-T_weighted", 0.5),
         ("seconds.best", 1.0),  # of what is better when less, the least
-        ("A.best@seconds", 0.8),
-        ("B.last", 0.25),  # evaluated in round 2 only
+        ("Local-T.best@seconds", 0.8),
+        ("Global-T.last", 0.25),  # evaluated in round 2 only
         ("summary.communication.uplink_params_Mi_per_round", 213.5),
         ("summary.seconds", 6.0),
-        ("summary.communication.name", None),
-        ("summary.communication", None),
+        ("summary.communication.uplink_params", None),
         ("summary.parameters.personal", None),
-        ("B.best@A_weighted", None),  # not evaluated in that round
-        ("C.last", None),
-        ("C.best", None),
+        ("Global-T.best@Local-T_weighted", None),  # not evaluated in that round
+        ("Server-T.last", None),
+        ("Server-T.best", None),
     ],
 )
 def test_a_figure_is_read_off_a_run(text, value):
@@ -48,13 +47,13 @@ def test_a_figure_is_read_off_a_run(text, value):
 
 
 def test_ten_rounds_of_many():
-    rows = [{"round": i, "A": float(i)} for i in range(1, 21)]
-    found = moments(read_figure("A.last", "figure"), rows, {})
+    rows = [{"round": i, "Local-T": float(i)} for i in range(1, 21)]
+    found = moments(read_figure("Local-T.last", "figure"), rows, {})
     assert found == {"last": 20.0, "mean_last_10": 15.5, "mean": 10.5, "best": 20.0}
-    best = best_round(Figure("A", "best"), rows, {})
+    best = best_round(Figure("Local-T", "best"), rows, {})
     assert best is not None
     assert best["round"] == 20
-    assert best_round(Figure("A", "best"), [], {}) is None
+    assert best_round(Figure("Local-T", "best"), [], {}) is None
 
 
 def test_best_round_is_the_one_that_the_run_says():
@@ -95,14 +94,22 @@ def test_a_figure_may_have_a_scale_of_its_own():
     ("node", "key", "word"),
     [
         ("A", "f", "Local-T.last"),
-        ("A.newest", "f", "mean_last_10"),
+        ("Local-T.newest", "f", "mean_last_10"),
         (".last", "f", "a column"),
         (3, "f", "a column"),
         ("summary.", "f", "summary.ENTRY"),
-        ("A.last@B", "f", "A.best@B"),
-        ("A.best@", "f", "A.best@B"),
-        ({"of": "A.last", "scal": 1}, "f.scal", "did you mean scale"),
-        ({"of": "A.last", "scale": "1"}, "f.scale", "a number"),
+        ("Lokal-T.last", "f", "no column Lokal-T; did you mean Local-T?"),
+        ("Local-T_recieved.best", "f", "did you mean Local-T_received?"),
+        ("Local-T.best@Local-Z", "f", "no column Local-Z"),
+        ("second.mean", "f", "did you mean seconds?"),
+        ("Local-T.final_received", "f", "right after the receive"),
+        ("seconds.final_received", "f", "right after the receive"),
+        ("summary.parameter.personal", "f", "did you mean parameters.personal?"),
+        ("summary.communication", "f", "no number communication"),
+        ("Local-T.last@Local-V", "f", "Local-T.best@Local-V"),
+        ("Local-T.best@", "f", "Local-T.best@Local-V"),
+        ({"of": "Local-T.last", "scal": 1}, "f.scal", "did you mean scale"),
+        ({"of": "Local-T.last", "scale": "1"}, "f.scale", "a number"),
         ({"scale": 1}, "f.of", "a column"),
     ],
 )
