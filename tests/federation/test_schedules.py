@@ -7,7 +7,7 @@ from federation.team import Killed, Team
 
 from fl_lightning.federation import graphs
 
-COUNT, PARTS = 400, 4  # parts for several processes of pytest
+COUNT, PARTS = 240, 4  # parts for several processes of pytest
 SICK = {"raises", "nan", "huge", "loss"}
 
 
