@@ -109,6 +109,15 @@ def less_is_better(column: str) -> bool:
     )
 
 
+def is_validated(column: str) -> bool:
+    """Whether a column is called after the validation parts.
+
+    >>> [is_validated(name) for name in ("Local-V_received", "eval_loss/Server-V", "Local-T", "loss/my-V")]
+    [True, True, False, False]
+    """
+    return re.match(rf"(?:[^/]+/)?(?:{_WHOSE})-V(?![^_/])", column) is not None
+
+
 def validated(column: str) -> str:
     """The same figure on the validation parts: ``Local-V`` for ``Local-T``.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.reading import read_yaml
+from fl_lightning.report.columns import is_validated
 from fl_lightning.resuming import check_name
 from fl_lightning.shipped import path_of
 from fl_lightning.table.definition import text_of
@@ -120,6 +121,10 @@ def read_search(path: Path) -> Search:
     whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
     require(whole and len(set(seeds)) == len(seeds), "seeds", "must be different whole numbers >= 0", seeds)
     monitor = read_figure(content.get("monitor", "Local-T_received.last"), "monitor")
+    if is_validated(monitor.column) or is_validated(monitor.by):
+        there = str(monitor).replace("-V", "-T")
+        rule = f"test parts are laid aside in a search, and figures of validation parts have their names: take {there}"
+        raise ConfigError("monitor", rule, str(monitor))
     usual = "min" if monitor.less_is_better else "max"
     goal, kind = content.get("goal", usual), content.get("search", "grid")
     require(goal in ("max", "min"), "goal", "must be max or min", goal)

@@ -65,6 +65,8 @@ def test_points_of_ranges():
         ("log: true", "whole: 0", "space.optimizer.init_args.lr.whole"),
         ("[0.1, 1.0]", "[]", "rows.FedProx.space.method.init_args.mu.values"),
         ("monitor: Local-T_received.last", "monitor: Local-T", "monitor"),
+        ("monitor: Local-T_received.last", "monitor: eval_loss/Server-V.last", "monitor"),
+        ("monitor: Local-T_received.last", "monitor: Local-T.best@Local-V", "monitor"),
         ("rows:", "row:", "row"),
         ("trials: 4", "trials: 4\nname: ../up", "name"),
         ("  FedProx:", "  ../up:", "rows.../up"),
