@@ -17,6 +17,7 @@ from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
+from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import rows_of
@@ -147,6 +148,7 @@ def _cells(table: Definition, choice: Choice) -> Iterator[Cell]:
             options = [word for overlay in _overlays(table, row, column) for word in overlay.words()]
             options += choice.laid_over
             config = _resolved(options, row, column)
+            _check_figures(table, row, column, config)
             for seed in choice.seeds or table.seeds:
                 own = (*options, f"--seed={seed}")
                 yield Cell(row, column, seed, {**config, "seed": seed}, own, choice.output / "cells")
@@ -226,6 +228,20 @@ def _resolved(options: Sequence[str], row: Row, column: Column) -> Config:
         return config
     except ConfigError as error:
         raise ConfigError(f"rows.{row.name}, columns.{column.name}", str(error)) from error
+
+
+def _check_figures(table: Definition, row: Row, column: Column, config: Config) -> None:
+    """Refuse a figure on validation parts that a cell's runs do not have."""
+    data = config["data"]
+    if data["evaluate_on"] == "test" and (data["validation_fraction"] or data["split"] == "file"):
+        return
+    why = "set data.validation_fraction above 0"
+    if data["evaluate_on"] != "test":
+        why = "under data.evaluate_on: validation they have the test parts' names"
+    for figure in filter(None, (table.figure(row, column, name) for name in column.figures)):
+        for name in (figure.column, figure.by):
+            rule = f"{figure} needs figures of validation parts, and its runs have none: {why}"
+            require(not is_validated(name), f"rows.{row.name}, columns.{column.name}", rule)
 
 
 def _check_names(option: str, given: Iterable[str], known: Sequence[str]) -> None:

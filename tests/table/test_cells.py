@@ -1,14 +1,15 @@
-"""When a table's cell counts as finished."""
+"""When a table's cell counts as finished, and which cells there are."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.table.cells import Cell, of_other_folders, of_two_data_sets
-from fl_lightning.table.definition import Column, Row
+from fl_lightning.table.cells import Cell, Choice, cells_of, of_other_folders, of_two_data_sets
+from fl_lightning.table.definition import Column, Row, read_definition
 from fl_lightning.table.overlays import Overlay
 
 CONFIG = {"method": "their.Method", "data": {"dataset": "their.Data"}, "federation": {"rounds": 2}}
@@ -70,6 +71,30 @@ def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path)
     assert len({missing, one, name()}) == 3
     start.write_bytes(b"one")
     assert name() == one
+
+
+@pytest.mark.parametrize(
+    ("figure", "settings", "said"),
+    [
+        ("Local-V.last", "{}", "set data.validation_fraction above 0"),
+        ("Local-T.best@eval_loss/Local-V", "{}", "set data.validation_fraction above 0"),
+        ("Local-V.last", "{data.validation_fraction: 0.2, data.evaluate_on: validation}", "the test parts' names"),
+        ("Local-V.last", "{data.validation_fraction: 0.2}", ""),
+        ("Local-T.last", "{data.validation_fraction: 0.2, data.evaluate_on: validation}", ""),
+    ],
+)
+def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said):
+    text = f"base: {{files: [quickstart]}}\nfigure: {figure}\ncolumns: {{Digits: {{}}}}\nrows:\n  FedAvg: {{set: {settings}}}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    definition, choice = read_definition(tmp_path / "own.yaml"), Choice(tmp_path)
+    if not said:
+        assert len(cells_of(definition, choice)) == len(definition.seeds)
+        return
+    with pytest.raises(ConfigError) as caught:
+        cells_of(definition, choice)
+    assert caught.value.key == f"rows.FedAvg, columns.{definition.columns[0].name}"
+    assert f"{figure} needs figures of validation parts" in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_two_folders_of_images_are_not_one_run(tmp_path):
