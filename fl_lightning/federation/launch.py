@@ -34,6 +34,7 @@ from fl_lightning.terminal import outlived, say
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
 GRACE = 5.0  # seconds in which whoever knows better why a run ends may say so first
+SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
 
 
 class Team(NamedTuple):
@@ -194,6 +195,8 @@ def leave() -> None:
     Its threads end here: one that lives on while Python ends aborts the process now and then.
     """
     if dist.is_available() and dist.is_initialized():
+        if torch.__version__ < "2.8":  # there the group's end waits for its threads and keeps Python's lock,
+            time.sleep(SETTLE)  # which a thread needs that lets a tensor go: neither would ever end
         dist.destroy_process_group()
 
 

@@ -84,8 +84,8 @@ def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path)
     ],
 )
 def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said):
-    text = f"base: {{files: [quickstart]}}\nfigure: {figure}\ncolumns: {{Digits: {{}}}}\nrows:\n  FedAvg: {{set: {settings}}}\n"
-    (tmp_path / "own.yaml").write_text(text)
+    rest = f"columns: {{Digits: {{}}}}\nrows:\n  FedAvg: {{set: {settings}}}\n"
+    (tmp_path / "own.yaml").write_text(f"base: {{files: [quickstart]}}\nfigure: {figure}\n{rest}")
     definition, choice = read_definition(tmp_path / "own.yaml"), Choice(tmp_path)
     if not said:
         assert len(cells_of(definition, choice)) == len(definition.seeds)
