@@ -1,4 +1,7 @@
-"""One colour a method, the same in every picture; a method's further appearances differ by line style."""
+"""One colour a method, the same in every picture; a method's further appearances differ by line style.
+
+Where there is one method alone, its lines have a colour each (`series_of`).
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 12.8, 2.35  # inches, of the picture and of a row of panels
 COLUMN_STYLES = ("-", "--", ":", "-.")
-LEGEND_LETTER = 0.075  # inches, of a letter in the legend
+LEGEND_LETTER, TITLE_LETTER = 0.075, 0.1  # inches, of a letter in the legend and in the title
+HANDLE = 5  # length of the legend's lines, in letters: the longest dashes show twice
 
 
 def panel_grid(
@@ -51,13 +53,13 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     across = min(4, len(panels))
     rows = -(-len(panels) // across)
     labels = [_label(line) for line in runs]
-    columns = max(1, min(len(runs), int(WIDTH / (0.7 + LEGEND_LETTER * max(map(len, labels))))))
+    columns = max(1, min(len(runs), int(WIDTH / (1.1 + LEGEND_LETTER * max(map(len, labels))))))
     legend = 0.25 + 0.2 * -(-len(runs) // columns)
-    size = (WIDTH, 0.4 + HEIGHT * rows + legend)
-    figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     seeds = any(len(line.runs) > 1 for line in runs)
-    said = f"{title}: mean and ± std over seeds" if seeds else title
-    figure.suptitle(said, x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
+    said = textwrap.wrap(f"{title}: mean and ± std over seeds" if seeds else title, int(WIDTH / TITLE_LETTER)) or [""]
+    size = (WIDTH, 0.2 + 0.2 * len(said) + HEIGHT * rows + legend)
+    figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure.suptitle("\n".join(said), x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
     grid = figure.subplots(rows, across, squeeze=False).ravel()
     for axes, (name, named, is_share) in zip(grid, panels, strict=False):
         _draw_panel(axes, named, runs, 100.0 if is_share else 1.0)
@@ -65,7 +67,7 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     handles = [Line2D([], [], color=line.light, linestyle=(0, DASHES[line.dash]), linewidth=2.2) for line in runs]
-    add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9)
+    add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9, handlelength=HANDLE)
     return figure
 
 

@@ -38,7 +38,7 @@ class Series:
 
     Args:
         label: for people; no two series of a setting have the same.
-        method: its name, which chooses the colour.
+        method: its name, which chooses the colour where there are several.
         setting: in which its figures can be compared.
         runs: in the order of seeds.
         colour: place in `PALETTE`.
@@ -99,6 +99,8 @@ def curve_of(repeats: Sequence[Sequence[Row]], column: str) -> Curve:
 def series_of(members: Iterable[Member]) -> list[Series]:
     """Put runs that differ only in their seed together, and give every line its name, colour and style.
 
+    A colour is a method's; where all lines are of one method, each has its own.
+
     Args:
         members: the runs, in the order in which they are to be shown.
     """
@@ -107,12 +109,14 @@ def series_of(members: Iterable[Member]) -> list[Series]:
         groups.setdefault(_key(member, groups), []).append(member)
     lines = list(groups.values())
     labels = _labels(lines)
-    colours = colours_of(line[0].run.method for line in lines)
+    methods = [line[0].run.method for line in lines]
+    coloured = labels if len(set(methods)) == 1 < len(set(labels)) else methods
+    colours = colours_of(coloured)
     settings = [_setting(line[0]) for line in lines]
     used: dict[tuple[str, int], list[str]] = {}
     found = []
-    for line, label, setting in zip(lines, labels, settings, strict=True):
-        colour = colours[line[0].run.method]
+    for line, label, setting, own in zip(lines, labels, settings, coloured, strict=True):
+        colour = colours[own]
         before = used.setdefault((setting, colour), [])
         runs = sorted((member.run for member in line), key=lambda run: (run.seed is None, run.seed or 0))
         found.append(Series(label, line[0].run.method, setting, tuple(runs), colour, len(before) % len(DASHES)))

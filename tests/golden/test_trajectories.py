@@ -9,11 +9,19 @@ import json
 import math
 
 import pytest
+import torch
 
 from golden import trajectories
 
 LOOSE = 1e-5
 HERE = trajectories.machine()
+KEPT = [0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1]  # by the torch that the files were made with (2.15)
+
+
+def draws_as_recorded():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.nn.functional.dropout(torch.ones(len(KEPT)), 0.5).bool().int().tolist() == KEPT
 
 
 def close(a, b):
@@ -44,6 +52,8 @@ def test_trajectory_is_the_recorded_one(case, request):
         wide, narrow = (trajectories.replay(case, precision) for precision in ("64-true", "32-true"))
         trajectories.write(case, {"machine": HERE, "32-true": narrow, "64-true": wide})
         return
+    if case in trajectories.DRAWN and not draws_as_recorded():
+        pytest.skip(f"torch {torch.__version__} draws other masks for dropout")
     recorded, begun = json.loads(trajectories.path_of(case).read_text()), trajectories.BEGUN.get(case)
     if begun is not None:
         for precision in ("32-true", "64-true"):

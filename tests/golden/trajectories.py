@@ -113,6 +113,8 @@ TERMS = {
 }
 SGD = {"FedNova: mu, momentum", "DFedPGP", "PerFedAvg: HF", "FedAvg: terms"}
 CONV = {"FedCPD: raw", "FedCPD: inline", "FedBN", "FedBN: plain", "PerFedAvg", "FedAvg: conv", "FedALA: two layers"}
+# Dropout's masks, or Bernoulli draws of their own: another version of torch may draw them otherwise.
+DRAWN = {*CONV, "FedCP"}
 # What is sorted by size turns over with a last bit: on another processor only the first round is compared.
 DISCRETE = {"DisPFL", "DisPFL: random"}
 METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}

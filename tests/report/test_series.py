@@ -34,10 +34,18 @@ def test_runs_that_differ_in_the_seed_alone_are_one_line():
 
 
 def test_lines_of_one_method_say_what_differs_and_share_its_color():
-    one, two = series_of([member(lr=0.1), member(lr=0.2)])
-    assert [one.label, two.label] == ["A (lr 0.1)", "A (lr 0.2)"]
-    assert one.colour == two.colour
+    one, two, other = series_of([member(lr=0.1), member(lr=0.2), member(method="B")])
+    assert [one.label, two.label, other.label] == ["A (lr 0.1)", "A (lr 0.2)", "B"]
+    assert one.colour == two.colour != other.colour
     assert one.dash != two.dash
+
+
+def test_lines_that_are_all_of_one_method_have_colors_of_their_own():
+    lines = series_of([member(lr=0.1 * place) for place in range(6)])
+    assert len({line.colour for line in lines}) == 6
+    assert {line.dash for line in lines} == {0}
+    (alone,) = series_of([member(lr=0.1)])
+    assert alone.colour == series_of([member(lr=0.1), member(method="B")])[0].colour
 
 
 def test_the_same_run_twice_is_two_lines():
