@@ -236,21 +236,23 @@ def test_run_killed_between_two_checkpoints_has_no_round_twice(place):
     running = place.start("fit", "--config", "exp.yaml", "--quiet", env=OFFLINE)
     metrics = place.run / "metrics.csv"
 
+    known = []
+
     def recorded_past_a_checkpoint():
-        known = history(place.run) if (place.run / "wandb.json").exists() else []
-        return known and known[0] and known[0][-1]["_step"] % 5 not in (0, 4)
+        if (place.run / "wandb.json").exists():
+            known[:] = [row["_step"] for part in history(place.run) for row in part]
+        return known and known[-1] % 5 not in (0, 4)
 
     running.wait_until(recorded_past_a_checkpoint)
     running.kill()
     assert running.result()[0] == -9
     assert len(rows_of(metrics)) < 48
     first = run_id(place.run)
-    known = [row["_step"] for row in history(place.run)[0]]
-    assert known[-1] % 5
     assert "--federation" not in fit(place, "--resume", "auto")
     assert run_id(place.run) == first
     parts = history(place.run)
-    assert [row["_step"] for row in parts[0]] == known
+    # W&B's own process outlives ours by some milliseconds, and writes what it had been told.
+    assert [row["_step"] for row in parts[0]][: len(known)] == known
     assert len(parts) == 2
     assert_every_round_once(place.run, but=COLUMNS)
     said, rows = merged_records(place.run, "summary"), rows_of(metrics)
