@@ -16,7 +16,7 @@ from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.parser import configured, one_line_parser, resolve
 from fl_lightning.resuming import continue_command, takes_folders_config, with_resumed_folder
-from fl_lightning.terminal import outlived, say
+from fl_lightning.terminal import outlived, require_whole_output, say
 from fl_lightning.trust import Trust
 
 if TYPE_CHECKING:
@@ -56,15 +56,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, when `compare` finds
-    two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2 on bad input (one
-    line on stderr), 128 + the number of the signal that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for
-    SIGHUP, 138 for SIGUSR1. The first signal stops `fit` once the present round is saved, the second at once.
+    two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2 on bad input or
+    where a file takes no more, that of the standard output as well (one line on stderr), 128 + the number of the signal
+    that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1. The first signal stops
+    `fit` once the present round is saved, the second at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
     with outlived():
         try:
-            code = _dispatch(arguments)
+            code = _code_of(arguments)
             _leave_what_is_stuck(code)
             sys.exit(code)
         except ConfigError as error:
@@ -77,6 +78,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             refuse(f"{error.filename}: {error.strerror or error}")
         except KeyboardInterrupt:  # before anything was there to be saved, or after all was
             sys.exit(exit_code(signal.SIGINT))
+
+
+def _code_of(arguments: list[str]) -> int:
+    """Run a command; success is none where what it printed into a file is cut."""
+    try:
+        code = _dispatch(arguments)
+    except SystemExit as ended:  # a parser's, after it printed what was asked of it
+        if ended.code:
+            raise
+        code = 0
+    if code == 0:
+        require_whole_output()
+    return code
 
 
 def _leave_what_is_stuck(code: int) -> None:

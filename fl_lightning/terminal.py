@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a file, not a reader, takes no more."""
 
 
 class OutlivedStream:
@@ -20,6 +23,8 @@ class OutlivedStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.cut: OSError | None = None
+        """Why the file behind it is not whole; None where it is, and where a reader went away of his own will."""
 
     def write(self, text: str) -> int:
         """Write, or lose the text."""
@@ -38,7 +43,8 @@ class OutlivedStream:
     def _try(self, operation: Callable[[], Any]) -> None:
         try:
             operation()
-        except OSError:  # broken pipe, terminal hung up, disk full
+        except OSError as error:  # broken pipe, terminal hung up, disk full
+            self.cut = self.cut or (error if error.errno in FULL else None)
             with suppress(OSError, ValueError):  # from here on into the void, what the stream still holds, too
                 void = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(void, self._stream.fileno())
@@ -64,6 +70,18 @@ def outlived() -> Iterator[None]:
             if isinstance(stream, OutlivedStream):
                 stream.flush()  # here, for at the interpreter's end a failure changes the exit code
         sys.stdout, sys.stderr = before
+
+
+def require_whole_output() -> None:
+    """Flush the standard output of a block of `outlived`.
+
+    Raises:
+        OSError: if it goes into a file on a full disk, so that some of it is lost.
+    """
+    if isinstance(sys.stdout, OutlivedStream):
+        sys.stdout.flush()
+        if sys.stdout.cut is not None:
+            raise OSError(sys.stdout.cut.errno, sys.stdout.cut.strerror, "standard output")
 
 
 def _open_all() -> None:

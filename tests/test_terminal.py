@@ -55,8 +55,27 @@ def test_letters_that_the_terminal_cannot_show_are_spelled_out(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="closes descriptors by a shell")
-@pytest.mark.parametrize("streams", ["| true", ">&- 2>&-", "> /dev/full"])
+@pytest.mark.parametrize("streams", ["| true", ">&- 2>&-"])
 def test_command_outlives_its_reader(streams):
     command = f"{sys.executable} -m fl_lightning --help {streams}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has such a device")
+@pytest.mark.parametrize("command", ["--help", "list methods", "fit --help", "predict --help"])
+def test_output_cut_by_a_full_disk_is_no_success(command):
+    """As `predict … > classes.csv`: half a file must not look like a whole one."""
+    argv = [sys.executable, "-m", "fl_lightning", *command.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "fl-lightning: error: standard output: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has such a device")
+def test_nothing_is_said_of_errors_that_could_not_be_shown():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "fl_lightning", "--help"], stdout=-1, stderr=full, text=True)
+    assert done.returncode == 0
+    assert done.stdout
