@@ -264,7 +264,8 @@ def launch(
                 return 2 if error.exit_code == 2 else 1
             name = getattr(error, "signal_name", None)
             how = f"was killed by {name}" if name else f"ended with exit code {error.exit_code}"
-            who = f"worker {error.error_index} of {team.size} (process {error.error_pid}) {how}"
+            pid = getattr(error, "error_pid", None) or getattr(error, "pid", None)  # called so by older torch
+            who = f"worker {error.error_index} of {team.size} (process {pid}) {how}"
     say(f"\nfl-lightning: error: {who}; {advice}")
     return 1
 

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; 
 
 
 @pytest.fixture(autouse=True)
-def hangups_count():
-    """Also where the tests themselves run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_count():
+    """Also where the tests themselves run under nohup, or in the background of a script, which ignores SIGINT."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def in_a_child(work) -> int:
