@@ -265,7 +265,7 @@ def _partition(argv: list[str]) -> int:
     options, config = configured("partition", "Show who holds what.", argv, runs=False, figure=figure)
 
     from fl_lightning.report.figures import check_ending
-    from fl_lightning.report.partition_figures import partition_bubbles, partition_table
+    from fl_lightning.report.partition_figures import label_skew, partition_bubbles, partition_table
 
     check_ending(Path(options.figure), "--figure")
 
@@ -284,6 +284,7 @@ def _partition(argv: list[str]) -> int:
     path = partition_bubbles(counts, Path(options.figure), data.arrays.classes, title)
     if data.left_out:
         print(f"{data.left_out} of {len(data.arrays.y)} samples are left out")
+    print(f"label skew {label_skew(counts):.3f} (0: the same mix of classes everywhere; towards 1: none in common)")
     print(f"partition {data.partition_hash[:16]}…, drawn in {path}")
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn, get_args
 
 from fl_lightning.terminal import printable
@@ -59,6 +59,24 @@ def _shown(value: object) -> str:
         return repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits; a list that holds itself
         return f"a {type(value).__name__} that is too long to show"
+
+
+def listed_names(text: str | None, known: Collection[str]) -> tuple[str, ...]:
+    """The names in a list with commas, where a name may have commas itself.
+
+    >>> listed_names("FedAvg, MNIST, 2 classes,", ["FedAvg", "MNIST, 2 classes"])
+    ('FedAvg', 'MNIST, 2 classes')
+    """
+    parts = [part.strip() for part in (text or "").split(",")]
+    spaced = {", ".join(part.strip() for part in name.split(",")): name for name in known}
+    names = []
+    while parts:
+        ends = (end for end in range(len(parts), 1, -1) if ", ".join(parts[:end]) in spaced)
+        end = next(ends, 1)
+        name = ", ".join(parts[:end])
+        names.append(spaced.get(name, name))
+        parts = parts[end:]
+    return tuple(filter(None, names))
 
 
 def suggest(name: str, choices: Iterable[str], command: str = "") -> str:

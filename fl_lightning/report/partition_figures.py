@@ -20,6 +20,23 @@ BUBBLE = "#0072B2"
 COUNTED_CLASSES = 12  # a table shows the counts of at most so many classes
 
 
+def label_skew(class_counts: np.ndarray | Sequence[Sequence[int]]) -> float:
+    """How far clients' mixes of classes are from all clients' together, from 0 (the same) to below 1.
+
+    The total variation distance ½ Σ_c |p_k(c) - p(c)|, in the mean over clients by their samples: the share of its
+    samples that a client would have to change for samples of other classes.
+
+    Args:
+        class_counts: [K, C] training samples of each client and class.
+    """
+    counts = np.asarray(class_counts, dtype=np.float64)
+    total = counts.sum()
+    if total == 0:
+        return 0.0
+    own = counts.sum(1, keepdims=True)
+    return float(np.abs(counts - own * (counts.sum(0) / total)).sum() / (2 * total))
+
+
 def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
     """Draw who holds what, as DRDFL's Figure 4 does: clients on x, classes on y, a bubble's area the training samples.
 

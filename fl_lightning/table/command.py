@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, listed_names, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
@@ -46,9 +46,9 @@ def table(argv: Sequence[str], command: Command) -> int:
     definition = read_definition(Path(options.file))
     choice = Choice(
         Path(options.output),
-        _names(options.only),
-        _names(options.columns),
-        tuple(_number("--seeds", seed) for seed in _names(options.seeds)),
+        listed_names(options.only, [row.name for row in definition.rows]),
+        listed_names(options.columns, [column.name for column in definition.columns]),
+        tuple(_number("--seeds", seed) for seed in listed_names(options.seeds, ())),
         options.rounds,
         tuple(overrides),
     )
@@ -209,10 +209,6 @@ def _parser() -> Any:
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do, and how long it takes")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     return parser
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def _number(option: str, text: str) -> int:

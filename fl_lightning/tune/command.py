@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from fl_lightning.errors import refuse, require, suggest
+from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.columns import is_measure, is_score
@@ -278,8 +278,8 @@ def tune(argv: Sequence[str], command: Command) -> int:
     options = parser.parse_args(own)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     search = read_search(Path(options.file))
-    only = [name for name in options.only.split(",") if name]
     known = [contender.name for contender in search.contenders]
+    only = listed_names(options.only, known)
     for name in only:
         require(name in known, "--only", f"the search has none of that name; {suggest(name, known)}", name)
     console = PlainConsole(quiet=options.quiet)

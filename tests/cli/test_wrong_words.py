@@ -7,7 +7,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
-from fl_lightning.errors import ConfigError, is_near, suggest
+from fl_lightning.errors import ConfigError, is_near, listed_names, suggest
 from fl_lightning.federation.trainers import UNFIT, check_callbacks, make_trainer, report_profile
 
 QUICK = ["fit", "--config", "quickstart", "--federation.rounds", "1"]
@@ -114,3 +114,18 @@ def test_profiler_reports_once_for_all_fits(caplog):
         pass
     report_profile(trainer)
     assert caplog.text.count("Profiler Report") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("FedAvg,FedProx", ("FedAvg", "FedProx")),
+        (" MNIST, 2 classes , FedAvg ,", ("MNIST, 2 classes", "FedAvg")),
+        ("MNIST,2 classes,a,b", ("MNIST, 2 classes", "a,b")),
+        ("MNIST", ("MNIST",)),  # for the caller to refuse
+        ("", ()),
+        (None, ()),
+    ],
+)
+def test_a_list_of_names_knows_names_with_commas(text, names):
+    assert listed_names(text, ["FedAvg", "FedProx", "MNIST, 2 classes", "a,b"]) == names

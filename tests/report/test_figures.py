@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fl_lightning.report.class_figures import class_projection, class_relation_map, principal_plane
 from fl_lightning.report.figures import learning_curves
-from fl_lightning.report.partition_figures import partition_bubbles, partition_table
+from fl_lightning.report.partition_figures import label_skew, partition_bubbles, partition_table
 
 BLUE, SKY, ORANGE, GREEN = (0, 114, 178), (86, 180, 233), (213, 94, 0), (0, 158, 115)
 
@@ -151,6 +151,21 @@ def test_partition_pictures_reject_counts_of_another_shape(tmp_path, counts):
         partition_bubbles(counts, tmp_path / "bubbles.png", ["a", "b"], "")
     with pytest.raises(ValueError, match="class_counts"):
         partition_table(counts, [1, 1], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("counts", "skew"),
+    [
+        ([[3, 6], [10, 20]], 0.0),  # the same mix in other sizes
+        ([[5, 0], [0, 5]], 0.5),  # each alone with half of all
+        ([[8, 0], [0, 2]], 0.32),  # 0.8 · 0.2 + 0.2 · 0.8
+        ([[0, 0], [4, 4]], 0.0),
+        ([[0, 0], [0, 0]], 0.0),
+    ],
+)
+def test_label_skew_is_the_mean_distance_to_the_mix_of_all(counts, skew):
+    assert label_skew(counts) == pytest.approx(skew, abs=1e-12)
+    assert label_skew(np.array(counts)) == pytest.approx(skew, abs=1e-12)
 
 
 def test_partition_table_counts_every_class_where_they_are_few():

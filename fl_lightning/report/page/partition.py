@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
+from fl_lightning.report.partition_figures import label_skew
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
@@ -23,7 +24,7 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
             if not counts or run.partition_hash in seen or len(picks) == MOST_PARTITIONS:
                 continue
             seen.add(run.partition_hash)
-            picks.append(_title(run, line))
+            picks.append(f"{_title(run, line)}, label skew {label_skew(counts):.2f}")
             names = [str(name) for name in run.partition["classes"]]
             held = [(n, client, c) for client, own in enumerate(counts) for c, n in enumerate(own) if n]
             for n, client, c in sorted(held, reverse=True)[:MOST_BUBBLES]:
@@ -51,7 +52,10 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
             "tooltip": said,
         },
     }
-    text = "Clients against classes; a bubble's area is the number of training samples."
+    text = (
+        "Clients against classes; a bubble's area is the number of training samples. Label skew: how far a client's "
+        "mix of classes is from all clients' (total variation distance, in the mean by samples; 0 is the same mix)."
+    )
     heads = {"pick": "partition", "client": "client", "class_": "class", "n": "training samples"}
     yield Figure(
         "partition", "Data", "Who holds what", text, spec, rows.columns, heads, {"class_": classes}, picks, wide=True
