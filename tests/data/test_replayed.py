@@ -1,9 +1,9 @@
-"""Splits of public code: the numbers that NIID-Bench's code and Flower's baseline drew when they were run."""
+"""Splits of public code: the numbers that NIID-Bench's, Flower's baseline and PFLlib's drew when they were run."""
 
 import numpy as np
 import pytest
 
-from fl_lightning.data.replayed import NIIDBenchClasses, NIIDBenchDirichlet
+from fl_lightning.data.replayed import NIIDBenchClasses, NIIDBenchDirichlet, PFLlibDirichlet
 from fl_lightning.errors import ConfigError
 
 LABELS = np.arange(1000) % 10
@@ -67,6 +67,25 @@ def test_classes_are_those_that_the_public_code_draws(code):
     assert all(column[column > 0].max() - column[column > 0].min() <= 1 for column in held.T)  # even shares
 
 
+def test_pfllibs_clients_are_those_that_its_script_makes():
+    parts = PFLlibDirichlet(0.1).assign(LABELS, 5, 10, UNUSED)
+    assert counts(parts) == [
+        [0, 0, 63, 0, 18, 0, 10, 97, 2, 97],
+        [95, 0, 0, 0, 6, 4, 0, 0, 71, 0],
+        [0, 99, 36, 0, 0, 0, 24, 0, 12, 2],
+        [0, 0, 1, 96, 4, 95, 63, 0, 0, 0],
+        [5, 1, 0, 4, 72, 1, 3, 3, 15, 1],
+    ]
+    assert [part[:3].tolist() for part in parts] == [[7, 9, 12], [0, 8, 10], [1, 2, 11], [3, 5, 6], [4, 24, 34]]
+
+
+@pytest.mark.parametrize("clients", [20, 100])
+def test_pfllibs_clients_have_forty_samples_or_half_a_fair_share(clients):
+    sizes = [len(part) for part in PFLlibDirichlet(1.0).assign(LABELS, clients, 10, UNUSED)]
+    assert min(sizes) >= min(40, 1000 // clients // 2)
+    assert sum(sizes) == 1000
+
+
 def test_flowers_split_of_cifar10_is_more_skewed_than_the_papers():
     labels = np.repeat(np.arange(10), 5000)  # who holds how many of which class depends on the classes' sizes alone
     sizes = [len(p) for p in NIIDBenchDirichlet(0.5, "flower").assign(labels, 10, 10, UNUSED)]
@@ -74,7 +93,7 @@ def test_flowers_split_of_cifar10_is_more_skewed_than_the_papers():
 
 
 def test_the_runs_own_seed_changes_nothing():
-    for rule in (NIIDBenchDirichlet(), NIIDBenchClasses()):
+    for rule in (NIIDBenchDirichlet(), NIIDBenchClasses(), PFLlibDirichlet()):
         once, again = (rule.assign(LABELS, 10, 10, np.random.default_rng(seed)) for seed in (1, 2))
         assert all(np.array_equal(*pair) for pair in zip(once, again, strict=True))
 
@@ -89,6 +108,8 @@ def test_every_client_has_ten_samples():
     [
         (lambda: NIIDBenchDirichlet(0.0), "partition.beta"),
         (lambda: NIIDBenchDirichlet(seed=-1), "partition.seed"),
+        (lambda: PFLlibDirichlet(-1.0), "partition.beta"),
+        (lambda: PFLlibDirichlet().assign(LABELS, 1001, 10, UNUSED), "data.num_clients"),
         (lambda: NIIDBenchClasses(0), "partition.classes"),
         (lambda: NIIDBenchClasses(11).assign(LABELS, 10, 10, UNUSED), "at most 10"),
         (lambda: NIIDBenchDirichlet().assign(LABELS, 101, 10, UNUSED), "data.num_clients"),
