@@ -19,6 +19,7 @@ TABLES = {
     "drdfl/tables/table1.yaml": (70, 1, 117),
     "drdfl/tables/table2.yaml": (70, 1, 117),
     "drdfl/tables/table3.yaml": (6, 1, 12),
+    "drdfl/tables/small.yaml": (6, 1, 10),
     "feddw/tables/table1.yaml": (96, 5, 94),
     "feddw/tables/table2.yaml": (96, 5, 95),
     "feddw/tables/table3.yaml": (7, 1, 7),
