@@ -12,7 +12,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
 from fl_lightning.report.record import Row, read_rows
 from fl_lightning.report.recorded_run import read_run
-from fl_lightning.report.series import Member, series_of
+from fl_lightning.report.series import Member, in_one_picture
 from fl_lightning.trust import Trust
 
 if TYPE_CHECKING:
@@ -116,10 +116,9 @@ class Run:
             return draw_learning_curves(self.rounds, f"{own.method} ({own.name})")
         from fl_lightning.report.panels import draw_panel_grid
 
-        lines = series_of(Member(read_run(run.folder, "run.plot")) for run in (self, *others))
+        lines, title = in_one_picture((read_run(run.folder, "run.plot") for run in (self, *others)), "Runs")
         panels = [(name, (name,), "-T" in name) for name in columns]
-        settings = sorted({line.setting for line in lines})
-        return draw_panel_grid(panels, lines, settings[0] if len(settings) == 1 else "Runs")
+        return draw_panel_grid(panels, lines, title)
 
     def report(self, *others: Run, path: str | Path | None = None) -> Path:
         """Write the HTML page of ``fl-lightning report``, of this run and of others beside it.

@@ -203,13 +203,12 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
     from fl_lightning.report.figures import check_ending
     from fl_lightning.report.panels import has_any, panel_grid
     from fl_lightning.report.recorded_run import read_run
-    from fl_lightning.report.series import Member, series_of
+    from fl_lightning.report.series import in_one_picture
 
     require(bool(folders), "dashboard", "name the folders of the runs to draw: --picture FILE runs/a runs/b")
     check_ending(path, "dashboard --picture")
-    runs = series_of(Member(read_run(folder, "dashboard")) for folder in folders)
+    runs, title = in_one_picture((read_run(folder, "dashboard") for folder in folders), NAME)
     lines = [panel for section in SECTIONS for panel in section.panels if panel.kind == "line"]
     panels = [(panel.title, panel.metrics, panel.is_share) for panel in lines if panel.title not in DRAWN_APART]
     panels = [panel for panel in panels if has_any(panel[1], runs)] or panels[:1]
-    settings = sorted({line.setting for line in runs})
-    return panel_grid(panels, runs, path, settings[0] if len(settings) == 1 else NAME)
+    return panel_grid(panels, runs, path, title)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from fl_lightning.report.recorded_run import RecordedRun, class_name
 
 _USUAL = {"split": "holdout", "test_fraction": 0.25, "validation_fraction": 0.0, "evaluate_on": "test", "shift": None}
 """Keys of ``data`` beside data set, partition and clients that make two runs' figures comparable: their defaults."""
+_SECTIONS = ("data.dataset", "data.partition")
 _NAMED_KEYS = 3  # at most so many keys say how two lines of one method differ
 
 
@@ -124,6 +125,23 @@ def series_of(members: Iterable[Member]) -> list[Series]:
     return found
 
 
+def in_one_picture(runs: Iterable[RecordedRun], title: str) -> tuple[list[Series], str]:
+    """The lines of a picture that has no place for settings apart; in several settings, lines say theirs, too.
+
+    Args:
+        runs: in the order in which they are to be shown.
+        title: the picture's, where there are several settings.
+
+    Returns:
+        The lines, and the picture's title: the setting, where there is one.
+    """
+    members = [Member(run) for run in runs]
+    settings = sorted({_setting(member) for member in members})
+    if len(settings) == 1:
+        return series_of(members), settings[0]
+    return series_of(replace(member, setting=title) for member in members), title
+
+
 def _key(member: Member, groups: Mapping[tuple[Any, ...], Sequence[Member]]) -> tuple[Any, ...]:
     """Of the line that a run belongs to; a seed that the line has already makes a line of its own."""
     run = member.run
@@ -189,9 +207,15 @@ def _difference(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
         for key in dict.fromkeys(key for one in (run, *others) for key in one.identity)
         if any(other.identity.get(key) != run.identity.get(key) for other in others) and not key.endswith(".length")
     ]
-    if not run.identity or not 1 <= len(keys) <= _NAMED_KEYS:
+    named = {key: f"{_tail(key)} {run.identity.get(key, 'none')}" for key in keys}
+    for section in _SECTIONS:
+        own = [key for key in keys if key.startswith(f"{section}.")]
+        if len(own) > 1 or f"{section}.class_path" in own:  # shown as it is called where more than one number differs
+            node = run.config.get("data", {}).get(section.rpartition(".")[2])
+            named = {key: text for key, text in named.items() if key not in own} | {section: _shown(node)}
+    if not run.identity or not 1 <= len(named) <= _NAMED_KEYS:
         return run.name
-    return ", ".join(f"{_tail(key)} {run.identity.get(key, 'none')}" for key in keys)
+    return ", ".join(named.values())
 
 
 def _tail(key: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from fl_lightning.report.colours import PALETTE, colours_of
 from fl_lightning.report.recorded_run import RecordedRun, read_run
-from fl_lightning.report.series import Member, series_of
+from fl_lightning.report.series import Member, in_one_picture, series_of
 
 
 def member(method="A", seed=0, name="run", lr=0.1, beta=0.5, value=0.5):
@@ -59,6 +59,23 @@ def test_other_data_is_another_setting():
     assert "beta=0.1" in one.setting
     assert one.setting != two.setting
     assert one.dash == two.dash == 0
+
+
+def test_in_one_picture_lines_of_other_data_say_so_and_have_colors_of_their_own():
+    lines, title = in_one_picture([member(beta=0.1).run, member(beta=0.5).run], "Runs")
+    assert title == "Runs"
+    assert [line.label for line in lines] == ["A (beta 0.1)", "A (beta 0.5)"]
+    assert len({line.colour for line in lines}) == 2
+    repeats, title = in_one_picture([member(seed=0).run, member(seed=1).run], "Runs")
+    assert [line.label for line in repeats] == ["A"]
+    assert title == "Dirichlet(beta=0.5), 2 clients"
+
+
+def test_another_rule_of_partition_is_named_whole():
+    plain, other = member(), member()
+    other.run.config["data"]["partition"] = {"class_path": "x.Shards", "init_args": {"shards": 2, "distinct": True}}
+    lines, _ = in_one_picture([plain.run, other.run], "Runs")
+    assert [line.label for line in lines] == ["A (Dirichlet(beta=0.5))", "A (Shards(shards=2, distinct=True))"]
 
 
 @pytest.mark.parametrize(
