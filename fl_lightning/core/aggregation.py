@@ -70,11 +70,17 @@ class WeightedMean:
     @property
     def empty(self) -> bool:
         """True while no weight was added."""
-        return self._total == 0
+        return self.total == 0
 
     @property
-    def _total(self) -> float:
+    def total(self) -> float:
+        """The sum of the weights."""
         return math.fsum(self._weights)
+
+    @property
+    def count(self) -> int:
+        """How many were folded in."""
+        return len(self._weights)
 
     def partial(self) -> Partial:
         """What was folded in so far, in plain containers, to be merged elsewhere."""
@@ -106,7 +112,7 @@ class WeightedMean:
 
     def result(self) -> dict[str, Tensor]:
         """The mean, in the names' first order, shapes and dtypes."""
-        means = self._over(self._total)
+        means = self._over(self.total)
         return {
             name: means[name].to(t.dtype) if t.is_floating_point() else self._integers[name]
             for name, t in self._template.items()
@@ -214,17 +220,18 @@ class TensorMean(ArtifactRule):
 
 
 class RunningSum(TensorMean):
-    """Adds what participants send to what there was: previous + Σ values / divisor; all clients alike.
+    """Adds what participants send to what there was: previous + Σ values / divisor.
 
     Args:
         divisor: > 0; the number of all clients makes it the mean over them of what those who are out last sent, too.
+        uniform: all clients alike; False weighs them by samples: previous + |S| / divisor · Σ n_i v_i / Σ n_i.
     """
 
     hears_mean = False
     adds = True
 
-    def __init__(self, divisor: float) -> None:
-        super().__init__(uniform=True)
+    def __init__(self, divisor: float, uniform: bool = True) -> None:
+        super().__init__(uniform)
         self._divisor = divisor
 
     @property
@@ -236,7 +243,8 @@ class RunningSum(TensorMean):
     def result(self, previous: Tensor | None) -> Tensor | None:
         if self._mean.empty:
             return previous
-        added = self._mean.sum()["value"] / self._divisor
+        mean = self._mean
+        added = mean.sum()["value"] / (self._divisor if self._uniform else mean.total / mean.count * self._divisor)
         total = added if previous is None else added + previous.to(added.dtype)
         return total.to(self._mean.result()["value"].dtype)
 

@@ -17,6 +17,7 @@ from fl_lightning.core.aggregation import RunningSum
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
 from fl_lightning.core.precision import move_by, widened_vector
 from fl_lightning.core.private_steps import record_safe
+from fl_lightning.core.server import Weighting
 from fl_lightning.errors import require_choices
 from fl_lightning.models.split import SplitModel
 
@@ -38,6 +39,8 @@ class SCAFFOLD(Method):
         correction: where c − c_i comes in: ``gradient``, as a part of the loss, which momentum, Adam and clipping see,
             too; or ``step``, y_i ← y_i − η (c − c_i) after the optimizer's step, as NIID-Bench's public code has it.
             With plain SGD both are the paper's equation.
+        weighting: ``uniform``, clients alike, as the paper has it; or ``samples``, models and changes of c_i by
+            clients' samples, n_i/n for 1/N, as Flower's baseline has it.
         extra_terms: terms added to the loss.
     """
 
@@ -45,11 +48,16 @@ class SCAFFOLD(Method):
     paper = "Karimireddy et al., ICML 2020"
 
     def __init__(
-        self, model: SplitModel, correction: Correction = "gradient", extra_terms: list[Term] | None = None
+        self,
+        model: SplitModel,
+        correction: Correction = "gradient",
+        weighting: Weighting = "uniform",
+        extra_terms: list[Term] | None = None,
     ) -> None:
-        require_choices("method", correction=(correction, Correction))
+        require_choices("method", correction=(correction, Correction), weighting=(weighting, Weighting))
         super().__init__(model, extra_terms=extra_terms)
         self.correction = correction
+        self.weighting = weighting
 
     own_control: Tensor  # c_i, [P] as the model's parameters
     control: Tensor  # c
@@ -101,4 +109,5 @@ class SCAFFOLD(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        return Server(initial, {"control": partial(RunningSum, facts.num_clients)}, weighting="uniform")
+        added = partial(RunningSum, facts.num_clients, uniform=self.weighting == "uniform")
+        return Server(initial, {"control": added}, weighting=self.weighting)

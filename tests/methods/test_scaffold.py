@@ -19,7 +19,9 @@ def flat(model):
     return torch.cat([p.reshape(-1) for p in model.parameters()])
 
 
-def by_hand(model, data, participants, optimizer, train_by_hand, server_lr=1.0, accumulate=1, in_loss=True):
+def by_hand(
+    model, data, participants, optimizer, train_by_hand, server_lr=1.0, accumulate=1, in_loss=True, by_samples=False
+):
     """Algorithm 1: x and c after every round. `optimizer(client, c − c_i)` makes a client's."""
     x, size = model, len(flat(model))
     c, own = torch.zeros(size), [torch.zeros(size) for _ in range(4)]
@@ -39,9 +41,11 @@ def by_hand(model, data, participants, optimizer, train_by_hand, server_lr=1.0, 
             changes.append(new - own[client])
             own[client] = new
             models.append(flat(y).detach())
-        moved = flat(x).detach() + server_lr * (torch.stack(models).mean(0) - flat(x).detach())
+        sizes = torch.tensor([float(data.clients[client].num_train) if by_samples else 1.0 for client in drawn])
+        share = sizes / sizes.sum()
+        moved = flat(x).detach() + server_lr * (share @ torch.stack(models) - flat(x).detach())
         nn.utils.vector_to_parameters(moved, x.parameters())
-        c = c + torch.stack(changes).sum(0) / 4
+        c = c + len(sizes) / 4 * (share @ torch.stack(changes))
     return flat(x).detach(), c
 
 
@@ -63,6 +67,18 @@ def test_three_rounds_are_those_of_the_paper(
     loop.run()
     participants = [loop.calendar.participants(round) for round in (1, 2, 3)]
     x, c = by_hand(start, data, participants, lambda *_: sgd(LR), train_by_hand, server_lr)
+    torch.testing.assert_close(outcome(loop), (x, c), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_clients_may_weigh_by_their_samples(participation, mlp, data, set_up_federation, sgd, train_by_hand):
+    assert len({client.num_train for client in data.clients}) > 1
+    options = {"participation": participation, "optimizer": sgd(LR)}
+    loop = set_up_federation(lambda: SCAFFOLD(mlp(), weighting="samples"), data=data, **options)
+    start = copy.deepcopy(loop.runner.modules[0].method.model)
+    loop.run()
+    participants = [loop.calendar.participants(round) for round in (1, 2, 3)]
+    x, c = by_hand(start, data, participants, lambda *_: sgd(LR), train_by_hand, by_samples=True)
     torch.testing.assert_close(outcome(loop), (x, c), rtol=1e-4, atol=1e-5)
 
 
@@ -114,6 +130,8 @@ def test_without_momentum_both_corrections_are_the_paper_s(mlp, run_federation, 
 def test_an_unknown_correction_is_refused(mlp):
     with pytest.raises(ConfigError, match=r"method\.correction: must be .*gradient.*step.*, got 'loss'"):
         SCAFFOLD(mlp(), "loss")
+    with pytest.raises(ConfigError, match=r"method\.weighting: must be .*samples.*uniform.*, got 'count'"):
+        SCAFFOLD(mlp(), weighting="count")
 
 
 def test_first_round_steps_as_fedavg(mlp, run_federation, assert_identical):
