@@ -112,8 +112,9 @@ class NIIDBenchDirichlet(_NIIDBench):
 class NIIDBenchClasses(_NIIDBench):
     """The very split of NIID-Bench's ``noniid-#label2`` (or another number), or of Flower's ``label_quantity``.
 
-    Client k holds the class k (modulo C) and others that are drawn; the holders of a class share it evenly. As
-    `ClassesPerClient` with this library's own random numbers, but for a code's own seed: see `NIIDBenchDirichlet`.
+    Client k holds the class k (modulo C) and others that are drawn; the holders of a class share it evenly.
+    `ClassesPerClient` with ``even: false`` is the same rule with this library's own random numbers; see
+    `NIIDBenchDirichlet`.
 
     Args:
         classes: classes of each client, from 1 to C.
