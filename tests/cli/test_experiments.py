@@ -75,8 +75,10 @@ def resolved(argv):
 def without_data(config):
     """The experiment with one made-up sample of the right shape in place of its data set."""
     experiment = BuiltExperiment(config)
-    dataset = short_name(config["data"]["dataset"])
-    vocabulary = config["data"]["dataset"].get("init_args", {}).get("vocabulary", 0)
+    node = config["data"]["dataset"]
+    while short_name(node) == "Sample":
+        node = node["init_args"]["dataset"]
+    dataset, vocabulary = short_name(node), node.get("init_args", {}).get("vocabulary", 0)
     x = torch.zeros((1, *SHAPES[dataset]), dtype=torch.int64 if vocabulary else torch.uint8)
     classes = tuple(map(str, range(CLASSES.get(dataset, 10))))
     experiment.data.arrays = Arrays(x, torch.zeros(1, dtype=torch.int64), 1, classes, vocabulary_size=vocabulary)
