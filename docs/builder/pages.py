@@ -21,6 +21,7 @@ OUTSIDE = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "experiments/README.md",
+    "experiments/RESULTS.md",
     "experiments/fedcpd/README.md",
     "experiments/fedcpd/results/README.md",
     "experiments/feddw/results/README.md",
