@@ -18,6 +18,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Figure, Seen, headline
 from fl_lightning.data.population import KEPT
+from fl_lightning.federation.embeddings import Embeddings
 from fl_lightning.federation.measures import Measures, Outcome
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.report.columns import is_measure
@@ -25,7 +26,7 @@ from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
-    from fl_lightning.data.store import ClientData
+    from fl_lightning.data.store import ClientData, TensorStore
 
 Moment = Literal["trained", "received"]
 Outcomes = dict[str, Outcome]
@@ -99,6 +100,23 @@ def has_validation(data: FederatedData) -> bool:
     return data.evaluate_on == "test" and bool(data.num_validation.any())
 
 
+_LARGEST_BATCH, _SMALLEST_BATCH = 512, 16
+_VALUES = 1 << 18  # of inputs a batch on a CPU
+
+
+def fitting_batch(store: TensorStore) -> int:
+    """Samples a batch of a test: on a CPU fewer of large inputs, 256 of 28×28 and 64 of 3×32×32.
+
+    There a batch of 512 takes a third longer a sample, because what its convolutions make is too large for the
+    allocator to keep from batch to batch.
+    """
+    device = store.target or store.device
+    if device.type != "cpu" or not len(store.x):
+        return _LARGEST_BATCH
+    fitting = max(_VALUES // max(store.x[0].numel(), 1), 1)
+    return min(max(1 << fitting.bit_length() - 1, _SMALLEST_BATCH), _LARGEST_BATCH)
+
+
 class Evaluator:
     """Runs a client's module over test samples, in large batches, in the trainer's precision.
 
@@ -119,17 +137,18 @@ class Evaluator:
         measures: Measures,
     ) -> None:
         self.data = data
-        self.batch_size = policy.batch_size
+        self._batch_size = policy.batch_size
         self.context = context
         self.seed = seed
         self.measures = measures
         self.parts = parts_of(data, policy.globally, policy.validation)
         self._positions, self._balances = Recent(), Recent()
+        self._embeddings = Embeddings()
         self._of_unions: dict[tuple[str, int], Tensor] = {}
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
-        found = self.outcomes(module, [part.indices(client) for part in self.parts], client, moment)
+        found = self.outcomes(module, client, moment)
         return self._read(module, client, moment, found, [part.globally for part in self.parts])
 
     def scores(self, module: ClientModule, client: int, moment: Moment, found: Sequence[Outcomes]) -> Scores:
@@ -169,6 +188,11 @@ class Evaluator:
         return known[key]
 
     @property
+    def batch_size(self) -> int:
+        """Samples a batch."""
+        return self._batch_size or fitting_batch(self.data.store)
+
+    @property
     def _device(self) -> torch.device:
         """Where outcomes are."""
         return self.data.store.target or self.data.store.device
@@ -184,8 +208,8 @@ class Evaluator:
                     columns += names if there else []
         return sorted(columns, key=is_measure)  # in their order otherwise
 
-    def outcomes(self, module: ClientModule, parts: Sequence[Tensor], client: int, moment: Moment) -> list[Outcomes]:
-        """What a client's module makes of the samples of each part, for each of its ways to predict.
+    def outcomes(self, module: ClientModule, client: int, moment: Moment) -> list[Outcomes]:
+        """What a client's module makes of what it is tested on of each part, for each of its ways to predict.
 
         Those that adapt do so on a throw-away copy.
         """
@@ -193,7 +217,7 @@ class Evaluator:
         adapting = [name for name, way in ways.items() if way.adapts]
         tuned = [name for name, way in ways.items() if way.fine_tunes]
         plain = [name for name in ways if name not in {*adapting, *tuned}]
-        found: list[Batches] = [{} for _ in parts]
+        found: list[Batches] = [{} for _ in self.parts]
         for names, context in (
             (plain, nullcontext()),
             (adapting, _thrown_away(self, module, client, moment)),
@@ -201,13 +225,20 @@ class Evaluator:
         ):
             if names:
                 with context:
-                    for own, indices in zip(found, parts, strict=True):
-                        own |= self.batches(module, indices, names=names)
+                    for own, part in zip(found, self.parts, strict=True):
+                        keeps = part.letter if moment == "received" and part.globally and names is plain else None
+                        own |= self.batches(module, part.indices(client), names=names, keeps=keeps)
         return [{name: join_batches([own[name]]) for name in ways} for own in found]
 
     @torch.no_grad()
     def batches(
-        self, module: ClientModule, indices: Tensor, first: int = 0, step: int = 1, names: Sequence[str] | None = None
+        self,
+        module: ClientModule,
+        indices: Tensor,
+        first: int = 0,
+        step: int = 1,
+        names: Sequence[str] | None = None,
+        keeps: str | None = None,
     ) -> Batches:
         """The same, batch by batch and as the module is now, for every `step`-th batch from the `first` on.
 
@@ -217,6 +248,7 @@ class Evaluator:
             first: this worker.
             step: how many workers there are.
             names: ways to predict; None takes all.
+            keeps: the part whose union these are, if other clients may have received the same body (`Embeddings`).
 
         Raises:
             Unsound: if a score is no number: the largest of such would pass for the first class.
@@ -225,13 +257,20 @@ class Evaluator:
         found: Batches = {name: [] for name in (ways if names is None else names)}
         broken: dict[str, list[Tensor]] = {name: [] for name in found}
         with training(module, False), self.context():
-            for part in indices.split(self.batch_size)[first::step]:
+            embeddings = None
+            for index, part in enumerate(indices.split(self.batch_size)[first::step]):
                 x, y = self.data.store.gather(part)
                 seen = Seen(x)
+                if keeps is not None and index == 0:
+                    embeddings = self._embeddings.of(module, x[:1])
+                if embeddings is not None:
+                    embeddings.show(seen, module, (str(keeps), index))
                 for name, own in found.items():
                     scores = ways[name].scores(seen)
                     own.append(self.measures.outcome(scores, y))
                     broken[name].append(scores.isnan().any())
+                if embeddings is not None:
+                    embeddings.keep(seen, module, (str(keeps), index))
         for name, flags in broken.items():
             if flags and bool(torch.stack(flags).any()):
                 raise Unsound(f"the scores{f' by {name}' if name else ''} are nan, so that nothing is predicted")

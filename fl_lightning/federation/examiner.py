@@ -12,19 +12,18 @@ import torch
 
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
-from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Message
-from fl_lightning.core.method import Predictor, Seen, headline
+from fl_lightning.core.method import headline
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_batches
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.fairness import read_reference
+from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.sickness import ServerError, Ward, at
 from fl_lightning.federation.workers import Workers
 from fl_lightning.report.columns import is_measure
-from fl_lightning.seeding import isolated_streams
 
 
 class Examiner:
@@ -220,53 +219,6 @@ class Examiner:
     def _received(self, client: int, message: Message, round: int) -> Scores:
         facts = replace(self.runner.facts, round=round)
         return self.runner.evaluate_received(client, message, facts, self.global_scores(client))
-
-
-def rests_on_what_travels(client: ClientModule, way: Predictor, x: torch.Tensor) -> bool:
-    """Whether a way to predict uses nothing that stays with a client, nor what its method makes of a receive.
-
-    Measured: for the length of one prediction, under the same random streams, all of that is hidden.
-
-    Args:
-        client: any client.
-        way: the predictor.
-        x: [1, …] an input.
-    """
-    own = _not_travelling(client)
-    before = [tensor.clone() for tensor in own]
-    with torch.no_grad(), training(client.method, False):
-        plain = _scored(way, x)
-        for tensor in own:
-            _hide(tensor)
-        try:
-            return torch.equal(_scored(way, x), plain)
-        finally:
-            for tensor, value in zip(own, before, strict=True):
-                tensor.copy_(value)
-
-
-def _scored(way: Predictor, x: torch.Tensor) -> torch.Tensor:
-    with isolated_streams(0, "examiner"):
-        return way.scores(Seen(x))
-
-
-def _not_travelling(client: ClientModule) -> list[torch.Tensor]:
-    """Entries that stay with the client, and the buffers that the method and its terms fill in a receive."""
-    method, entries, division = client.method, client.entries, client.division
-    travels = {*division.shared, *division.anew}
-    filled = (name for name, _ in method.named_buffers() if name.startswith("terms.") or "." not in name)
-    return [
-        *(tensor for name, tensor in entries.items() if name not in travels),
-        *(method.get_buffer(name) for name in filled if name not in entries),
-    ]
-
-
-def _hide(tensor: torch.Tensor) -> None:
-    """Make numbers NaN and turn truths around; integers stay, for they may be places in something."""
-    if tensor.is_floating_point():
-        tensor.fill_(torch.nan)
-    elif tensor.dtype == torch.bool:
-        tensor.logical_not_()
 
 
 def holds(module: ClientModule, weights: Mapping[str, torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ from fl_lightning.core.method import Method, Predictor, Seen, headline
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
-from fl_lightning.federation.examiner import rests_on_what_travels
+from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.models.mlp import MLP
 
 

@@ -8,7 +8,8 @@ import torch
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
-from fl_lightning.federation.examiner import holds, rests_on_what_travels
+from fl_lightning.federation.examiner import holds
+from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
 from fl_lightning.methods.fedproto import FedProto

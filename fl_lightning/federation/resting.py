@@ -1,0 +1,94 @@
+"""What a prediction rests on: measured, not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import training
+from fl_lightning.core.method import Predictor, Seen
+from fl_lightning.seeding import isolated_streams
+
+BODY = "model.body."
+"""What the names of a body's parameters and buffers begin with."""
+
+
+def rests_on_what_travels(client: ClientModule, way: Predictor, x: Tensor) -> bool:
+    """Whether a way to predict uses nothing that stays with a client, nor what its method makes of a receive.
+
+    Measured: for the length of one prediction, under the same random streams, all of that is hidden.
+
+    Args:
+        client: any client.
+        way: the predictor.
+        x: [1, …] an input.
+    """
+    return _unmoved(client, _not_travelling(client), lambda: way.scores(Seen(x)), (0, 0))
+
+
+def embeds_by_a_body_that_travels(client: ClientModule, x: Tensor) -> bool:
+    """Whether the embedding uses the body alone, all of which is exchanged, and draws nothing.
+
+    Measured likewise, under two random streams.
+
+    Args:
+        client: any client.
+        x: [1, …] an input.
+    """
+    travels, tensors = _travelling(client), _tensors(client)
+    if not all(name in travels for name in client.entries if name.startswith(BODY)):
+        return False
+    others = [tensor for name, tensor in tensors.items() if not name.startswith(BODY)]
+    return _unmoved(client, others, lambda: client.method.model.embed(x), (0, 1))
+
+
+def _unmoved(
+    client: ClientModule, hidden: Sequence[Tensor], made: Callable[[], Tensor], seeds: tuple[int, int]
+) -> bool:
+    """Whether what is made in eval mode stays the same, bit for bit, while tensors are hidden.
+
+    Args:
+        client: the client.
+        hidden: its tensors, which come back unharmed.
+        made: makes it.
+        seeds: of the random streams before and under the hiding.
+    """
+    before = [tensor.clone() for tensor in hidden]
+    with torch.no_grad(), training(client.method, False):
+        with isolated_streams(seeds[0], "examiner"):
+            plain = made()
+        for tensor in hidden:
+            _hide(tensor)
+        try:
+            with isolated_streams(seeds[1], "examiner"):
+                return torch.equal(made(), plain)
+        finally:
+            for tensor, value in zip(hidden, before, strict=True):
+                tensor.copy_(value)
+
+
+def _travelling(client: ClientModule) -> set[str]:
+    return {*client.division.shared, *client.division.anew}
+
+
+def _tensors(client: ClientModule) -> dict[str, Tensor]:
+    """Entries, and the buffers beside them that the method and its terms fill in a receive."""
+    entries = client.entries
+    filled = {n: own for n, own in client.method.named_buffers() if n.startswith("terms.") or "." not in n}
+    return {**filled, **entries}
+
+
+def _not_travelling(client: ClientModule) -> list[Tensor]:
+    travels = _travelling(client)
+    return [tensor for name, tensor in _tensors(client).items() if name not in travels]
+
+
+def _hide(tensor: Tensor) -> None:
+    """Make numbers NaN and turn truths around; integers stay, for they may be places in something."""
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    elif tensor.dtype == torch.bool:
+        tensor.logical_not_()
