@@ -34,6 +34,7 @@ from fl_lightning.federation.settings import EvaluationPolicy, Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.mlp import MLP
 
 HISTORY = RESULTS / "history.jsonl"
@@ -84,8 +85,11 @@ def parts() -> dict[str, tuple[Work, Work]]:
     images = noise(2000, 4, 10)
     ours, hand = federation(images), HandWritten(images)
     cpd = federation(images, method=FedCPD)
+    seen = federation(noise(3000, 20, 10, test_fraction=0.5), method=FedRep, evaluate=EvaluationPolicy())
     for _ in range(2):
         cpd.advance()
+        seen.advance()
+    by_hand = HandWritten(seen.data)
     mlp, proto, tested = digits(FedAvg), digits(FedProto), digits(FedAvg, trained=True, received=True)
     small = small_fits(mlp.data)
     messages = [{"w": torch.randn(600_000) * 0.05} for _ in range(CLIENTS)]
@@ -104,6 +108,7 @@ def parts() -> dict[str, tuple[Work, Work]]:
     return {
         "CNN, batch 10: a round of FedAvg": (ours.advance, lambda: hand.fit_all(4)),
         "CNN, batch 10: a round of FedCPD": (cpd.advance, lambda: hand.fit_all(4)),
+        "CNN, batch 10: a round of FedRep of 20 clients with tests": (seen.advance, lambda: by_hand.fit_all(20)),
         "MLP on digits: a round of FedAvg": (mlp.advance, small),
         "MLP on digits: a round of FedProto": (proto.advance, small),
         "MLP on digits: a round of FedAvg with tests": (tested.advance, small),

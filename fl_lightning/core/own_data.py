@@ -64,7 +64,7 @@ class BoundData:
         if self._collected is None:
             model = self._bench.method.model
             with training(self._bench.method, False), torch.no_grad():
-                rows = [(model.embed(x), y) for x, y in self.batches("train")]
+                rows = [(model.embed(x), y) for x, y in self._source.passes("train")]
                 z = torch.cat([z for z, _ in rows])
                 self._collected = Collected(z, model.head(z), torch.cat([y for _, y in rows]))
         return self._collected
@@ -76,7 +76,9 @@ class BoundData:
         if next(self.batches("validation"), None) is None:
             part = "train"
         with training(method, False), torch.no_grad():
-            losses = [F.cross_entropy(widened(method.model(x)), y, reduction="none") for x, y in self.batches(part)]
+            losses = [
+                F.cross_entropy(widened(method.model(x)), y, reduction="none") for x, y in self._source.passes(part)
+            ]
         return torch.cat(losses).mean()
 
     def pixel_mean_and_std(self) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:
     from fl_lightning.data.module import FederatedData
-    from fl_lightning.data.store import ClientData, TensorStore
+    from fl_lightning.data.store import ClientData
 
 Moment = Literal["trained", "received"]
 Outcomes = dict[str, Outcome]
@@ -98,23 +98,6 @@ class _Own(Sequence[Tensor]):
 def has_validation(data: FederatedData) -> bool:
     """Whether clients have validation parts that are not what Local-T is measured on."""
     return data.evaluate_on == "test" and bool(data.num_validation.any())
-
-
-_LARGEST_BATCH, _SMALLEST_BATCH = 512, 16
-_VALUES = 1 << 18  # of inputs a batch on a CPU
-
-
-def fitting_batch(store: TensorStore) -> int:
-    """Samples a batch of a test: on a CPU fewer of large inputs, 256 of 28×28 and 64 of 3×32×32.
-
-    There a batch of 512 takes a third longer a sample, because what its convolutions make is too large for the
-    allocator to keep from batch to batch.
-    """
-    device = store.target or store.device
-    if device.type != "cpu" or not len(store.x):
-        return _LARGEST_BATCH
-    fitting = max(_VALUES // max(store.x[0].numel(), 1), 1)
-    return min(max(1 << fitting.bit_length() - 1, _SMALLEST_BATCH), _LARGEST_BATCH)
 
 
 class Evaluator:
@@ -190,7 +173,7 @@ class Evaluator:
     @property
     def batch_size(self) -> int:
         """Samples a batch."""
-        return self._batch_size or fitting_batch(self.data.store)
+        return self._batch_size or self.data.store.fitting_batch
 
     @property
     def _device(self) -> torch.device:

@@ -160,3 +160,19 @@ def test_bundles_of_a_share_hold_so_many_samples_each_once(share, samples):
 
 def test_clients_know_the_batch_size_of_their_federation(make_data):
     assert {client.batch_size for client in make_data(batch_size=7).clients} == {7}
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 8), 512), ((1, 28, 28), 256), ((3, 32, 32), 64), ((3, 224, 224), 16), ((40,), 512), ((0,), 512)],
+)
+def test_large_inputs_pass_in_smaller_batches_on_a_cpu(shape, expected):
+    store = TensorStore(Arrays(torch.zeros(3, *shape), torch.zeros(3, dtype=torch.int64), 3, ("a",)))
+    assert store.fitting_batch == expected
+    store.target = torch.device("cuda")
+    assert store.fitting_batch == 512
+
+
+def test_no_samples_at_all_have_a_batch_size_too():
+    store = TensorStore(Arrays(torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.int64), 0, ("a",)))
+    assert store.fitting_batch == 512

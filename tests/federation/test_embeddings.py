@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from fl_lightning.core.method import Method, Predictor
-from fl_lightning.data.store import Arrays, TensorStore
 from fl_lightning.federation.embeddings import Embeddings
-from fl_lightning.federation.evaluation import fitting_batch
 from fl_lightning.federation.resting import embeds_by_a_body_that_travels
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
@@ -166,19 +164,3 @@ def test_architectures_have_bodies_of_their_own(mlp, set_up_federation, outcome,
     anew, many = received(lambda _: FedRep(mlp()), set_up_federation, limit=0, **options)
     assert_identical(outcome(kept), outcome(anew))
     assert many - few == 3 * len(kept.data.server_test)
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((1, 8, 8), 512), ((1, 28, 28), 256), ((3, 32, 32), 64), ((3, 224, 224), 16), ((40,), 512), ((0,), 512)],
-)
-def test_large_inputs_are_tested_in_smaller_batches_on_a_cpu(shape, expected):
-    store = TensorStore(Arrays(torch.zeros(3, *shape), torch.zeros(3, dtype=torch.int64), 3, ("a",)))
-    assert fitting_batch(store) == expected
-    store.target = torch.device("cuda")
-    assert fitting_batch(store) == 512
-
-
-def test_no_samples_at_all_have_a_batch_size_too():
-    store = TensorStore(Arrays(torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.int64), 0, ("a",)))
-    assert fitting_batch(store) == 512
