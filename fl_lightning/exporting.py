@@ -70,9 +70,10 @@ def _name(model: Classifier) -> str:
 
 
 def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
-    """Some test samples, normalised; made-up ones are not what a model was trained for."""
+    """Some samples, normalised, of the test part where there is one: no model was trained for made-up ones."""
     known = client is not None and 0 <= client < loop.num_clients and len(loop.data.clients[client].test)
     indices = loop.data.clients[client or 0].test if known else loop.data.server_test
+    indices = indices if len(indices) else torch.arange(len(loop.data.store.x))
     return loop.data.store.gather(torch.as_tensor(indices[:SAMPLES]))[0].cpu()
 
 

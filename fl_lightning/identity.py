@@ -6,10 +6,13 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.files import content_of
+from fl_lightning.source import UnreadableError
+from fl_lightning.static import EMPTY, load, parameters
 
 # What may differ between a run and its continuation, because it changes no number of the rounds done.
 _NO_IDENTITY = (
@@ -56,16 +59,26 @@ def contents(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def folders(config: Mapping[str, Any]) -> dict[str, str]:
-    """Where the folders of images lie that a configuration names: key -> path.
+    """Where the folders lie that a configuration names and that hold what their owner put there: key -> path.
 
-    No part of a run's identity, for they may be moved; but of two runs at once, two folders are two data sets.
+    No part of a run's identity, for they may be moved; but of two runs at once, two folders are two data sets. A data
+    set that is published is the same wherever it lies.
     """
     dataset, found = dict(_flatten((config.get("data") or {}).get("dataset"), "data.dataset")), {}
     for key, value in dataset.items():
-        if key.endswith("class_path") and str(value).endswith("ImageFolder"):
-            root = key.removesuffix("class_path") + "init_args.root"
-            found[root] = str(dataset.get(root, ""))
+        root = key.removesuffix("class_path") + "init_args.root"
+        if key.endswith("class_path") and root in dataset and not _is_published(str(value)):
+            found[root] = str(dataset[root])
     return found
+
+
+@lru_cache
+def _is_published(class_path: str) -> bool:
+    """Whether a data set's content is told by its class: it knows a folder of its own, and need not be given one."""
+    try:
+        return parameters(load(class_path)).get("root", (None, EMPTY, ""))[1] is not EMPTY
+    except UnreadableError:
+        return False
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

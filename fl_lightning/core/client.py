@@ -274,6 +274,7 @@ class ClientModule(L.LightningModule):
         if self.private is not None:
             self.private.enter(method)
         method.fit.epoch = self.current_epoch
+        method.fit.num_batches = method.fit.num_batches if epoch else 0
         terms = [term for term in method.terms if counts(term, planned.phase, self._weights[term.name])]
         self._bench = Bench(
             method, self._machine, self._layers, planned.phase, terms, self._weights, self._descents[index], self.meter

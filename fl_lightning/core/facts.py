@@ -106,7 +106,7 @@ class Fit:
         self.epoch = 0
         """The present one, 0-based."""
         self.num_batches = 0
-        """Local mini-batches that were done."""
+        """Local mini-batches of the present phase that were done."""
         self.num_steps = 0
         """Optimizer steps that were really made; a gradient scaler may skip some."""
         self.lr = 0.0

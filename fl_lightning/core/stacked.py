@@ -60,7 +60,7 @@ class CommonFit(Fit):
 
     @property
     def num_batches(self) -> int:  # type: ignore[override]
-        """Local mini-batches that were done."""
+        """Local mini-batches of the present phase that were done."""
         return self.common.of("num_batches")  # type: ignore[attr-defined]
 
     @num_batches.setter

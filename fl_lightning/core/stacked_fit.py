@@ -144,6 +144,8 @@ class _Phase:
     def run(self, begin: int, check: bool) -> None:
         """All its epochs, the first of which is so many epochs into the fit."""
         fit = self.fit
+        for entered in fit.entered:
+            entered.fit.num_batches = 0
         for layer in self.resting:
             layer.eval()
         try:

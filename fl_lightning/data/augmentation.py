@@ -126,12 +126,8 @@ def _batched(transform: Any) -> Stage | None:
 
 
 def _sides(padding: Any) -> list[int]:
-    """Left, right, top and bottom, from one number, (left and right, top and bottom), or (left, top, right, bottom)."""
-    if padding is None:
-        return [0, 0, 0, 0]
-    numbers = [padding] if isinstance(padding, int) else list(padding)
-    left, top, right, bottom = numbers if len(numbers) == 4 else (numbers * 4)[:4]
-    return [left, right, top, bottom]
+    """Left, right, top and bottom, as the transform keeps them whatever it was given."""
+    return [0, 0, 0, 0] if padding is None else list(padding)
 
 
 def _flips(probability: float, axis: int) -> Stage:

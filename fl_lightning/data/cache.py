@@ -18,7 +18,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
 
 

@@ -96,10 +96,16 @@ class ImageFolder(Dataset):
                 folders["test"] = test
         found: list[tuple[str, str, Path]] = []
         for part, folder in folders.items():
-            before = len(found)
+            before, unknown = len(found), list[Path]()
             for label in _names(folder, directories=True):
                 images = [name for name in _names(folder / label) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
                 found += [(part, label, folder / label / name) for name in images]
+                if not images and (_names(folder / label) or _names(folder / label, directories=True)):
+                    unknown.append(folder / label)
+            if unknown and len(found) > before:
+                known = ", ".join(sorted(self.SUFFIXES))
+                rule = "ImageFolder: every folder is a class, and in this one no file ends like an image's"
+                raise ConfigError(KEY, f"{rule} ({known}); convert them, or take it away", str(unknown[0]))
             if len(found) == before:
                 raise ConfigError(
                     KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)

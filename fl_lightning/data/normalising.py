@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -13,16 +15,36 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std
 from fl_lightning.errors import ConfigError, require
 
+_KEEPS_WIDE = ContextVar("keeps_wide", default=False)
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """Under ``normalize: none`` `arrays_of` leaves float64 as it is: what others are scaled by must not be rounded."""
+    token = _KEEPS_WIDE.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_WIDE.reset(token)
+
+
+def as_array(x: Any) -> np.ndarray:
+    """A tensor of any kind, or what NumPy takes, as an array; it has no bfloat16, which float32 holds."""
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
 
 def as_inputs(x: Any, name: str) -> Tensor:
-    """Inputs as they are stored: uint8 [N, C, H, W], int64 [N, L], or float32 [N, …].
+    """Inputs as they came: uint8 [N, C, H, W], int64 [N, L], or float32 or float64 [N, …], which `arrays_of` narrows.
 
     Bytes of three axes are grey images; bytes of four are channels last where only their last axis has 1, 3 or 4.
 
     Raises:
         ConfigError: naming the data set, for anything that is no array of numbers.
     """
-    array = x.numpy() if isinstance(x, Tensor) else np.asarray(x)
+    array = as_array(x)
     if array.dtype.kind not in "buif" or array.ndim < 2:
         raise ConfigError(KEY, f"{name}: x must be numbers [N, …], is {array.dtype} {list(array.shape)}")
     if array.dtype == np.uint8:
@@ -34,7 +56,8 @@ def as_inputs(x: Any, name: str) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array))
     if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
         return torch.from_numpy(array.astype(np.int64))
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+    fits = array.dtype.kind in "bf" and array.dtype.itemsize <= 4
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32 if fits else np.float64))
 
 
 def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, tuple[str, ...]]:
@@ -124,7 +147,10 @@ def arrays_of(
         return Arrays(x, y, num_train, tuple(classes), mean, std, groups=groups)
     rule = "is for images of bytes; numbers with a point take standard or none"
     require(normalize != "half", f"{KEY}.normalize", rule, normalize)
-    x = x if normalize == "none" else scaled(x, x[:num_train])
+    if normalize != "none":
+        x = scaled(x, x[:num_train])
+    elif not _KEEPS_WIDE.get():
+        x = x.float()
     return Arrays(x, y, num_train, tuple(classes), groups=groups)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.archives import check_room
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
-from fl_lightning.data.normalising import arrays_of, as_groups, as_inputs, as_labels
+from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pickles import read_pickled_npz
 from fl_lightning.errors import ConfigError, require
@@ -70,7 +70,7 @@ class ArrayFile(Dataset):
     def _joined(found: Mapping[str, Any], name: str, whole: bool) -> Any:
         if whole:
             return found.get(name)
-        parts = [np.asarray(found[part]) for part in (f"{name}_train", f"{name}_test") if part in found]
+        parts = [as_array(found[part]) for part in (f"{name}_train", f"{name}_test") if part in found]
         kinds = [part.dtype.name for part in parts]
         same = name != "x" or len({kind.startswith("float") for kind in kinds}) < 2
         require(same, f"{KEY}.path", "x_train and x_test must be of one type", ", ".join(kinds))
@@ -146,6 +146,8 @@ class CSVTable(Dataset):
         for key, name in (("label", self.label), ("group", self.group)):
             require(name is None or name in columns, f"{KEY}.{key}", f"must be one of {', '.join(columns)}", name)
         x = np.concatenate([self._feature(name, columns[name]) for name in self._features(columns)], axis=1)
+        for name in filter(None, (self.label, self.group)):
+            self._require_filled(name, columns[name], {""})
         labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
         groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
@@ -190,13 +192,17 @@ class CSVTable(Dataset):
     def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
         known = [cell for cell in cells if cell.strip().lower() not in _NOTHING]
         nothing = _NOTHING if known and _are_numbers(known) else {""}  # a name of its own among names
-        empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
-        rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or leave the column out"
-        require(empty is None, KEY, rule)
+        self._require_filled(name, cells, nothing)
         if _are_numbers(cells):
-            return np.array([float(cell) for cell in cells], dtype=np.float32)[:, None]
+            return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
         values, numbers = np.unique(np.array(cells), return_inverse=True)
-        return np.eye(len(values), dtype=np.float32)[numbers]
+        return np.eye(len(values), dtype=np.float64)[numbers]
+
+    def _require_filled(self, name: str, cells: Sequence[str], nothing: Collection[str]) -> None:
+        empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
+        remedy = "take the line out" if name in (self.label, self.group) else "leave the column out"
+        rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or {remedy}"
+        require(empty is None, KEY, rule)
 
 
 _NOTHING = {"", "?", "na", "n/a", "null", "none", "-"}
@@ -231,7 +237,8 @@ def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     require(path.is_file(), key, "there is no such file", str(path))
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+            # strict: a lone quotation mark would take all lines up to the next one into its cell
+            lines = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(key, f"{path} is no CSV file ({error})") from error
     lines = [line for line in lines if line]

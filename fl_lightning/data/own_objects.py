@@ -12,7 +12,7 @@ from torch.utils.data import Dataset as TorchBase
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
-from fl_lightning.data.normalising import arrays_of, as_groups, as_inputs, as_labels
+from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes
 from fl_lightning.data.tokens import Words
@@ -61,11 +61,14 @@ class TorchDataset(Dataset):
             except (TypeError, ValueError) as error:
                 rule = f"sample {index} of {type(part).__name__} must be (input, label)"
                 raise ConfigError(f"{KEY}.{name}", f"{rule} ({error})") from error
-            values = sample.numpy() if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
+            values = as_array(sample) if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
-            found.append((values, label.item() if isinstance(label, Tensor | np.generic) else label))
+            if isinstance(label, Tensor | np.ndarray):
+                rule = f"label of sample {index} must be one class, is of shape"
+                require(label.reshape(-1).shape[0] == 1, f"{KEY}.{name}", rule, list(label.shape))
+            found.append((values, label.item() if isinstance(label, Tensor | np.ndarray | np.generic) else label))
         require(bool(found), f"{KEY}.{name}", "is empty", type(part).__name__)
         return found
 

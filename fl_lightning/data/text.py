@@ -20,15 +20,20 @@ from fl_lightning.errors import ConfigError, require
 
 PAD, UNKNOWN = 0, 1
 _WORD = re.compile(r"[a-z0-9']+")
+_ANY_WORD = re.compile(r"(?:[^\W_]|')+")
 
 
-def tokenise(text: str) -> list[str]:
-    """Lower-case words of a text, without ``<br />``.
+def tokenise(text: str, ascii_only: bool = False) -> list[str]:
+    """Lower-case words of a text in any alphabet, without ``<br />``.
 
-    >>> tokenise("It's GREAT.<br /><br />10/10!")
-    ["it's", 'great', '10', '10']
+    Args:
+        text: it.
+        ascii_only: whether words are of English letters alone, others parting them.
+
+    >>> tokenise("It's GREAT.<br /><br />10/10, naïve_ЖУК!")
+    ["it's", 'great', '10', '10', 'naïve', 'жук']
     """
-    return _WORD.findall(text.lower().replace("<br />", " "))
+    return (_WORD if ascii_only else _ANY_WORD).findall(text.lower().replace("<br />", " "))
 
 
 class IMDB(Dataset):
@@ -67,7 +72,7 @@ class IMDB(Dataset):
         frequency: Counter[str] = Counter()
         for part, _, path in files:
             try:
-                words = tokenise(path.read_text(encoding="utf-8"))
+                words = tokenise(path.read_text(encoding="utf-8"), ascii_only=True)
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(KEY, f"IMDB: {path} cannot be read as text ({error})") from error
             if part == "train":
@@ -95,12 +100,13 @@ class IMDB(Dataset):
         frequency: Counter[str] = Counter()
         for part, _, path in self._files():
             if part == "train":
-                frequency.update(tokenise(path.read_text(encoding="utf-8")))
+                frequency.update(tokenise(path.read_text(encoding="utf-8"), ascii_only=True))
         kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
         token_of = {word: token for token, word in enumerate(kept, start=2)}
         x = torch.full((len(columns["text"]), self.length), PAD, dtype=torch.int64)
         for row, text in zip(x, columns["text"], strict=True):
-            tokens = [token_of.get(word, UNKNOWN) for word in tokenise(str(text))[: self.length]] or [UNKNOWN]
+            words = tokenise(str(text), ascii_only=True)[: self.length]
+            tokens = [token_of.get(word, UNKNOWN) for word in words] or [UNKNOWN]
             row[: len(tokens)] = torch.tensor(tokens)
         return x
 

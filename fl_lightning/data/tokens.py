@@ -110,6 +110,12 @@ class TextFile(Dataset):
         for key, name in (("text", self.text), ("label", self.label), ("group", self.group)):
             for part in parts:
                 require(name is None or name in part, f"{KEY}.{key}", f"columns are {', '.join(part)}", name)
+            for path, part in zip(self.sources(), parts, strict=False):
+                values = part[name] if name is not None and key != "text" else ()
+                empty = (value is None or not str(value).strip() for value in values)
+                nothing = next((place for place, is_empty in enumerate(empty) if is_empty), None)
+                rule = f"{path}: sample {nothing} (from 0) has nothing under {name!r}; fill it in, or take it out"
+                require(nothing is None, KEY, rule)
         texts = [str(text) for part in parts for text in part[self.text]]
         num_train = len(parts[0][self.text])
         labels, classes = as_labels([label for part in parts for label in part[self.label]], "TextFile")

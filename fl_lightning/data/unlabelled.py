@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
-from fl_lightning.data.normalising import as_inputs, scaled
+from fl_lightning.data.normalising import as_inputs, scaled, wide
 from fl_lightning.data.own_files import read_arrays
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.tokens import lines_of, read_table
@@ -60,6 +59,7 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     else:
         kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"
         raise ConfigError(KEY, f"must be {kinds}", str(path))
+    x = x.float() if x.is_floating_point() else x
     _require_fit(x, arrays)
     return Unlabelled(x, [str(index) for index in range(len(x))])
 
@@ -96,7 +96,8 @@ def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
         return x
     plain = copy.copy(dataset)
     plain.normalize = "none"  # type: ignore[attr-defined]
-    raw = load(plain)
+    with wide():
+        raw = plain.arrays()
     if not raw.x.is_floating_point() or raw.x.shape[1:] != x.shape[1:]:
         return x
     return scaled(x, raw.x[: raw.num_train])

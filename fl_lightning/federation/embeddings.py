@@ -20,7 +20,7 @@ class Embeddings:
     """Embeddings of a union's batches, kept from one client to the next that has received the same body.
 
     Personal heads on a shared body (FedPer, FedRep, FedCPD, …) are tested on the union of all test parts right after
-    the receive: N passes through one body, of which one is enough. Another batch, another body, whatever bit of it, or
+    the receive: N passes through one body, of which one is enough. Another batch, another body, or
     an embedding that rests on more than the body is computed as ever.
 
     Args:
@@ -73,6 +73,7 @@ class _OfOneBody:
         z = seen.known(module.method.model)
         if z is None or batch in self._rows or z.nbytes > self.room:
             return
-        self._rows[batch] = z
+        is_part = z.untyped_storage().nbytes() > z.nbytes  # of a tensor that would stay alive as a whole
+        self._rows[batch] = z.clone(memory_format=torch.contiguous_format) if is_part else z
         self.size += z.nbytes
         self.room -= z.nbytes

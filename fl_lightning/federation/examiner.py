@@ -53,7 +53,8 @@ class Examiner:
         if self.policy.reference is not None:
             found = read_reference(self.policy.reference, data.partition_hash, len(data.clients))
             self.board.alone = found
-        sample = data.store.gather(data.server_test[:1])[0] if len(data.server_test) else None
+        some = torch.arange(len(data.store.x))[:1]  # any one will do
+        sample = data.store.gather(some)[0] if len(some) else None
         ways = list(template.predictors.values())
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
         server = headline(template.predictors, "Server-T")
@@ -71,7 +72,10 @@ class Examiner:
 
     def may_predict_as_global(self, client: int) -> bool:
         """Whether the client may be about to predict as the global model does."""
-        return self._received_is_global and self.exchange.hears_global(client)
+        alike = (
+            self.runner.architecture[client] == 0
+        )  # the one that is measured, and that the global model is tested in
+        return alike and self._received_is_global and self.exchange.hears_global(client)
 
     @property
     def all_columns(self) -> tuple[list[str], list[str]]:
@@ -144,7 +148,7 @@ class Examiner:
 
     def prepare(self, round: int, participants: Sequence[int]) -> None:
         """Test the global model now, if the round needs it: clients' own states are about to enter its module."""
-        if self.tests_received(round) and any(map(self.may_predict_as_global, participants)):
+        if any(self.tests_received(round, own) and self.may_predict_as_global(own) for own in participants):
             self.global_outcomes()
 
     def is_alone(self, round: int) -> bool:
@@ -154,9 +158,19 @@ class Examiner:
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
-    def tests_received(self, round: int) -> bool:
-        """Whether participants are tested right after their receive."""
-        return self.policy.received and self.calendar.is_evaluated(round)
+    def tests_received(self, round: int, client: int) -> bool:
+        """Whether a participant is tested right after its receive.
+
+        Who sits out an evaluated round counts with its last fit there; where fits are not tested, with what it received
+        last.
+        """
+        if not self.policy.received or self.calendar.is_evaluated(round):
+            return self.policy.received
+        if self.policy.trained or self.board.follows:
+            return False
+        if self.calendar.settings.on_client_error == "skip":
+            return True
+        return self.calendar.is_last_before_evaluation(client, round)
 
     def tests_trained(self, round: int, client: int) -> bool:
         """Whether a participant is tested after its fit."""

@@ -285,7 +285,7 @@ class FederatedLoop:
             facts,
             client,
             self.wire.down(self.exchange.inbox(client)),
-            received=self.examiner.tests_received(round),
+            received=self.examiner.tests_received(round, client),
             trained=self.examiner.tests_trained(round, client),
             known_scores=self.examiner.global_scores(client),
             keep_model=self.models_folder / f"{client:05d}.pt" if self.models_folder is not None and keeps else None,

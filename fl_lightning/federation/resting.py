@@ -10,6 +10,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Predictor, Seen
+from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 
 BODY = "model.body."
@@ -30,16 +31,19 @@ def rests_on_what_travels(client: ClientModule, way: Predictor, x: Tensor) -> bo
 
 
 def embeds_by_a_body_that_travels(client: ClientModule, x: Tensor) -> bool:
-    """Whether the embedding uses the body alone, all of which is exchanged, and draws nothing.
+    """Whether the embedding is what the body alone makes, all of which is exchanged, and draws nothing.
 
-    Measured likewise, under two random streams.
+    The former two are read, for an `embed` of a model's own may ask for anything; the last is measured, under two
+    random streams and with everything else hidden.
 
     Args:
         client: any client.
         x: [1, …] an input.
     """
     travels, tensors = _travelling(client), _tensors(client)
-    if not all(name in travels for name in client.entries if name.startswith(BODY)):
+    if type(client.method.model).embed is not SplitModel.embed or not all(
+        name in travels for name in client.entries if name.startswith(BODY)
+    ):
         return False
     others = [tensor for name, tensor in tensors.items() if not name.startswith(BODY)]
     return _unmoved(client, others, lambda: client.method.model.embed(x), (0, 1))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fl_lightning.core.facts import PlansRounds
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
@@ -62,6 +64,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         same = state["partition"] == loop.data.partition_hash
         require(same, "--resume", f"{whose} has another partition")
         _check_rounds(loop, state.get("rounds", loop.settings.rounds))
+        _check_tested(loop, state.get("rounds", loop.settings.rounds), state["round"])
         _restore(loop, state)
     except ConfigError:
         raise
@@ -77,6 +80,28 @@ def _check_rounds(loop: Loop, planned: int) -> None:
     plans = isinstance(method, PlansRounds) and method.plans_rounds
     kept = planned == loop.settings.rounds or not plans
     require(kept, "federation.rounds", rule, loop.settings.rounds)
+
+
+def _check_tested(loop: Loop, planned: int, done: int) -> None:
+    """Refuse an end at which clients would count with figures of an earlier fit than their last one.
+
+    A client is not tested where it takes part again before the next evaluated round, as it was planned. (Where clients
+    that fall sick are skipped, all are.)
+    """
+    settings, calendar = loop.settings, loop.calendar
+    if settings.rounds >= planned or loop.board.follows or settings.on_client_error == "skip":
+        return
+    before = Calendar(replace(settings, rounds=planned), calendar.num_clients, calendar.seed)
+    ahead = range(done + 1, next((r for r in range(done + 1, planned) if calendar.is_evaluated(r)), planned) + 1)
+    for client in range(loop.num_clients):
+        last = next((r for r in range(done, 0, -1) if calendar.takes_part(client, r)), None)
+        again = any(calendar.takes_part(client, round) for round in ahead)
+        rule = (
+            f"round {settings.rounds} cannot be the last one: client {client} was not tested in round {last}, its last "
+            f"one, for it was to take part again before the next evaluated round; leave it at {planned}, or end it at "
+            f"a multiple of {settings.evaluate_every}"
+        )
+        require(last is None or again or before.is_last_before_evaluation(client, last), "federation.rounds", rule)
 
 
 def _restore(loop: Loop, state: Mapping[str, Any]) -> None:

@@ -65,7 +65,8 @@ class Ditto(Method):
         if step.phase.name == "personal" and self.weight:
             values["pull"] = self._pull()
         step.descend(values)
-        step.observe(out)
+        if step.phase.name == "global":  # v's predictions stay with the client
+            step.observe(out)
 
     def _pull(self) -> Tensor:
         """½ ‖v − w^t‖²."""

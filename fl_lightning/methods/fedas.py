@@ -60,7 +60,7 @@ class FedAS(Method):
     @override
     @torch.no_grad()
     def receive(self, message: Message, data: OwnData) -> None:
-        if not self.alignment_lr or not self.alignment_epochs:
+        if not self.alignment_lr or not self.alignment_epochs or not message.weights:
             return super().receive(message, data)
         means = data.collected().class_means().mean  # μ, by the last own body
         super().receive(message, data)

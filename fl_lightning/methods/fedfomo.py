@@ -60,15 +60,14 @@ class FedFomo(Method):
 
     @override
     def receive(self, message: Message, data: OwnData) -> None:
-        super().receive(message.without_weights(), data)
         self.gains.zero_()
         models, weights, start = lent_models(message), shared_entries(self), self.start.state_dict()
-        if not models:
-            return
-        own = models[data.client] = as_vector(weights)
-        begun = as_vector({name: start[name.removeprefix("model.")] for name in weights})
-        base = begun if self.baseline == "start" and self.get_buffer("has_begun") else own
-        move_towards_better(weights, base, models, data.risk, self.model.parameters(), self.gains)
+        if models:
+            own = models[data.client] = as_vector(weights)
+            begun = as_vector({name: start[name.removeprefix("model.")] for name in weights})
+            base = begun if self.baseline == "start" and self.get_buffer("has_begun") else own
+            move_towards_better(weights, base, models, data.risk, self.model.parameters(), self.gains)
+        super().receive(message.without_weights(), data)  # last: terms compare with what the fit starts from
 
     @override
     def on_fit_start(self) -> None:

@@ -54,4 +54,6 @@ class FedProc(PlansRounds, Method):
         """α for the cross-entropy, 1 − α for the contrast."""
         t, until = self.facts.round - 1, self.facts.rounds if self.anneal_rounds is None else self.anneal_rounds
         alpha = min(t / until, 1.0) if t > 0 and until else 1.0
-        return {**super().term_weights(), "cross_entropy": alpha, self.contrast[0].name: 1.0 - alpha}
+        own = self.contrast[0]  # one of `extra_terms` may stand in its place, whose weight does not change
+        contrast = {own.name: 1.0 - alpha} if any(term is own for term in self.terms) else {}
+        return {**super().term_weights(), "cross_entropy": alpha, **contrast}

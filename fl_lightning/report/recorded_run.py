@@ -59,6 +59,12 @@ class RecordedRun:
         return seed if isinstance(seed, int) else None
 
     @property
+    def less_is_best(self) -> bool | None:
+        """Whether the best round is the one with least of what chooses it; None where that goes by its name."""
+        stopping = (self.config.get("federation") or {}).get("early_stopping") or {}
+        return {"min": True, "max": False}.get(str(stopping.get("mode")))
+
+    @property
     def partition_hash(self) -> str:
         """Of who holds what; empty where nothing says it."""
         return str(self.summary.get("partition_hash") or self.partition.get("hash") or "")

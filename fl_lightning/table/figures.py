@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fl_lightning.files import content_of, plain_json
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import rows_of
 from fl_lightning.table.cells import Cell
@@ -143,12 +144,23 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
     weights: dict[int, float] = {}
+    sizes = _validation_sizes(run) if figure.column.endswith("-V_weighted") or "-V_received" in figure.column else {}
     weighted = figure.column.endswith("_weighted")
     for row in rows_of(run.folder / "clients.csv"):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
             found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
-            weights[int(row["client"])] = float(row.get("num_test") or 0) if weighted else 1.0
+            size = sizes.get(int(row["client"]), row.get("num_test") or 0)
+            weights[int(row["client"])] = float(size) if weighted else 1.0
     return {client: (float(np.mean(own)), weights[client]) for client, own in found.items()}
+
+
+def _validation_sizes(run: Cell) -> dict[int, int]:
+    """How many validation samples each client has; empty where nothing says it."""
+    try:
+        clients = plain_json(content_of(run.folder / "partition.json"))["clients"]
+        return {client: len(own["validation"]) for client, own in enumerate(clients)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 # --- which rows can be told apart -------------------------------------------------------------------------------------

@@ -59,6 +59,27 @@ def laid_over(layers: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return node
 
 
+def spelled_out(key: str, config: Mapping[str, Any]) -> str:
+    """A key as a file has it, with the ``init_args`` that the command line lets one leave out.
+
+    Args:
+        key: dotted.
+        config: resolved.
+
+    >>> spelled_out("optimizer.lr", {"optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}}})
+    'optimizer.init_args.lr'
+    """
+    node: Any = config
+    names: list[str] = []
+    for name in key.split("."):
+        if isinstance(node, Mapping) and "class_path" in node and name not in ("class_path", "init_args"):
+            names.append("init_args")
+            node = node.get("init_args")
+        names.append(name)
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return ".".join(names)
+
+
 def option(key: str, value: Any) -> str:
     """One setting as an option of a command line."""
     return f"--{key.removesuffix('.class_path')}={value if isinstance(value, str) else json.dumps(value)}"

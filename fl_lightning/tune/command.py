@@ -23,7 +23,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
-from fl_lightning.table.overlays import Overlay, laid_over, option, split_options
+from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.running import REFUSED, Command, Crew
 from fl_lightning.tune.space import Contender, Point, Search, read_search
@@ -77,8 +77,10 @@ class Tuning:
         words += [option(key, value) for key, value in point.items()]
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
-        share = plain.config["data"].get("validation_fraction") or self.search.validation
-        words += [f"--data.validation_fraction={share}", "--data.evaluate_on=validation"]
+        data = plain.config["data"]
+        if data.get("split") != "file":  # which lists validation parts itself
+            words.append(f"--data.validation_fraction={data.get('validation_fraction') or self.search.validation}")
+        words.append("--data.evaluate_on=validation")
         return [cell_of(row, COLUMN, words, seed, self.cells) for seed in self.search.seeds]
 
     def run(self) -> tuple[int, dict[str, list[Trial]]]:
@@ -235,9 +237,11 @@ class Tuning:
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
         path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
-        whole = best.cells[0].config["method"]["class_path"]
+        config = best.cells[0].config
+        whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
-        node = laid_over([("method", method), *contender.overlay.layers(), *best.point.items()])
+        layers = [*contender.overlay.layers(), *best.point.items()]
+        node = laid_over([("method", method), *((spelled_out(key, config), value) for key, value in layers)])
         alone = {name: own["class_path"] for name, own in node.items() if _is_name(own)}
         write_text(path, head + yaml.safe_dump({**node, **alone}, sort_keys=False))
 

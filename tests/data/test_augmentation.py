@@ -56,7 +56,7 @@ def test_crops_are_those_of_torchvision_one_draw_an_image(options, size):
     transform = v2.RandomCrop(size, **options)
     x = images(600)
     out = Augmentation([transform])(x, 3)
-    padding = transform.padding or [0]
+    padding = options.get("padding", 0)  # as given: what the transform keeps is in another order
     padded = functional.pad(x, padding, options.get("fill", 0), options.get("padding_mode", "constant"))
     height, width = transform.size
     tops, lefts = padded.shape[2] - height + 1, padded.shape[3] - width + 1
@@ -67,6 +67,8 @@ def test_crops_are_those_of_torchvision_one_draw_an_image(options, size):
     assert matches.any(0).all()
     chosen = matches.float().argmax(0)
     assert len(chosen.unique()) == tops * lefts
+    theirs = torch.stack([transform(x[0]) for _ in range(50)])
+    assert (crops[:, 0, None] == theirs).flatten(2).all(2).any(0).all()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,13 @@ def test_a_table_of_numbers_and_names(tmp_path):
         (TABLE, {"label": "grad"}, "data.dataset.label: must be one of age, city, site, grade"),
         (TABLE, {"label": "grade", "group": "user"}, "data.dataset.group: must be one of"),
         (TABLE.replace("30", ""), {"label": "grade"}, "line 3 has nothing under 'age'"),
+        (
+            TABLE.replace("bad", "", 1),
+            {"label": "grade"},
+            "has nothing under 'grade'; fill it in, or take the line out",
+        ),
+        ("a,site,y\n1,x,0\n2,,1\n", {"label": "y", "group": "site"}, "line 3 has nothing under 'site'"),
+        ('a,y\n"1,0\n2,1\n"3,0\n4,1\n', {"label": "y"}, "is no CSV file"),
         (TABLE.replace("30,", ""), {"label": "grade"}, "line 3 has 3 cells, and there are 4 columns"),
         ("age\n", {"label": "age"}, "samples below it"),
         (TABLE, {"label": "grade", "leave_out": ["age", "city", "site"]}, "leaves no feature"),
@@ -385,3 +392,72 @@ def test_a_sample_has_every_class_of_both_parts_in_its_share():
 def test_samples_that_cannot_be_drawn_are_refused(arguments, said):
     with pytest.raises(ConfigError, match=said):
         Sample(Uneven(), **arguments).arrays()
+
+
+# --- what must not be lost in silence -------------------------------------------------------------------------------
+def test_large_numbers_keep_their_differences_until_they_are_scaled(tmp_path):
+    """Times in seconds since 1970 differ in float64 by what float32 rounds away."""
+    seconds = 1.7e9 + np.arange(60.0)
+    expected = (seconds - seconds.mean()) / seconds.std()
+    (tmp_path / "t.csv").write_text("time,y\n" + "".join(f"{s:.0f},{i % 2}\n" for i, s in enumerate(seconds)))
+    np.savez(tmp_path / "a.npz", x=seconds[:, None], y=np.arange(60) % 2)
+    torch.save({"x": torch.from_numpy(seconds)[:, None], "y": torch.arange(60) % 2}, tmp_path / "a.pt")
+    for dataset in (
+        CSVTable(str(tmp_path / "t.csv"), "y"),
+        *(ArrayFile(str(tmp_path / f"a.{e}")) for e in ("npz", "pt")),
+    ):
+        assert checked(dataset).x.flatten().numpy() == pytest.approx(expected, abs=1e-5)
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y", normalize="none")).x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("made", ["bfloat16", "with a gradient"])
+def test_tensors_that_numpy_does_not_take_are_taken(tmp_path, made):
+    x = torch.linspace(-1, 1, 12).view(6, 2)
+    x = x.bfloat16() if made == "bfloat16" else x.requires_grad_()
+    torch.save({"x": x, "y": torch.arange(6) % 2}, tmp_path / "a.pt")
+    parts = {"x_train": x[:4], "x_test": x[4:], "y_train": torch.arange(4) % 2, "y_test": torch.arange(2) % 2}
+    torch.save(parts, tmp_path / "b.pt")
+    expected = x.detach().float()
+    for name in ("a.pt", "b.pt"):
+        assert torch.equal(checked(ArrayFile(str(tmp_path / name), normalize="none")).x, expected)
+    both = TorchDataset(TensorDataset(x, torch.arange(6) % 2), normalize="none")
+    assert torch.equal(checked(both).x, expected)
+
+
+def test_labels_of_several_numbers_are_refused():
+    one_hot = TensorDataset(torch.zeros(4, 2), torch.eye(2).repeat(2, 1))
+    with pytest.raises(
+        ConfigError, match=r"data.dataset.train: label of sample 0 must be one class, is of shape.*\[2\]"
+    ):
+        TorchDataset(one_hot).arrays()
+
+
+@pytest.mark.parametrize("ending", [".jfif", ""], ids=["unknown ending", "one folder deeper"])
+def test_a_class_without_a_known_image_is_refused(tmp_path, ending):
+    Image = pytest.importorskip("PIL.Image")
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / label / "0.png")
+    (tmp_path / "owl").mkdir()
+    checked(ImageFolder(str(tmp_path)))  # an empty folder is none
+    if ending:
+        (tmp_path / "owl" / f"0{ending}").write_bytes(b"x")
+    else:
+        (tmp_path / "owl" / "more").mkdir()
+    with pytest.raises(ConfigError, match=r"no file ends like an image's \(.bmp, .*owl"):
+        ImageFolder(str(tmp_path)).arrays()
+
+
+def test_words_are_of_any_alphabet(tmp_path):
+    texts = ["очень хорошо", "очень плохо", "très naïf", "it's 很好"]
+    tokens = Words(vocabulary=20, length=2).tokens(texts, 4)
+    assert len({tuple(row) for row in tokens.tolist()}) == 4
+    assert tokens.min() >= 2  # nobody's word is unknown
+
+
+@pytest.mark.parametrize(("name", "line"), [("t.csv", "good,\n"), ("t.jsonl", '{"text": "good", "label": null}\n')])
+def test_a_text_without_a_class_is_refused(tmp_path, name, line):
+    head = "text,label\nbad,neg\n" if name == "t.csv" else '{"text": "bad", "label": "neg"}\n'
+    (tmp_path / name).write_text(head + line)
+    with pytest.raises(ConfigError, match="sample 1 \\(from 0\\) has nothing under 'label'"):
+        TextFile(str(tmp_path / name)).arrays()

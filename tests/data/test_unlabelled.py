@@ -162,3 +162,20 @@ def test_nothing_in_an_array_file_is_run(images, tmp_path):
     np.savez(tmp_path / "new.npz", x=np.array([print], dtype=object))
     with pytest.raises(ConfigError, match=r"DATA: .* cannot be read"):
         read_unlabelled(tmp_path / "new.npz", images, images.arrays())
+
+
+@pytest.mark.parametrize("kind", ["table", "arrays"])
+def test_new_samples_of_large_numbers_are_scaled_as_those_of_training(tmp_path, kind):
+    seconds = 1.7e9 + np.arange(60.0)
+    if kind == "table":
+        known, new = tmp_path / "known.csv", tmp_path / "new.csv"
+        known.write_text("time,y\n" + "".join(f"{s:.0f},{i % 2}\n" for i, s in enumerate(seconds)))
+        new.write_text("time\n" + "".join(f"{s:.0f}\n" for s in seconds[:5]))
+        dataset = CSVTable(str(known), "y")
+    else:
+        known, new = tmp_path / "known.npz", tmp_path / "new.npz"
+        np.savez(known, x=seconds[:, None], y=np.arange(60) % 2)
+        np.savez(new, x=seconds[:5, None])
+        dataset = ArrayFile(str(known))
+    arrays = dataset.arrays()
+    assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[:5])

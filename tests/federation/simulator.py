@@ -187,7 +187,7 @@ class Numbers:
         self.clients = [Own(client) for client in range(num_clients)]
         self.num_train = np.array([own.num_train for own in self.clients])
         self.num_test = self.num_validation = np.zeros(num_clients, dtype=int)
-        self.store = SimpleNamespace(serve=lambda device: None, y=torch.tensor([0, 1]))
+        self.store = SimpleNamespace(serve=lambda device: None, x=torch.zeros(0, 1), y=torch.tensor([0, 1]))
 
     def class_counts(self):
         return np.stack([own.class_counts.numpy() for own in self.clients])

@@ -7,6 +7,7 @@ from fl_lightning import files
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.files import load_tensors, save_tensors, write_text
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -236,3 +237,38 @@ def test_loop_saves_by_time(mlp, run_federation, tmp_path, seconds, rounds):
 def test_checkpoint_policy_rejects(option, value):
     with pytest.raises(ConfigError, match=rf"federation\.checkpoint\.{option}.*{value}"):
         CheckpointPolicy(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("rounds", "options", "said"),
+    [
+        (7, {}, "was not tested in round"),
+        (7, {"evaluate": EvaluationPolicy(trained=False)}, "was not tested in round"),
+        (8, {}, ""),
+        (12, {}, ""),
+        (7, {"on_client_error": "skip"}, ""),
+        (7, {"evaluate": EvaluationPolicy(clients="participants")}, ""),
+    ],
+)
+def test_a_run_does_not_end_where_clients_would_count_with_figures_of_an_earlier_fit(
+    set_up_federation, mlp, tmp_path, rounds, options, said
+):
+    settings = {"participation": 0.5, "evaluate_every": 4, **options}
+    first = set_up_federation(lambda: FedAvg(mlp()), rounds=12, folder=tmp_path, **settings)
+    for _ in range(6):
+        first.advance()
+    cut = set_up_federation(lambda: FedAvg(mlp()), rounds=rounds, folder=tmp_path, **settings)
+    state = cut.checkpoints.load(cut.checkpoints.find("auto"))
+    if said:
+        with pytest.raises(
+            ConfigError, match=f"federation.rounds: round 7 cannot be the last one.*{said}.*leave it at 12"
+        ):
+            cut.load_state_dict(state)
+        return
+    cut.load_state_dict(state)
+    cut.run()
+    straight = set_up_federation(lambda: FedAvg(mlp()), rounds=rounds, **settings)
+    straight.run()
+    assert {k: v for k, v in cut.diary.rows[-1].items() if "-T" in k} == pytest.approx(
+        {k: v for k, v in straight.diary.rows[-1].items() if "-T" in k}, nan_ok=True
+    )

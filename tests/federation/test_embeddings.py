@@ -14,6 +14,7 @@ from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
+from fl_lightning.models.mlp import MLP
 
 
 class Restless(nn.Module):
@@ -164,3 +165,33 @@ def test_architectures_have_bodies_of_their_own(mlp, set_up_federation, outcome,
     anew, many = received(lambda _: FedRep(mlp()), set_up_federation, limit=0, **options)
     assert_identical(outcome(kept), outcome(anew))
     assert many - few == 3 * len(kept.data.server_test)
+
+
+class OwnEmbedding(MLP):
+    """Takes off a mean of the client's own, once it has one."""
+
+    def __init__(self):
+        super().__init__((1, 8, 8), 4, (8, 5))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def embed(self, x):
+        return self.body(x) - self.mean * (self.seen > 0)
+
+
+def test_a_model_with_an_embedding_of_its_own_is_not_asked_twice(make_client, x):
+    assert not embeds_by_a_body_that_travels(make_client(FedRep(OwnEmbedding())), x)
+
+
+class FirstToken(nn.Module):
+    """A view of what it is given."""
+
+    def forward(self, z):
+        return z.repeat_interleave(9, 0).view(len(z), 9, -1)[:, 0]
+
+
+def test_of_a_view_no_more_is_kept_than_itself(mlp, set_up_federation):
+    loop, _ = received(lambda: FedRep(with_body(mlp(), FirstToken())), set_up_federation)
+    (own,) = loop.runner.evaluator._embeddings._known.values()
+    assert own.size > 0
+    assert sum(z.untyped_storage().nbytes() for z in own._rows.values()) == own.size

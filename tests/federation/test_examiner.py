@@ -1,21 +1,25 @@
 """What is tested when: the global model of methods that have one, and what need not be tested twice."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.federation.examiner import holds
 from fl_lightning.federation.resting import rests_on_what_travels
+from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.models.wrapped import WrappedModel
 
 BOTH = ("Local-T", "Global-T")
 
@@ -298,3 +302,42 @@ def test_what_several_predictors_need_is_computed_once(mlp, make_client):
     for _ in range(2):
         client.predictors["global"].scores(seen)
     assert len(passes) == 1
+
+
+def test_clients_of_another_architecture_are_tested_with_their_own(set_up_federation):
+    """Entries of the same names and shapes, and another forward pass."""
+
+    def make(architecture):
+        activation = (nn.ReLU, nn.Tanh)[architecture]()
+        layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), activation, nn.Linear(8, 4))
+        return FedAvg(WrappedModel((1, 8, 8), 4, layers, head="3"))
+
+    loop = set_up_federation(make, architecture=[0, 1, 0, 1], local_epochs=3)
+    loop.run()
+    facts = replace(loop.runner.facts, round=4)
+    for client in range(4):
+        own = loop.runner.evaluate_received(client, loop.exchange.inbox(client), facts, None)
+        for name, value in own.items():
+            assert loop.final_scores[name][client] == pytest.approx(value), (client, name)
+    assert len({float(v) for v in loop.final_scores["eval_loss/Global-T_received"]}) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"on_client_error": "skip"}, {"sampling": "poisson"}])
+def test_who_sits_out_counts_with_what_it_received_last(mlp, run_federation, options):
+    """Where fits are not tested; how often clients are tested changes nothing in those rounds."""
+    policy = EvaluationPolicy(trained=False)
+    often, seldom = (
+        run_federation(lambda: FedAvg(mlp()), 6, participation=0.5, evaluate=policy, evaluate_every=every, **options)
+        for every in (1, 3)
+    )
+    for round in (3, 6):
+        one, other = ({k: v for k, v in loop.diary.rows[round - 1].items() if "-T" in k} for loop in (often, seldom))
+        assert one == pytest.approx(other, nan_ok=True), round
+
+
+def test_without_test_parts_the_global_model_is_tested_on_validation_parts(mlp, make_data, run_federation):
+    data = make_data(test_fraction=0.0, validation_fraction=0.25)
+    loop = run_federation(lambda: FedAvg(mlp()), 2, data=data)
+    assert loop.examiner.has_global_model
+    assert 0 < loop.diary.rows[-1]["Server-V"] <= 1
+    assert loop.diary.rows[-1]["Server-T"] is None

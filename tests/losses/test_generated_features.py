@@ -15,6 +15,8 @@ from fl_lightning.losses.generated_features import (
     diversity_loss,
     faded,
 )
+from fl_lightning.methods.ditto import Ditto
+from fl_lightning.methods.fedrep import FedRep
 
 
 @pytest.mark.parametrize(("y", "expected"), [([0, 1], math.exp(-0.5)), ([1, 1], 1.0)])
@@ -64,3 +66,12 @@ def test_bad_values_are_refused(term, options, key):
     owner = "Generator" if key in ("noise_size", "hidden") else term.__name__
     with pytest.raises(ConfigError, match=rf"^{owner}\.{key}: must be"):
         term(**sectioned(term, **options))
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+@pytest.mark.parametrize("method", [FedRep, Ditto])
+def test_first_steps_are_those_of_the_phase_in_which_the_term_counts(mlp, run_federation, method, cohort):
+    """A phase before it, of more mini-batches than the term counts in, takes none of them away."""
+    terms = [EarlyAlignment(0.1, steps=1)]
+    loop = run_federation(lambda: method(mlp(), extra_terms=terms), 3, cohort=cohort)
+    assert loop.diary.rows[-1]["loss/early_alignment"] > 0

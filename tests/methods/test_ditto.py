@@ -8,6 +8,7 @@ from torch import nn
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.losses.label_distillation import LabelDistillation
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.local import Local
@@ -76,3 +77,17 @@ def test_ranges_are_checked(mlp):
         Ditto(mlp(), weight=-1.0)
     with pytest.raises(ConfigError, match=r"method\.personal_epochs: must be >= 0 or null"):
         Ditto(mlp(), personal_epochs=-1)
+
+
+def test_what_is_averaged_while_training_is_the_global_models(mlp, run_federation):
+    """The personal model's predictions stay with the client, however long it trains."""
+
+    def sent(method, **options):
+        terms = [LabelDistillation(1.0, averages="running")]
+        loop = run_federation(lambda: method(mlp(), extra_terms=terms, **options), 1)
+        return loop.diary.sent[1, 0].artifacts["label_distillation"]
+
+    plain = sent(FedAvg)
+    assert torch.equal(sent(Ditto, personal_epochs=0).mean, plain.mean)
+    for epochs in (0, 1, 3):
+        assert torch.equal(sent(Ditto, personal_epochs=epochs).count, plain.count)

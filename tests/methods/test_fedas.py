@@ -73,3 +73,11 @@ def test_ranges_are_checked(mlp):
     for options in ({"alignment_lr": -1.0}, {"alignment_epochs": -1}, {"aligned": "none"}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}: must be"):
             FedAS(mlp(), **options)
+
+
+def test_who_never_took_part_counts_with_its_initial_model(mlp, set_up_federation):
+    """Nothing was heard, so there is nothing to align."""
+    loops = [set_up_federation(lambda m=m: m(mlp()), rounds=2) for m in (FedAS, FedPer)]
+    for client in range(4):
+        own, plain = (loop.runner.evaluate_resting(client) for loop in loops)
+        assert own == plain

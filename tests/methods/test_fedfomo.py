@@ -1,6 +1,7 @@
 """FedFomo, beside its rule written out here, and whom a server lends to whom."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.lending import Lending, LendingServer, as_vector, lent_models, put_vector, shared_entries
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.methods.fedfomo import FedFomo
 from fl_lightning.methods.local import Local
 
@@ -132,3 +134,11 @@ def test_ranges_are_checked(mlp):
     for options in ({"models": 0}, {"exploration": 1.5}, {"exploration_decay": -1.0}):
         with pytest.raises(ConfigError, match=rf"method\.lending\.{next(iter(options))}: must be"):
             Lending(**options)
+
+
+def test_terms_compare_with_what_the_fit_starts_from(mlp, run_federation):
+    """Not with the client's own last model: then MOON's term is log 2 in every round, and teaches nothing."""
+    loop = run_federation(lambda: FedFomo(mlp(), extra_terms=[ModelContrast(5.0)]), 5)
+    losses = [row["loss/model_contrast"] for row in loop.diary.rows]
+    assert losses[0] == pytest.approx(math.log(2))
+    assert min(abs(loss - math.log(2)) for loss in losses[1:]) > 1e-4

@@ -10,6 +10,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.prototype import PrototypeContrast
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproc import FedProc
 from fl_lightning.models.projection import add_projection
@@ -145,3 +146,10 @@ def test_fedproc_trains_in_other_precisions(conv_net, run_federation, precision)
 def test_fedproc_rejects_bad_options(mlp, option, value):
     with pytest.raises(ConfigError, match=rf"^method\.{option}: must be .*got"):
         FedProc(mlp(), **{option: value})
+
+
+def test_a_contrast_of_ones_own_keeps_its_weight(mlp):
+    """With `anneal_rounds: 0` the method has none, and one of `extra_terms` stands in its place."""
+    method = FedProc(mlp(), anneal_rounds=0, extra_terms=[PrototypeContrast(10.0)], **SMALL)
+    method.facts = replace(method.facts, rounds=4, round=3)
+    assert method.term_weights()["prototype_contrast"] == 10.0

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
+import yaml
 from report.run_folders import make_run
 
 from fl_lightning.errors import ConfigError
@@ -335,6 +336,20 @@ def test_further_ways_to_predict_have_rows_of_their_own_but_not_twice_the_same(t
     copied = "\n".join([",".join([head, *named]), ",".join([row, *(own[name.split("/")[0]] for name in named)])]) + "\n"
     (run / "metrics.csv").write_text(copied)
     assert "by prototype" not in moments(lines_of(run))
+
+
+@pytest.mark.parametrize(("mode", "chosen"), [("min", min), ("max", max), (None, max)])
+def test_best_round_is_the_one_that_the_run_has_chosen(mode, chosen, tmp_path):
+    """A figure of which less is better, though its name doesn't say so."""
+    run = make_run(tmp_path / "a", rounds=5)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config.setdefault("federation", {})["early_stopping"] = {"monitor": "Local-T", "mode": mode} if mode else None
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "best_by": "Local-T"}))
+    figures = [row["Local-T"] for row in read_run(run, "test").rows]
+    best = moments(lines_of(run)).split('<th scope="row">best')[1]
+    assert best.index(f"<td>{100 * chosen(figures):.2f}</td>") < best.index("</tr>")
 
 
 def test_numbers_that_are_not_finite_are_no_points(tmp_path):

@@ -97,16 +97,27 @@ def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said)
     assert said in str(caught.value)
 
 
-def test_two_folders_of_images_are_not_one_run(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "published"),
+    [
+        ("fl_lightning.data.image_folder.ImageFolder", False),
+        ("fl_lightning.data.own_files.LEAF", False),
+        ("fl_lightning.data.own_files.PFLlibFolder", False),
+        ("somebody.elses.Data", False),
+        ("fl_lightning.data.idx.MNIST", True),
+        ("fl_lightning.data.colour.CIFAR10", True),
+    ],
+)
+def test_two_folders_of_somebodys_own_are_not_one_run(tmp_path, kind, published):
     def of(kind, root):
         images = {"class_path": kind, "init_args": {"root": root}}
         data = {"dataset": {"class_path": "Sample", "init_args": {"dataset": images}}}
         return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, {**CONFIG, "data": data}, (), tmp_path)
 
-    a, b = of("ImageFolder", "a"), of("ImageFolder", "b")
+    a, b = of(kind, "a"), of(kind, "b")
     assert a.name == b.name  # a folder may be moved
-    assert of_two_data_sets([a, b]) == (a, b)
-    assert of_two_data_sets([a, a, of("MNIST", "a"), of("MNIST", "b")]) is None
+    assert of_two_data_sets([a, b]) == (None if published else (a, b))
+    assert of_two_data_sets([a, a]) is None
 
 
 def test_finished_run_of_another_folder_of_images_is_found(cell, tmp_path):

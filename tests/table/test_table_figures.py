@@ -1,10 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from fl_lightning.table.figures import Value, _mark, differ, over_clients
+from fl_lightning.table.figures import Value, _mark, _of_clients, differ, over_clients
 from fl_lightning.table.progress import duration
+from fl_lightning.table.quantity import Figure
 from fl_lightning.table.writing import spread_out
 
 
@@ -72,3 +74,13 @@ def test_of_spreads_and_times_the_least_is_the_best():
 
 def test_durations():
     assert [duration(s) for s in (None, 5, 150, 7500)] == ["an unknown time", "5 s", "2 min", "2 h 5 min"]
+
+
+def test_validation_figures_weigh_clients_by_their_validation_samples(tmp_path):
+    (tmp_path / "clients.csv").write_text("round,client,num_test,Local-V\n1,0,0,0.5\n1,1,0,0.75\n")
+    (tmp_path / "partition.json").write_text('{"clients": [{"validation": [1, 2, 3]}, {"validation": [4]}]}')
+    run = SimpleNamespace(folder=tmp_path, summary=dict)
+    weighted, plain = (Figure(f"Local-V{end}", "last") for end in ("_weighted", ""))
+    rows = [{"round": 1, "Local-V_weighted": 0.5625, "Local-V": 0.625}]
+    assert _of_clients(run, weighted, rows) == {0: (0.5, 3.0), 1: (0.75, 1.0)}
+    assert _of_clients(run, plain, rows) == {0: (0.5, 1.0), 1: (0.75, 1.0)}

@@ -107,7 +107,7 @@ def moments(lines: Sequence[Series]) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = []
     for line in lines:
-        said = [summarise(run.rows, str(run.summary.get("best_by", ""))) for run in line.runs]
+        said = [summarise(run.rows, str(run.summary.get("best_by", "")), run.less_is_best) for run in line.runs]
         for way in ("", *_ways(line)):
             small = [f"by {way.removeprefix('/')}"] if way else []
             small += [line.setting] if many else []
