@@ -22,6 +22,11 @@ class SelfWeighingServer(Server):
         self.weighed_by = weighed_by
 
     @override
+    def close_round(self) -> None:
+        super().close_round()
+        self.message.artifacts.pop(self.weighed_by, None)  # the mean of what clients say of themselves helps nobody
+
+    @override
     def weight_of(self, message: Message) -> float:
         number = message.artifacts[self.weighed_by]
         assert isinstance(number, Tensor)

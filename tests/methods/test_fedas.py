@@ -81,3 +81,10 @@ def test_who_never_took_part_counts_with_its_initial_model(mlp, set_up_federatio
     for client in range(4):
         own, plain = (loop.runner.evaluate_resting(client) for loop in loops)
         assert own == plain
+
+
+def test_what_comes_down_is_the_body_alone(mlp, run_federation):
+    loop = run_federation(lambda: FedAS(mlp()), 2)
+    assert set(loop.diary.sent[2, 0].artifacts) == {"trace"}
+    assert all(not message.artifacts for message in loop.diary.received.values())
+    assert loop.diary.rows[-1]["uplink_params"] == loop.diary.rows[-1]["downlink_params"] + 4
