@@ -72,9 +72,7 @@ class Examiner:
 
     def may_predict_as_global(self, client: int) -> bool:
         """Whether the client may be about to predict as the global model does."""
-        alike = (
-            self.runner.architecture[client] == 0
-        )  # the one that is measured, and that the global model is tested in
+        alike = self.runner.architecture[client] == 0  # which is measured, and which the global model is tested in
         return alike and self._received_is_global and self.exchange.hears_global(client)
 
     @property
