@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -68,7 +69,7 @@ def folders(config: Mapping[str, Any]) -> dict[str, str]:
     for key, value in dataset.items():
         root = key.removesuffix("class_path") + "init_args.root"
         if key.endswith("class_path") and root in dataset and not _is_published(str(value)):
-            found[root] = str(dataset[root])
+            found[root] = os.path.realpath(os.path.expanduser(str(dataset[root])))
     return found
 
 

@@ -16,6 +16,11 @@ from fl_lightning.data.normalization import Normalize, constants, mean_and_std, 
 from fl_lightning.data.pictures import as_bytes
 from fl_lightning.errors import ConfigError, require
 
+_UNREADABLE = frozenset(
+    {".avif", ".dng", ".exr", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".pnm", ".svg", ".tga"}
+)
+"""Endings of images that are not read."""
+
 
 class ImageFolder(Dataset):
     """Your own images in folders: ``root/train/<class>/…`` and ``root/test/<class>/…``, or ``root/<class>/…``.
@@ -100,12 +105,12 @@ class ImageFolder(Dataset):
             for label in _names(folder, directories=True):
                 images = [name for name in _names(folder / label) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
                 found += [(part, label, folder / label / name) for name in images]
-                if not images and (_names(folder / label) or _names(folder / label, directories=True)):
+                if not images and _UNREADABLE & {os.path.splitext(name)[1].lower() for name in _names(folder / label)}:
                     unknown.append(folder / label)
             if unknown and len(found) > before:
                 known = ", ".join(sorted(self.SUFFIXES))
-                rule = "ImageFolder: every folder is a class, and in this one no file ends like an image's"
-                raise ConfigError(KEY, f"{rule} ({known}); convert them, or take it away", str(unknown[0]))
+                rule = "ImageFolder: every folder of images is a class, and those of this one cannot be read"
+                raise ConfigError(KEY, f"{rule}; convert them ({known})", str(unknown[0]))
             if len(found) == before:
                 raise ConfigError(
                     KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)

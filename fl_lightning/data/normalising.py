@@ -56,7 +56,7 @@ def as_inputs(x: Any, name: str) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array))
     if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
         return torch.from_numpy(array.astype(np.int64))
-    fits = array.dtype.kind in "bf" and array.dtype.itemsize <= 4
+    fits = array.dtype.itemsize <= (4 if array.dtype.kind in "bf" else 2)
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32 if fits else np.float64))
 
 

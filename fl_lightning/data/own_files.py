@@ -224,6 +224,26 @@ def _labels(cells: Sequence[str]) -> np.ndarray:
         return np.array(cells)
 
 
+def _cells(path: Path) -> list[list[str]]:
+    """The cells of every line. A lone quotation mark would take all lines up to the next one into its cell.
+
+    Such a mark is refused in a CSV file; in a TSV file, where many write none around cells, all are then letters.
+
+    Raises:
+        csv.Error: naming the line.
+    """
+    separator = "\t" if path.suffix == ".tsv" else ","
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            return list(reader)
+        except csv.Error as error:
+            if separator == ",":
+                raise csv.Error(f"line {reader.line_num}: {error}") from error
+        file.seek(0)
+        return list(csv.reader(file, delimiter=separator, quoting=csv.QUOTE_NONE))
+
+
 def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     """The columns of a CSV file with a head, as text.
 
@@ -236,9 +256,7 @@ def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     """
     require(path.is_file(), key, "there is no such file", str(path))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            # strict: a lone quotation mark would take all lines up to the next one into its cell
-            lines = list(csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True))
+        lines = _cells(path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(key, f"{path} is no CSV file ({error})") from error
     lines = [line for line in lines if line]
@@ -293,8 +311,9 @@ class LEAF(Dataset):
             sizes.append(len(y))
         require(sizes[0] > 0, f"{KEY}.root", "must hold samples in train/*.json", self.root)
         try:
-            with np.errstate(over="raise"):
-                inputs = np.array(x, dtype=np.float32)
+            inputs = np.array(x, dtype=np.float64)
+            if inputs.size and np.abs(inputs).max() > np.finfo(np.float32).max:
+                raise OverflowError("a number is too large")
             inputs = inputs if self.shape is None else inputs.reshape(len(y), *self.shape)
         except (ValueError, TypeError, ArithmeticError) as error:
             rule = f"samples must be lists of equally many numbers, of the shape {self.shape}; texts are for TextFile"

@@ -148,7 +148,7 @@ class HuggingFace(Dataset):
         odd = next((n for n, image in enumerate(pixels) if image.shape != pixels[0].shape), None)
         require(odd is None, f"{KEY}.input", "samples must have one shape; resize them before", odd)
         stacked = np.stack(pixels)
-        stacked = stacked if stacked.dtype == np.uint8 else stacked.astype(np.float32)
+        stacked = stacked if stacked.dtype == np.uint8 else stacked.astype(np.float64)
         return arrays_of(as_inputs(stacked, "HuggingFace"), labels, size, classes, self.normalize, grouped)
 
     @property

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+import unicodedata
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,17 @@ from fl_lightning.errors import ConfigError, require
 
 PAD, UNKNOWN = 0, 1
 _WORD = re.compile(r"[a-z0-9']+")
-_ANY_WORD = re.compile(r"(?:[^\W_]|')+")
+
+
+@cache
+def _any_word() -> re.Pattern[str]:
+    """Letters, digits and marks: vowel signs are no letters to `re`, and part words from words."""
+    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
+    return re.compile(rf"(?:[^\W_]|['{marks}])+")
 
 
 def tokenise(text: str, ascii_only: bool = False) -> list[str]:
-    """Lower-case words of a text in any alphabet, without ``<br />``.
+    """Lower-case words of a text in any alphabet, without ``<br />``; what has no blanks between words is one word.
 
     Args:
         text: it.
@@ -33,7 +42,8 @@ def tokenise(text: str, ascii_only: bool = False) -> list[str]:
     >>> tokenise("It's GREAT.<br /><br />10/10, naïve_ЖУК!")
     ["it's", 'great', '10', '10', 'naïve', 'жук']
     """
-    return (_WORD if ascii_only else _ANY_WORD).findall(text.lower().replace("<br />", " "))
+    plain = text.lower().replace("<br />", " ")
+    return _WORD.findall(plain) if ascii_only else _any_word().findall(unicodedata.normalize("NFC", plain))
 
 
 class IMDB(Dataset):

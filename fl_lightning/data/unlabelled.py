@@ -100,7 +100,7 @@ def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
         raw = plain.arrays()
     if not raw.x.is_floating_point() or raw.x.shape[1:] != x.shape[1:]:
         return x
-    return scaled(x, raw.x[: raw.num_train])
+    return scaled(x.to(raw.x.dtype), raw.x[: raw.num_train])  # rounded as they were, if they were
 
 
 def _require_fit(x: Tensor, arrays: Arrays) -> None:

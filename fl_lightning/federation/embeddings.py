@@ -20,8 +20,8 @@ class Embeddings:
     """Embeddings of a union's batches, kept from one client to the next that has received the same body.
 
     Personal heads on a shared body (FedPer, FedRep, FedCPD, …) are tested on the union of all test parts right after
-    the receive: N passes through one body, of which one is enough. For another batch or body, and where an embedding rests
-    on more than the body, it is computed as ever.
+    the receive: N passes through one body, of which one is enough. For another batch or body, and where an embedding
+    rests on more than the body, it is computed as ever.
 
     Args:
         limit: bytes that are kept at most; what is beyond is computed anew.

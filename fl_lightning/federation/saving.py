@@ -26,6 +26,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "data": loop.data.content_hash,
         "partition": loop.data.partition_hash,
         "rounds": loop.settings.rounds,
+        "on_client_error": loop.settings.on_client_error,
         "callbacks": {name: own for name, callback in _named(loop) if (own := callback.state_dict())},
         "exchange": loop.exchange.state_dict(),
         "board": loop.board.state_dict(),
@@ -64,7 +65,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         same = state["partition"] == loop.data.partition_hash
         require(same, "--resume", f"{whose} has another partition")
         _check_rounds(loop, state.get("rounds", loop.settings.rounds))
-        _check_tested(loop, state.get("rounds", loop.settings.rounds), state["round"])
+        _check_tested(loop, state)
         _restore(loop, state)
     except ConfigError:
         raise
@@ -82,14 +83,17 @@ def _check_rounds(loop: Loop, planned: int) -> None:
     require(kept, "federation.rounds", rule, loop.settings.rounds)
 
 
-def _check_tested(loop: Loop, planned: int, done: int) -> None:
+def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:
     """Refuse an end at which clients would count with figures of an earlier fit than their last one.
 
     A client is not tested where it takes part again before the next evaluated round, as it was planned. (Where clients
     that fall sick are skipped, all are.)
     """
-    settings, calendar = loop.settings, loop.calendar
-    if settings.rounds >= planned or loop.board.follows or settings.on_client_error == "skip":
+    settings, calendar, done = loop.settings, loop.calendar, int(state["round"])
+    planned, policy = int(state.get("rounds", settings.rounds)), settings.evaluate
+    skipped = state.get("on_client_error", settings.on_client_error) == "skip"
+    tests = policy.trained or policy.received
+    if settings.rounds >= planned or loop.board.follows or skipped or not tests:
         return
     before = Calendar(replace(settings, rounds=planned), calendar.num_clients, calendar.seed)
     ahead = range(done + 1, next((r for r in range(done + 1, planned) if calendar.is_evaluated(r)), planned) + 1)

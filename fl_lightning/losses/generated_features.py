@@ -107,13 +107,13 @@ def mistaken_loss(
 
 
 class FirstSteps(PrototypeTerm, ABC):
-    """A term that fades from round to round and counts in the first steps of a local fit only.
+    """A term that fades from round to round and counts in the first steps of a phase of the local fit only.
 
     Sends the client's class prototypes, receives the federation's.
 
     Args:
         weight: factor of the term in the first round, >= 0.
-        steps: local steps of a fit in which the term counts, >= 1.
+        steps: first local steps of a phase in which the term counts, >= 1.
         collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
     """
 
@@ -148,7 +148,7 @@ class EarlyAlignment(FirstSteps):
 
     Args:
         weight: b_1, >= 0.
-        steps: local steps of a fit in which the term counts, >= 1.
+        steps: first local steps of a phase in which the term counts, >= 1.
         collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
     """
 
@@ -173,7 +173,7 @@ class GeneratedFeatures(FirstSteps):
 
     Args:
         weight: a_1, >= 0.
-        steps: local steps of a fit in which the term counts, >= 1.
+        steps: first local steps of a phase in which the term counts, >= 1.
         collection: how prototypes are made, ``post`` (after the fit) or ``running`` (over its last epoch).
         generator: the generator's sizes.
         batch_size: generated embeddings a step, >= 1; null takes as many as the mini-batch has samples (r = 1).

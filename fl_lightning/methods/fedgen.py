@@ -75,7 +75,7 @@ class FedGen(Method):
         if self.heard.is_there:
             head, y = self.model.head, self.heard.draw_classes(self.generated_batch or len(step.y))
             values["latent"] = self.heard.latent(step, head, out)
-            values["generated"] = F.cross_entropy(self.heard.told(step, head, y, out.z), y)
+            values["generated"] = len(y) / len(step.y) * F.cross_entropy(self.heard.told(step, head, y, out.z), y)
         step.descend(values)
         step.observe(out)
 

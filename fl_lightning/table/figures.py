@@ -144,8 +144,8 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
     found: dict[int, list[float]] = {}
     weights: dict[int, float] = {}
-    sizes = _validation_sizes(run) if figure.column.endswith("-V_weighted") or "-V_received" in figure.column else {}
     weighted = figure.column.endswith("_weighted")
+    sizes = _validation_sizes(run) if weighted and "-V" in figure.column else {}
     for row in rows_of(run.folder / "clients.csv"):
         if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
             found.setdefault(int(row["client"]), []).append(row[figure.of_clients])

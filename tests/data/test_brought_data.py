@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
-from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
+from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder, read_columns
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.skews import ByGroup
 from fl_lightning.data.splits import from_file, matched
 from fl_lightning.data.tokens import TextFile, Words
+from fl_lightning.data.unlabelled import read_unlabelled
 from fl_lightning.errors import ConfigError
 
 
@@ -432,19 +434,17 @@ def test_labels_of_several_numbers_are_refused():
         TorchDataset(one_hot).arrays()
 
 
-@pytest.mark.parametrize("ending", [".jfif", ""], ids=["unknown ending", "one folder deeper"])
-def test_a_class_without_a_known_image_is_refused(tmp_path, ending):
+def test_a_class_without_a_known_image_is_refused(tmp_path):
     Image = pytest.importorskip("PIL.Image")
     for label in ("cat", "dog"):
         (tmp_path / label).mkdir()
         Image.new("RGB", (4, 4)).save(tmp_path / label / "0.png")
     (tmp_path / "owl").mkdir()
-    checked(ImageFolder(str(tmp_path)))  # an empty folder is none
-    if ending:
-        (tmp_path / "owl" / f"0{ending}").write_bytes(b"x")
-    else:
-        (tmp_path / "owl" / "more").mkdir()
-    with pytest.raises(ConfigError, match=r"no file ends like an image's \(.bmp, .*owl"):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "labels.xml").write_text("<a/>")
+    assert checked(ImageFolder(str(tmp_path))).classes == ("cat", "dog")  # neither is a folder of images
+    (tmp_path / "owl" / "0.jfif").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"those of this one cannot be read; convert them \(.bmp, .*owl"):
         ImageFolder(str(tmp_path)).arrays()
 
 
@@ -453,6 +453,9 @@ def test_words_are_of_any_alphabet(tmp_path):
     tokens = Words(vocabulary=20, length=2).tokens(texts, 4)
     assert len({tuple(row) for row in tokens.tolist()}) == 4
     assert tokens.min() >= 2  # nobody's word is unknown
+    signs = Words(vocabulary=20, length=2).tokens(["दिन", "दान", "देन", "दीन", "cafe\u0301", "café", "cafe"], 7)
+    assert (signs[:, 1] == 0).all()  # one word each
+    assert len(set(signs[:, 0].tolist())) == 6
 
 
 @pytest.mark.parametrize(("name", "line"), [("t.csv", "good,\n"), ("t.jsonl", '{"text": "good", "label": null}\n')])
@@ -461,3 +464,28 @@ def test_a_text_without_a_class_is_refused(tmp_path, name, line):
     (tmp_path / name).write_text(head + line)
     with pytest.raises(ConfigError, match="sample 1 \\(from 0\\) has nothing under 'label'"):
         TextFile(str(tmp_path / name)).arrays()
+
+
+def test_quotation_marks_in_a_tsv_file_are_letters_where_they_enclose_no_cell(tmp_path):
+    lines = ['"Great" he said\tpos', '"never again\tneg', "fine\tpos", '"bad\tneg']
+    (tmp_path / "t.tsv").write_text("text\tlabel\n" + "\n".join(lines) + "\n")
+    columns = read_columns(tmp_path / "t.tsv", "key")
+    assert columns["text"] == ['"Great" he said', '"never again', "fine", '"bad']
+    (tmp_path / "t.tsv").write_text('text\tlabel\n"two\nlines"\tpos\n')
+    assert read_columns(tmp_path / "t.tsv", "key")["text"] == ["two\nlines"]
+
+
+def test_samples_are_scaled_as_they_were_rounded_in_training(tmp_path):
+    """A data set of somebody's own may give float32."""
+
+    class Narrow(CSVTable):
+        def arrays(self):
+            arrays = super().arrays()
+            return arrays if self.normalize == "standard" else replace(arrays, x=arrays.x.float())
+
+    seconds = 1e5 + np.linspace(0, 0.05, 20)
+    (tmp_path / "t.csv").write_text("time,y\n" + "".join(f"{s:.6f},{i % 2}\n" for i, s in enumerate(seconds)))
+    np.savez(tmp_path / "new.npz", x=seconds[:, None])
+    dataset = Narrow(str(tmp_path / "t.csv"), "y")
+    new = read_unlabelled(tmp_path / "new.npz", dataset, dataset.arrays()).x
+    assert len(new.unique()) == len(torch.from_numpy(seconds).float().unique())

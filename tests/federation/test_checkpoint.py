@@ -248,6 +248,7 @@ def test_checkpoint_policy_rejects(option, value):
         (12, {}, ""),
         (7, {"on_client_error": "skip"}, ""),
         (7, {"evaluate": EvaluationPolicy(clients="participants")}, ""),
+        (7, {"evaluate": EvaluationPolicy(trained=False, received=False)}, ""),
     ],
 )
 def test_a_run_does_not_end_where_clients_would_count_with_figures_of_an_earlier_fit(

@@ -77,10 +77,13 @@ def test_durations():
 
 
 def test_validation_figures_weigh_clients_by_their_validation_samples(tmp_path):
-    (tmp_path / "clients.csv").write_text("round,client,num_test,Local-V\n1,0,0,0.5\n1,1,0,0.75\n")
+    (tmp_path / "clients.csv").write_text(
+        "round,client,num_test,Local-V,Local-V/tuned\n1,0,9,0.5,0.5\n1,1,7,0.75,0.75\n"
+    )
     (tmp_path / "partition.json").write_text('{"clients": [{"validation": [1, 2, 3]}, {"validation": [4]}]}')
     run = SimpleNamespace(folder=tmp_path, summary=dict)
-    weighted, plain = (Figure(f"Local-V{end}", "last") for end in ("_weighted", ""))
-    rows = [{"round": 1, "Local-V_weighted": 0.5625, "Local-V": 0.625}]
-    assert _of_clients(run, weighted, rows) == {0: (0.5, 3.0), 1: (0.75, 1.0)}
+    *weighted, plain = (Figure(f"Local-V{end}", "last") for end in ("_weighted", "/tuned_weighted", ""))
+    rows = [{"round": 1, "Local-V_weighted": 0.5625, "Local-V/tuned_weighted": 0.5625, "Local-V": 0.625}]
+    for figure in weighted:
+        assert _of_clients(run, figure, rows) == {0: (0.5, 3.0), 1: (0.75, 1.0)}
     assert _of_clients(run, plain, rows) == {0: (0.5, 1.0), 1: (0.75, 1.0)}
