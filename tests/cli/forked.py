@@ -116,6 +116,8 @@ def child(argv, cwd, env, out, err, die_at, draws, haste, fatal) -> None:
     try:
         cli.main(argv)
     finally:
+        # What interrupts Python's own end changes no exit code; it would change multiprocessing's, to 1.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit._run_exitfuncs()  # as in any other process
 
 

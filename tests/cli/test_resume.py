@@ -158,7 +158,7 @@ def test_second_interrupt_ends_the_run_at_once(straight, workplace, assert_same_
     running.wait_until(lambda: "stopping once" in running.err.read_text())
     running.interrupt()
     code, _, err = running.result()
-    assert code == 130
+    assert code == 130, err
     assert "Traceback" not in err
     workplace.fit("--quiet", "--resume", "auto")
     assert_same_run(straight("FedProto").run, workplace.run)
