@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
+from fl_lightning.core.recall import Memory
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import Term
@@ -32,6 +33,8 @@ from fl_lightning.errors import require
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
     from torch.optim import Optimizer
+
+    from fl_lightning.models.split import SplitModel
 
 __all__ = ["ClientModule", "FitSettings"]
 
@@ -114,6 +117,7 @@ class ClientModule(L.LightningModule):
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()
+        self._memory: Memory | None = None
         self._plan = Plan()
         check_extra_terms(method)
         check_own_steps(method)
@@ -261,6 +265,7 @@ class ClientModule(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
+        assert self.settings is not None
         index, epoch, _ = self._plan.at(self.current_epoch)
         planned, method = self._plan[index], self.method
         trained = {id(p) for p in planned.parameters}
@@ -271,6 +276,12 @@ class ClientModule(L.LightningModule):
         self._resting = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
         for layer in self._resting:
             layer.eval()
+        if epoch == 0:
+            alone = self._machine.devices is None and self.private is None and self.compiled is None
+            several = planned.epochs > 1 and self.settings.recall > 0
+            self._memory = Memory(self.settings.recall) if alone and several else None
+        elif self._memory is not None:
+            self._memory.begin_epoch()
         if self.private is not None:
             self.private.enter(method)
         method.fit.epoch = self.current_epoch
@@ -279,6 +290,8 @@ class ClientModule(L.LightningModule):
         self._bench = Bench(
             method, self._machine, self._layers, planned.phase, terms, self._weights, self._descents[index], self.meter
         )
+        self._bench.memory = self._memory
+        self._bench.body_rests = self._memory is not None and _rests(self._bench.model, trained)
         self._begins = True
         self.own.start_epoch(index, epoch)
 
@@ -291,11 +304,15 @@ class ClientModule(L.LightningModule):
         own_step = Step if self.compiled is None else self.compiled.step
         make, divide = (own_step, Part.whole) if self.private is None else (PrivateStep, self.private.part)
         divide = divide if machine.devices is None else machine.devices.part
+        rows: Sequence[Tensor | None] = ()
+        if self._memory is not None:
+            rows, self._memory.num_samples = batch.step_rows(), batch.num_rows
         for index, (x, y) in enumerate(steps):
             waiting += 1
             is_last = index == len(steps) - 1 and (batch.is_last or self.trainer.is_last_batch)
             steps_now = is_last or waiting >= self.settings.accumulate
-            make(self._bench, divide(x, y), epoch, begins and index == 0, is_last, steps_now).take()
+            part = divide(x, y)._replace(rows=rows[index]) if rows else divide(x, y)
+            make(self._bench, part, epoch, begins and index == 0, is_last, steps_now).take()
             fit.num_batches += 1
             if steps_now:
                 waiting = 0
@@ -313,6 +330,7 @@ class ClientModule(L.LightningModule):
 
     def on_train_end(self) -> None:
         """Thaw what the last phase froze, and let method and terms keep what they need."""
+        self._memory = self._bench.memory = None
         if self._machine.devices is not None:
             self._machine.devices.agree(self.method, self.method.terms)
         if self._machine.careful is not None:
@@ -330,6 +348,12 @@ class ClientModule(L.LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bundles are gathered on the training device already."""
         return batch
+
+
+def _rests(model: SplitModel, trained: Collection[int]) -> bool:
+    """Whether embeddings are a body's that has parameters, and none of them is among those that are trained."""
+    body = {id(parameter) for parameter in model.body.parameters()}
+    return bool(body) and body.isdisjoint(trained) and model.embeds_by_body
 
 
 def _count_step(fit: Fit) -> Any:

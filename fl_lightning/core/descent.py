@@ -30,6 +30,7 @@ class FitSettings:
         clip_value: largest gradient norm (or value); None does not clip.
         clip_algorithm: ``norm`` or ``value``.
         accumulate: local mini-batches an optimizer step.
+        recall: bytes that may be kept in a phase of what networks at rest made of the client's samples.
     """
 
     optimizer: OptimizerFactory
@@ -37,6 +38,7 @@ class FitSettings:
     clip_value: float | None = None
     clip_algorithm: str = "norm"
     accumulate: int = 1
+    recall: int = 256 << 20
 
 
 class Machine:

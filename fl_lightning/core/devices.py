@@ -26,6 +26,7 @@ class Part(NamedTuple):
         batch_size: samples of the mini-batch, on all devices together.
         counts: whether they count; who is left without any sees one that does not.
         factor: what a mean over them is worth, so that the average over devices is the mini-batch's mean.
+        rows: [B] int64 on the CPU, their places in the client's training part; None where they are not known.
     """
 
     x: Tensor
@@ -34,11 +35,12 @@ class Part(NamedTuple):
     batch_size: int
     counts: bool = True
     factor: float = 1.0
+    rows: Tensor | None = None
 
     @classmethod
-    def whole(cls, x: Tensor, y: Tensor) -> Part:
+    def whole(cls, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Part:
         """The whole mini-batch, on the only device."""
-        return cls(x, y, slice(None), len(y))
+        return cls(x, y, slice(None), len(y), rows=rows)
 
 
 class SharedFit:

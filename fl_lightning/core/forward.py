@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.precision import widened
+from fl_lightning.core.recall import Recall
 
 
 @dataclass
@@ -20,22 +22,24 @@ class Forward:
     Args:
         x: [B, …] inputs.
         y: [B] int64 classes.
-        features: feature maps of the body, first to last, as they were computed.
+        features: feature maps of the body, first to last, as they were computed; or as they are when asked for.
         z: [B, D] embedding.
         logits: [B, C].
         dtype: of floating-point inputs to the model's layers; None takes the embedding's.
         precision: the context in which the pass was made.
         loss: the task's loss, where the model computes it by itself; None for the cross-entropy of the logits.
+        recall: where what networks at rest make of the samples is kept; None keeps nothing.
     """
 
     x: Tensor
     y: Tensor
-    features: list[Tensor]
+    features: Sequence[Tensor]
     z: Tensor
     logits: Tensor
     dtype: torch.dtype | None = None
     precision: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, repr=False)
     loss: Tensor | None = None
+    recall: Recall | None = field(default=None, repr=False)
 
     def wide(self) -> Forward:
         """The same pass with embedding and logits in float32 or wider."""
@@ -57,6 +61,50 @@ class Forward:
         dtype = self.dtype or self.z.dtype
         with self.precision():
             return network(*(x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs))
+
+    def told(self, network: nn.Module | Callable[..., Any], *parts: nn.Module) -> Any:
+        """What a network that rests for the whole fit makes of the inputs, without a gradient.
+
+        Where samples come as they are, it is made in a phase's first epoch and kept for the others, as far as
+        `federation.recall` allows; a network that turns out to change, or to draw, is asked every time.
+
+        Args:
+            network: a module, or a function that calls some: a teacher, what came in, …
+            parts: the modules that a function calls.
+
+        Returns:
+            A tensor [B, …], or tuples and lists of such.
+        """
+        with torch.no_grad():
+            if self.recall is None or not self.recall.is_of(self.x):
+                return self.through(network, self.x)
+            modules = [network] if isinstance(network, nn.Module) else parts
+            return self.recall.of(network, modules, lambda: self.through(network, self.x))
+
+
+class LateMaps(Sequence[Tensor]):
+    """Feature maps that are made when the first of them is asked for.
+
+    Args:
+        make: makes them all.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _maps(self) -> Sequence[Tensor]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        return self._maps[index]
 
 
 _WIDE = (torch.float32, torch.float64)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.facts import Phase
-from fl_lightning.core.forward import Forward
-from fl_lightning.core.freezing import single_sample, training
+from fl_lightning.core.forward import Forward, LateMaps
+from fl_lightning.core.freezing import keeping_statistics, single_sample, training
 from fl_lightning.core.precision import widened
+from fl_lightning.core.recall import Memory, Recall
 from fl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Bench:
         weights: the factor of each loss.
         descent: its optimizers; None outside a fit.
         meter: takes the losses down; None outside a fit.
+        memory: of what networks at rest make of the client's samples; None keeps nothing.
+        body_rests: whether nothing in the phase trains the model's body.
     """
 
     method: Any
@@ -46,6 +49,8 @@ class Bench:
     weights: Mapping[str, float]
     descent: Descent | None = None
     meter: LossMeter | None = None
+    memory: Memory | None = None
+    body_rests: bool = False
 
     # What every step would look up again:
 
@@ -113,11 +118,19 @@ class Step:
         self._pulled: dict[str, Tensor] = {}
         self._batch = part.y.shape[0]
         self._size = self._batch if part.counts else 0
+        self._known: Recall | None = None
+        if bench.memory is not None and part.rows is not None:
+            self._known = Recall(bench.memory, part.rows, part.x, part.x._version)
 
     @property
     def round(self) -> int:
         """The present round, 1-based."""
         return self._bench.method.facts.round
+
+    @property
+    def _recall(self) -> Recall | None:
+        """Where what is made of the mini-batch may be kept, unless the method has changed its inputs."""
+        return self._known if self._known is not None and self._known.is_of(self.x) else None
 
     def take(self) -> None:
         """Let the method do its step, and take its losses down."""
@@ -143,26 +156,43 @@ class Step:
             y: [B] int64 classes; None takes the mini-batch's.
             through: a split model; None takes the phase's, mostly ``model``.
         """
+        recall = self._recall if x is None else None
         x, y = self.x if x is None else x, self.y if y is None else y
         bench = self._bench
         model = bench.model if through is None else through
         if bench.has_own_loss and model is bench.model:
-            return self._own_pass(model.own, x, y)
+            return self._own_pass(model.own, x, y, recall)
+        if recall is not None and bench.body_rests and model is bench.model:
+            return self._recalled(model, recall)
         if y.shape[0] > 1 and bench.precision is None:
             features, z = model.forward_features(x)
-            return Forward(x, y, features, z, model.head(z))
+            return Forward(x, y, features, z, model.head(z), recall=recall)
         with single_sample(bench.layers, len(y)), bench.machine.precision():
             features, z = model.forward_features(x)
             logits = model.head(z)
-        return Forward(x, y, features, z, logits, precision=bench.machine.precision)
+        return Forward(x, y, features, z, logits, precision=bench.machine.precision, recall=recall)
 
-    def _own_pass(self, own: OwnTraining, x: Tensor, y: Tensor) -> Forward:
+    def _recalled(self, model: Any, recall: Recall) -> Forward:
+        """A pass through a body at rest: its embeddings as an earlier epoch made them, its feature maps on demand."""
+        bench = self._bench
+        with single_sample(bench.layers, self._batch), bench.machine.precision():
+            z = recall.of(model.body, [model.body], lambda: model.embed(self.x))
+            logits = model.head(z)
+        maps = LateMaps(lambda: self._maps(model))
+        return Forward(self.x, self.y, maps, z, logits, precision=bench.machine.precision, recall=recall)
+
+    def _maps(self, model: Any) -> list[Tensor]:
+        """Feature maps of the mini-batch, where batch norm leaves its statistics as they are."""
+        with keeping_statistics(model), single_sample(self._bench.layers, self._batch), self._bench.machine.precision():
+            return model.features(self.x)
+
+    def _own_pass(self, own: OwnTraining, x: Tensor, y: Tensor, recall: Recall | None) -> Forward:
         """A pass in which the model computes its loss, and may step on it, by itself."""
         bench = self._bench
         with single_sample(bench.layers, len(y)), bench.machine.precision():
             z, logits, loss = own.training_pass(x, y, self._pull)
         self._has_stepped = own.steps_itself
-        return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss)
+        return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss, recall=recall)
 
     def _pull(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the terms that see weights alone, for a model that steps by itself."""
@@ -187,9 +217,26 @@ class Step:
             return network(*inputs)
 
     def told_by(self, model: Any) -> Forward:
-        """What a split model that does not learn makes of the mini-batch: in eval mode, in float32 or wider."""
+        """What a split model that does not learn in the fit makes of the mini-batch: in eval mode, in float32 or wider.
+
+        Embeddings and logits are kept over epochs, as `Forward.told` has it; maps are made if they are asked for.
+        """
         with torch.no_grad(), training(model, False):
-            return self.forward(through=model).wide()
+            recall = self._recall
+            if recall is None:
+                return self.forward(through=model).wide()
+
+            def made() -> tuple[Tensor, Tensor]:
+                out = self.forward(through=model)
+                return out.z, out.logits
+
+            z, logits = recall.of(model, [model], made)
+        maps = LateMaps(lambda: self._told_maps(model))
+        return Forward(self.x, self.y, maps, z, logits, precision=self._bench.machine.precision).wide()
+
+    def _told_maps(self, model: Any) -> list[Tensor]:
+        with torch.no_grad(), training(model, False):
+            return self._maps(model)
 
     def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
         """Each term's unweighted value, by its name: outside autocast, in float32 or wider.

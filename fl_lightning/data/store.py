@@ -136,16 +136,28 @@ class Bundle(NamedTuple):
         y: labels [B1 + B2 + …].
         batch_size: size of each mini-batch, of which the last one may be smaller; or all their sizes.
         is_last: whether none follows in its pass.
+        rows: int64, on the CPU: each sample's place in the training part; None where samples do not come as they are.
+        num_rows: samples in the training part.
+        version: of `x`, as torch counts writes.
     """
 
     x: Tensor
     y: Tensor
     batch_size: int | list[int]
     is_last: bool = False
+    rows: Tensor | None = None
+    num_rows: int = 0
+    version: int = 0
 
     def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The mini-batches in order, as views."""
         return zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
+
+    def step_rows(self) -> Sequence[Tensor | None]:
+        """The places of each mini-batch's samples; None where they are not known, or a callback has changed inputs."""
+        as_they_are = self.rows is not None and self.x._version == self.version
+        places = self.rows if as_they_are else None
+        return [None] * len(self.y.split(self.batch_size)) if places is None else places.split(self.batch_size)
 
 
 class Epoch(Sequence[Bundle]):
@@ -158,6 +170,8 @@ class Epoch(Sequence[Bundle]):
         steps_per_bundle: mini-batches in a bundle.
         augment: from a mini-batch's inputs as they are stored, and a seed, to the augmented ones; None for as they are.
         seed: the pass's seed; each mini-batch has one of its own.
+        rows: int64, on the CPU, the places of `order` in the training part; None if nobody asks for them.
+        num_rows: samples in the training part.
     """
 
     def __init__(
@@ -168,10 +182,15 @@ class Epoch(Sequence[Bundle]):
         steps_per_bundle: int,
         augment: Callable[[Tensor, int], Tensor] | None = None,
         seed: int = 0,
+        rows: Tensor | None = None,
+        num_rows: int = 0,
     ) -> None:
         self._store = store
         self.order = order
-        self._chunks = order.split(min(batch_size * steps_per_bundle, len(order))) if len(order) else ()
+        size = max(min(batch_size * steps_per_bundle, len(order)), 1)
+        self._chunks = order.split(size) if len(order) else ()
+        self._rows = rows.split(size) if rows is not None and augment is None else None
+        self._num_rows = num_rows
         self._batch_size = batch_size
         self._steps_per_bundle = steps_per_bundle
         self._augment = augment
@@ -200,7 +219,9 @@ class Epoch(Sequence[Bundle]):
         index = range(len(self))[index]
         augment = None if self._augment is None else partial(self._augmented, index)
         is_last = index == len(self) - 1
-        return Bundle(*self._store.gather(self._chunks[index], augment), self._sizes(index), is_last)
+        x, y = self._store.gather(self._chunks[index], augment)
+        rows = None if self._rows is None else self._rows[index]
+        return Bundle(x, y, self._sizes(index), is_last, rows, self._num_rows, x._version)
 
     def _sizes(self, bundle: int) -> int | list[int]:
         """Sizes of a bundle's mini-batches."""
@@ -336,8 +357,9 @@ class ClientData:
         order = torch.randperm(self.num_train, generator=torch.Generator().manual_seed(epoch_seed))
         taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
         used = _num_used(taken, batch_size, drop_last, drop_single)
-        order = self.train[order[: used if limit is None else min(used, limit * batch_size)]]
-        return Epoch(self.store, order.to(self.store.device), batch_size, steps_per_bundle, self.augment, epoch_seed)
+        rows = order[: used if limit is None else min(used, limit * batch_size)]
+        own = self.store, self.train[rows].to(self.store.device), batch_size, steps_per_bundle
+        return Epoch(*own, self.augment, epoch_seed, rows, self.num_train)
 
     def poisson_bundles(
         self, epoch_seed: int, batch_size: int, steps_per_bundle: int = 1, limit: int | None = None

@@ -10,7 +10,6 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Predictor, Seen
-from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 
 BODY = "model.body."
@@ -41,9 +40,8 @@ def embeds_by_a_body_that_travels(client: ClientModule, x: Tensor) -> bool:
         x: [1, …] an input.
     """
     travels, tensors = _travelling(client), _tensors(client)
-    if type(client.method.model).embed is not SplitModel.embed or not all(
-        name in travels for name in client.entries if name.startswith(BODY)
-    ):
+    whole = all(name in travels for name in client.entries if name.startswith(BODY))
+    if not client.method.model.embeds_by_body or not whole:
         return False
     others = [tensor for name, tensor in tensors.items() if not name.startswith(BODY)]
     return _unmoved(client, others, lambda: client.method.model.embed(x), (0, 1))

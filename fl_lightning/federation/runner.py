@@ -78,8 +78,7 @@ class Runner:
     ) -> None:
         self.make_method = make_method
         self.architecture = np.broadcast_to(0 if architecture is None else np.array(architecture), len(data.clients))
-        self.data, self.seed = data, seed
-        self.settings = settings
+        self.data, self.settings, self.seed = data, settings, seed
         flags = {name: value for name, value in trainer.items() if value is not None}
         self.flags = dict(flags)
         check_flags(flags)
@@ -88,6 +87,7 @@ class Runner:
             clip_value=flags.pop("gradient_clip_val", None),
             clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
             accumulate=flags.pop("accumulate_grad_batches", 1),
+            recall=settings.recall << 20,
         )
         check_workload(settings, flags)
         self.trainer = make_trainer(flags)

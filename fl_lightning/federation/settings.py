@@ -96,6 +96,9 @@ class Federation:
             line says why.
         compile: compile local steps with torch.compile, once for all clients and rounds, where the method's step is the
             usual one; numbers agree but for rounding. What cannot be compiled runs as it is, and one line says why.
+        recall: MiB that a client may keep, during a phase of several epochs, of what networks at rest (a teacher, the
+            model that came in, a frozen body) made of its samples, >= 0: made once a sample then, and not once an
+            epoch. Numbers agree but for rounding; 0 makes them anew. Augmented samples are.
         worker_timeout: seconds without a sign of life after which a worker counts as lost, >= 5, and the run ends.
         steps_per_bundle: local mini-batches gathered and normalised at once, >= 1; changes no result.
         channels_last: lay images out with channels last, which is faster on CPUs and under mixed precision.
@@ -129,6 +132,7 @@ class Federation:
     threads: int | None = None
     cohort: int | Literal["auto"] | None = None
     compile: bool = False
+    recall: int = 256
     worker_timeout: float = 20.0
     steps_per_bundle: int = 16
     channels_last: bool = True
@@ -156,6 +160,7 @@ class Federation:
         rule = "cannot be combined with federation.cohort, whose steps run as one, or record_privacy; leave one out"
         together = self.cohort in (None, 1) and self.record_privacy is None
         require(not self.compile or together, "federation.compile", rule)
+        require(self.recall >= 0, "federation.recall", "must be >= 0 MiB", self.recall)
         require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
         allowed = f"must be < federation.rounds ({self.rounds})"

@@ -268,8 +268,7 @@ class FeatureDistillation(Term):
     def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._taught:
             return torch.zeros((), dtype=torch.float32, device=out.z.device)
-        with torch.no_grad():
-            target_maps, target_attention = out.through(self._teach, out.x)
+        target_maps, target_attention = out.told(self._teach, self.teacher, self.teacher_cbam)
         maps, attention = out.through(self._maps, out.features, self.cbam)
         fused_attention = out.through(self.attention_fusion, attention)
         fused_maps = out.through(self.feature_fusion, maps) if self.options.feature_target == "fused" else maps

@@ -132,9 +132,8 @@ class ModelContrast(Term):
     def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._known:
             return torch.full((), 2.0, dtype=torch.float32, device=out.z.device).log()
-        with torch.no_grad():
-            z_global = out.through(self.received, out.x)
-            z_previous = [out.through(body, out.x) for body in list(self.previous)[: self._known]]
+        z_global = out.told(self.received)
+        z_previous = [out.told(body) for body in list(self.previous)[: self._known]]
         return model_contrast_loss(out.z, z_global, z_previous, self.temperature)
 
     @torch.no_grad()

@@ -96,6 +96,12 @@ class SplitModel(nn.Module):
         return self._input_shape
 
     @property
+    def embeds_by_body(self) -> bool:
+        """Whether embeddings and maps are what the body makes, and nothing of a subclass's own."""
+        kind = type(self)
+        return kind.embed is SplitModel.embed and kind.forward_features is SplitModel.forward_features
+
+    @property
     def classification_layer(self) -> nn.Linear:
         """The last linear layer of the head, whose rows are the classes' weight vectors.
 

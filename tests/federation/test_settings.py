@@ -39,6 +39,7 @@ def test_sections_of_two_federations_are_their_own():
         ("workers", -2, "must be auto or a number >= 1"),
         ("workers", "two", "must be auto or a number >= 1"),
         ("threads", 0, "must be from 1 to 1024"),
+        ("recall", -1, "must be >= 0 MiB"),
         ("worker_timeout", 4.9, "must be >= 5 seconds"),
     ],
 )
