@@ -117,7 +117,7 @@ class ClientModule(L.LightningModule):
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()
-        self._memory: Memory | None = None
+        self.memory: Memory | None = None
         self._plan = Plan()
         check_extra_terms(method)
         check_own_steps(method)
@@ -279,9 +279,11 @@ class ClientModule(L.LightningModule):
         if epoch == 0:
             alone = self._machine.devices is None and self.private is None and self.compiled is None
             several = planned.epochs > 1 and self.settings.recall > 0
-            self._memory = Memory(self.settings.recall) if alone and several else None
-        elif self._memory is not None:
-            self._memory.begin_epoch()
+            if self.memory is not None:
+                self.memory.clear()
+            self.memory = Memory(self.settings.recall, coarse=self._machine.autocasts) if alone and several else None
+        elif self.memory is not None:
+            self.memory.begin_epoch()
         if self.private is not None:
             self.private.enter(method)
         method.fit.epoch = self.current_epoch
@@ -290,8 +292,8 @@ class ClientModule(L.LightningModule):
         self._bench = Bench(
             method, self._machine, self._layers, planned.phase, terms, self._weights, self._descents[index], self.meter
         )
-        self._bench.memory = self._memory
-        self._bench.body_rests = self._memory is not None and _rests(self._bench.model, trained)
+        self._bench.memory = self.memory
+        self._bench.body_rests = self.memory is not None and _rests(self._bench.model, trained)
         self._begins = True
         self.own.start_epoch(index, epoch)
 
@@ -305,8 +307,8 @@ class ClientModule(L.LightningModule):
         make, divide = (own_step, Part.whole) if self.private is None else (PrivateStep, self.private.part)
         divide = divide if machine.devices is None else machine.devices.part
         rows: Sequence[Tensor | None] = ()
-        if self._memory is not None:
-            rows, self._memory.num_samples = batch.step_rows(), batch.num_rows
+        if self.memory is not None:
+            rows, self.memory.num_samples = batch.step_rows(), batch.num_rows
         for index, (x, y) in enumerate(steps):
             waiting += 1
             is_last = index == len(steps) - 1 and (batch.is_last or self.trainer.is_last_batch)
@@ -330,7 +332,8 @@ class ClientModule(L.LightningModule):
 
     def on_train_end(self) -> None:
         """Thaw what the last phase froze, and let method and terms keep what they need."""
-        self._memory = self._bench.memory = None
+        if self.memory is not None:
+            self.memory.clear()
         if self._machine.devices is not None:
             self._machine.devices.agree(self.method, self.method.terms)
         if self._machine.careful is not None:

@@ -69,8 +69,8 @@ class Forward:
         `federation.recall` allows; a network that turns out to change, or to draw, is asked every time.
 
         Args:
-            network: a module, or a function that calls some: a teacher, what came in, …
-            parts: the modules that a function calls.
+            network: a module, or a bound method that calls some: a teacher, what came in, …
+            parts: the modules that a method calls; all that it makes must come from them and the inputs.
 
         Returns:
             A tensor [B, …], or tuples and lists of such.
@@ -79,7 +79,7 @@ class Forward:
             if self.recall is None or not self.recall.is_of(self.x):
                 return self.through(network, self.x)
             modules = [network] if isinstance(network, nn.Module) else parts
-            return self.recall.of(network, modules, lambda: self.through(network, self.x))
+            return self.recall.of("told", network, modules, lambda: self.through(network, self.x))
 
 
 class LateMaps(Sequence[Tensor]):
@@ -105,6 +105,12 @@ class LateMaps(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         return self._maps[index]
+
+    def __add__(self, other: Sequence[Tensor]) -> list[Tensor]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Tensor]) -> list[Tensor]:
+        return [*other, *self]
 
 
 _WIDE = (torch.float32, torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -163,7 +164,7 @@ class Step:
         if bench.has_own_loss and model is bench.model:
             return self._own_pass(model.own, x, y, recall)
         if recall is not None and bench.body_rests and model is bench.model:
-            return self._recalled(model, recall)
+            return self._recalled(model, recall, y)
         if y.shape[0] > 1 and bench.precision is None:
             features, z = model.forward_features(x)
             return Forward(x, y, features, z, model.head(z), recall=recall)
@@ -172,18 +173,18 @@ class Step:
             logits = model.head(z)
         return Forward(x, y, features, z, logits, precision=bench.machine.precision, recall=recall)
 
-    def _recalled(self, model: Any, recall: Recall) -> Forward:
+    def _recalled(self, model: Any, recall: Recall, y: Tensor) -> Forward:
         """A pass through a body at rest: its embeddings as an earlier epoch made them, its feature maps on demand."""
-        bench = self._bench
+        bench, maps = self._bench, _FirstMaps(lambda: self._maps(model, nullcontext()))
         with single_sample(bench.layers, self._batch), bench.machine.precision():
-            z = recall.of(model.body, [model.body], lambda: model.embed(self.x))
+            z = recall.of("pass", model.body, [model.body], lambda: maps.seen(*model.forward_features(self.x)))
             logits = model.head(z)
-        maps = LateMaps(lambda: self._maps(model))
-        return Forward(self.x, self.y, maps, z, logits, precision=bench.machine.precision, recall=recall)
+        return Forward(self.x, y, maps.found, z, logits, precision=bench.machine.precision, recall=recall)
 
-    def _maps(self, model: Any) -> list[Tensor]:
-        """Feature maps of the mini-batch, where batch norm leaves its statistics as they are."""
-        with keeping_statistics(model), single_sample(self._bench.layers, self._batch), self._bench.machine.precision():
+    def _maps(self, model: Any, mode: AbstractContextManager[None]) -> list[Tensor]:
+        """Feature maps of the mini-batch by a model at rest, whose batch norm keeps its statistics, in some mode."""
+        alone = single_sample(self._bench.layers, self._batch)
+        with torch.no_grad(), mode, keeping_statistics(model), alone, self._bench.machine.precision():
             return model.features(self.x)
 
     def _own_pass(self, own: OwnTraining, x: Tensor, y: Tensor, recall: Recall | None) -> Forward:
@@ -216,6 +217,17 @@ class Step:
         with self._bench.machine.precision():
             return network(*inputs)
 
+    def told(self, network: nn.Module) -> Any:
+        """The mini-batch through a module of the method's own that rests for the fit: as `through`, kept over epochs.
+
+        Args:
+            network: what came in, a teacher, …; see `Forward.told`.
+        """
+        with torch.no_grad():
+            if self._recall is None:
+                return self.through(network, self.x)
+            return self._recall.of("through", network, [network], lambda: self.through(network, self.x))
+
     def told_by(self, model: Any) -> Forward:
         """What a split model that does not learn in the fit makes of the mini-batch: in eval mode, in float32 or wider.
 
@@ -225,18 +237,14 @@ class Step:
             recall = self._recall
             if recall is None:
                 return self.forward(through=model).wide()
+            maps = _FirstMaps(lambda: self._maps(model, training(model, False)))
 
             def made() -> tuple[Tensor, Tensor]:
                 out = self.forward(through=model)
-                return out.z, out.logits
+                return maps.seen(out.features, out.z), out.logits
 
-            z, logits = recall.of(model, [model], made)
-        maps = LateMaps(lambda: self._told_maps(model))
-        return Forward(self.x, self.y, maps, z, logits, precision=self._bench.machine.precision).wide()
-
-    def _told_maps(self, model: Any) -> list[Tensor]:
-        with torch.no_grad(), training(model, False):
-            return self._maps(model)
+            z, logits = recall.of("told by", model, [model], made)
+        return Forward(self.x, self.y, maps.found, z, logits, precision=self._bench.machine.precision).wide()
 
     def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
         """Each term's unweighted value, by its name: outside autocast, in float32 or wider.
@@ -341,3 +349,20 @@ class Step:
         """What the first device has drawn: random streams part where devices see parts of different sizes."""
         devices = self._bench.machine.devices
         return drawn if devices is None else devices.first(drawn)
+
+
+class _FirstMaps:
+    """The feature maps of the first pass that is made; where none is, they are made on demand.
+
+    Args:
+        make: makes them.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self.found: Sequence[Tensor] = LateMaps(make)
+        self._is_first = True
+
+    def seen(self, features: Sequence[Tensor], z: Tensor) -> Tensor:
+        """Take the maps of a pass, and give its embedding on."""
+        self.found, self._is_first = features if self._is_first else self.found, False
+        return z

@@ -220,8 +220,9 @@ class Epoch(Sequence[Bundle]):
         augment = None if self._augment is None else partial(self._augmented, index)
         is_last = index == len(self) - 1
         x, y = self._store.gather(self._chunks[index], augment)
-        rows = None if self._rows is None else self._rows[index]
-        return Bundle(x, y, self._sizes(index), is_last, rows, self._num_rows, x._version)
+        if self._rows is None or x.is_inference():
+            return Bundle(x, y, self._sizes(index), is_last)
+        return Bundle(x, y, self._sizes(index), is_last, self._rows[index], self._num_rows, x._version)
 
     def _sizes(self, bundle: int) -> int | list[int]:
         """Sizes of a bundle's mini-batches."""

@@ -336,7 +336,9 @@ class Runner:
         for parameter in self._trained[architecture]:
             parameter.requires_grad_(True)
             parameter.grad = None
-        self.modules[architecture].to(self.device)
+        module = self.modules[architecture].to(self.device)
+        if module.memory is not None:
+            module.memory.clear()
 
     def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
         names = module.division.kept

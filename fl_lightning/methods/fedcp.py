@@ -68,7 +68,7 @@ class FedCP(Method):
         out = step.forward()
         values = step.values(out.predicting(step.through(self._predict, out.z)))
         if self.weight:
-            values["discrepancy"] = fixed_discrepancy(out.z, out.told(self.generic["body"]))
+            values["discrepancy"] = fixed_discrepancy(out.z, step.told(self.generic["body"]))
         step.descend(values)
         step.observe(out)
 
