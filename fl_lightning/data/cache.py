@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import warnings
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from fl_lightning.terminal import say
 
 FORMAT = 3
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
+_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
+"""Of the data set that is being decoded: one that it is drawn from is kept there, too."""
 
 
 def default_cache_dir() -> Path:
@@ -37,17 +40,21 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
 
     Args:
         dataset: what to load.
-        cache_dir: folder of the cache; None is `default_cache_dir`.
+        cache_dir: folder of the cache; None is that of the data set that is being decoded, else `default_cache_dir`.
 
     Raises:
         ConfigError: if the source is missing or broken, or what it decodes to is not valid.
     """
-    folder = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+    folder = Path(cache_dir or _FOLDER.get() or default_cache_dir()).expanduser()
     name = type(dataset).__name__
     identity = _identity(dataset)
     if identity is not None and (cached := _read(folder / _file_name(name, identity, dataset))) is not None:
         return cached
-    arrays = dataset.arrays()
+    outer = _FOLDER.set(folder)
+    try:
+        arrays = dataset.arrays()
+    finally:
+        _FOLDER.reset(outer)
     arrays.validate(name)
     arrays.digest = content_hash(arrays)
     if identity is not None:

@@ -10,6 +10,7 @@ import torch
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.cache import default_cache_dir, load
 from fl_lightning.data.dataset import Dataset, default_data_dir
+from fl_lightning.data.sample import Sample
 from fl_lightning.errors import ConfigError
 
 
@@ -48,6 +49,15 @@ def test_second_load_reads_the_cache_and_gives_the_same(tmp_path):
     assert (second.num_train, second.classes, second.mean, second.std) == (2, ("a", "b"), (), ())
     assert second.spec == first.spec
     assert len(files(tmp_path)) == 1
+
+
+def test_what_a_sample_is_drawn_from_is_kept_in_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FL_LIGHTNING_CACHE", str(tmp_path / "usual"))
+    for _ in range(2):
+        load(Sample(Counted(), 2), tmp_path / "own")
+    assert Counted.decoded == 1
+    assert len(files(tmp_path / "own")) == 1
+    assert not (tmp_path / "usual").exists()
 
 
 def test_other_arguments_are_decoded_anew(tmp_path):
