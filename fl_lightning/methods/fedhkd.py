@@ -19,12 +19,13 @@ from fl_lightning.models.split import SplitModel
 class FedHKD(Method):
     """FedAvg in which head and body follow the federation's mean soft prediction and mean feature of each class.
 
-        L = L_ce + λ 1/C Σ_c ‖softmax(g(H_c)/T) − Q_c‖₂ + γ 1/B Σ_b ‖f(x_b) − H_{y_b}‖₂
+        L = L_ce + λ 1/|K| Σ_{c in K} ‖softmax(g(H_c)/T) − Q_c‖₂ + γ 1/|V| Σ_{b in V} ‖f(x_b) − H_{y_b}‖₂
 
     H_c and Q_c are the federation's mean feature and mean soft prediction of class c, weighted by samples over the
-    clients that sent the class; a class that nobody sent keeps its last pair. The λ term trains the head alone, the γ
-    term the body alone. The first round has no hyper-knowledge and is FedAvg's; with λ = γ = 0, or with ν above 1,
-    every round is. Message: model, and D + C + 1 values for each class sent (D + C down).
+    clients that sent the class; a class that nobody sent keeps its last pair. K are the classes that have a pair, V the
+    mini-batch's samples of these. The λ term trains the head alone, the γ term the body alone. The first round has no
+    hyper-knowledge and is FedAvg's; with λ = γ = 0, or with ν above 1, every round is. Message: model, and D + C + 1
+    values for each class sent (D + C down).
 
     Args:
         prediction_weight: λ, >= 0.
