@@ -40,7 +40,8 @@ class SCAFFOLD(Method):
             too; or ``step``, y_i ← y_i − η (c − c_i) after the optimizer's step, as NIID-Bench's public code has it.
             With plain SGD both are the paper's equation.
         weighting: ``uniform``, clients alike, as the paper has it; or ``samples``, models and changes of c_i by
-            clients' samples, n_i/n for 1/N, as Flower's baseline has it.
+            clients' samples, as Flower's baseline has it: both means are over the |S| that take part, by n_i/Σ_S n_j
+            for 1/|S|, and |S|/N, by which c follows, counts clients, not samples.
         extra_terms: terms added to the loss.
     """
 
