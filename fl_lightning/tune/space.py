@@ -49,16 +49,24 @@ class Range:
     whole: bool = False
 
     def points(self, count: int = 3) -> list[Any]:
-        """The values of a grid: all of them, or `count` evenly spaced ones.
+        """The values of a grid: all of them, or `count` >= 2 evenly spaced ones, both ends among them.
+
+        Those between the ends have six digits, or as many more as they need to differ.
 
         >>> Range(low=0.001, high=0.1, log=True).points()
         [0.001, 0.01, 0.1]
         """
         if self.values:
             return list(self.values)
-        space = np.geomspace if self.log else np.linspace
-        points = [float(f"{point:.6g}") for point in space(self.low, self.high, count)]
-        return list(dict.fromkeys(round(point) for point in points)) if self.whole else points
+        between = (np.geomspace if self.log else np.linspace)(self.low, self.high, count)[1:-1]
+        if self.whole:
+            return list(dict.fromkeys([int(self.low), *(round(round(float(p), 6)) for p in between), int(self.high)]))
+        points: list[float] = []
+        for digits in range(6, 18):
+            points = [float(self.low), *(float(f"{point:.{digits}g}") for point in between), float(self.high)]
+            if all(one < other for one, other in itertools.pairwise(points)):
+                break
+        return list(dict.fromkeys(points))
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,8 @@ def _range(given: Any, key: str) -> Range:
     log, whole = given.get("log", False), given.get("whole", type(low) is int and type(high) is int)
     for name, value in (("log", log), ("whole", whole)):
         require(type(value) is bool, f"{key}.{name}", "must be true or false", value)
+    for name, end in (("low", low), ("high", high)):
+        require(not whole or end == int(end), f"{key}.{name}", "must be a whole number where whole is true", end)
     require(not log or low > 0, f"{key}.low", "must be above 0 where log is true", low)
     return Range((), low, high, log, whole)
 

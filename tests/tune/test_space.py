@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from fl_lightning.errors import ConfigError
@@ -48,6 +50,20 @@ def test_points_of_ranges():
 
 
 @pytest.mark.parametrize(
+    ("range", "points"),
+    [
+        (Range(low=1 / 3, high=2 / 3), [1 / 3, 0.5, 2 / 3]),  # the ends, not 0.333333 below and 0.666667 above them
+        (Range(low=1234567.0, high=1234569.0), [1234567.0, 1234568.0, 1234569.0]),
+        (Range(low=1000001, high=1000009, whole=True), [1000001, 1000005, 1000009]),
+        (Range(low=1, high=2, whole=True), [1, 2]),
+        (Range(low=1.0, high=math.nextafter(1.0, 2.0)), [1.0, math.nextafter(1.0, 2.0)]),
+    ],
+)
+def test_points_differ_and_lie_within_the_range(range, points):
+    assert range.points(3) == points
+
+
+@pytest.mark.parametrize(
     ("old", "new", "key"),
     [
         ("trials: 4", "trials: 0", "trials"),
@@ -62,6 +78,7 @@ def test_points_of_ranges():
         ("log: true", "lag: true", "space.optimizer.init_args.lr.lag"),
         ("log: true", "log: 5", "space.optimizer.init_args.lr.log"),
         ("log: true", "log: 'no'", "space.optimizer.init_args.lr.log"),
+        ("log: true", "whole: true", "space.optimizer.init_args.lr.low"),
         ("log: true", "whole: 0", "space.optimizer.init_args.lr.whole"),
         ("[0.1, 1.0]", "[]", "rows.FedProx.space.method.init_args.mu.values"),
         ("monitor: Local-T_received.last", "monitor: Local-T", "monitor"),
