@@ -247,6 +247,8 @@ def _cells(path: Path) -> list[list[str]]:
 def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     """The columns of a CSV file with a head, as text.
 
+    A blank line is none, but in a file of one column it is an empty cell, except before the head and at the end.
+
     Args:
         path: the file.
         key: who asks for it, for errors.
@@ -259,9 +261,11 @@ def read_columns(path: Path, key: str) -> dict[str, list[str]]:
         lines = _cells(path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(key, f"{path} is no CSV file ({error})") from error
-    lines = [line for line in lines if line]
-    require(len(lines) > 1, key, f"{path} must have a line of names and samples below it")
+    filled = [place for place, line in enumerate(lines) if line]
+    require(len(filled) > 1, key, f"{path} must have a line of names and samples below it")
+    lines = lines[filled[0] : filled[-1] + 1]
     head = lines[0]
+    lines = [line or [""] for line in lines if line or len(head) == 1]
     twice = next((name for name in head if head.count(name) > 1), None)
     require(twice is None, key, f"{path} has two columns of one name", twice)
     for number, line in enumerate(lines[1:], start=2):

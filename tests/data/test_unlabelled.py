@@ -122,6 +122,16 @@ def test_texts_have_the_numbers_of_the_training_parts_words(ending, tmp_path):
     assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[:2])
 
 
+@pytest.mark.parametrize("head", ["text\n", "\ntext\n"])
+def test_a_blank_line_of_a_table_of_one_column_is_a_sample(head, tmp_path):
+    (tmp_path / "own.csv").write_text("text,label\na,0\n\nb,1\n")
+    (tmp_path / "new.csv").write_text(f"{head}a\n\nb\n\n")
+    dataset = TextFile(str(tmp_path / "own.csv"), length=1)
+    found = read_unlabelled(tmp_path / "new.csv", dataset, dataset.arrays())
+    assert found.x.tolist() == [[2], [1], [3]]
+    assert found.names == ["0", "1", "2"]
+
+
 def test_reviews_have_imdbs_numbers(tmp_path):
     for number, text in enumerate(TEXTS):
         for part in ("train", "test"):
