@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +79,19 @@ def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
 
 
 def _require_alike(model: Classifier, x: Tensor) -> None:
-    """Refuse a model that draws random numbers when it predicts."""
+    """Refuse a model that gives NaN, with which nothing compares, or draws random numbers when it predicts."""
+    scores = model(x)
+    require(not scores.isnan().any(), "export", f"{_name(model)} gives NaN as scores of test samples")
     rule = f"{_name(model)} draws random numbers when it predicts, so no file can give its scores"
-    require(torch.equal(model(x), model(x)), "export", rule)
+    require(torch.equal(scores, model(x)), "export", rule)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    return float(((a - b).abs() / b.abs().clamp(min=1)).max()) if a.shape == b.shape else float("inf")
+    """The largest one of a score; equal infinities, which masks give, do not differ, and NaN differs from all."""
+    if a.shape != b.shape:
+        return math.inf
+    worst = float(torch.where(a == b, 0.0, (a - b).abs() / b.abs().clamp(min=1)).max())
+    return math.inf if math.isnan(worst) else worst
 
 
 def about(model: Classifier) -> dict[str, str]:

@@ -1,12 +1,15 @@
 """``fl-lightning export``: TorchScript and ONNX files that give the model's own scores."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.exporting import _difference, _require_alike
 from fl_lightning.model_commands import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -92,3 +95,28 @@ def test_a_model_that_draws_random_numbers_is_refused(runs, tmp_path):
     )
     with pytest.raises(ConfigError, match="export: FedAvg's WrappedModel draws random numbers when it predicts"):
         run.export(tmp_path / "model.pt")
+
+
+def test_a_model_that_gives_nan_is_not_said_to_draw_random_numbers():
+    class Broken(SimpleNamespace):
+        def __call__(self, x):
+            return x.log()
+
+    model = Broken(method=SimpleNamespace(model=None))
+    _require_alike(model, torch.zeros(2, 3))
+    with pytest.raises(ConfigError, match="export: SimpleNamespace's NoneType gives NaN as scores of test samples"):
+        _require_alike(model, -torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("written", "own", "difference"),
+    [
+        ([-math.inf, 2.0], [-math.inf, 1.0], 1.0),  # a masked class
+        ([math.inf, 1.0], [-math.inf, 1.0], math.inf),
+        ([1.0, 1.0], [math.inf, 1.0], math.inf),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf),
+        ([1.0], [1.0, 1.0], math.inf),
+    ],
+)
+def test_scores_that_are_not_finite_are_compared(written, own, difference):
+    assert _difference(torch.tensor(written), torch.tensor(own)) == difference
