@@ -73,7 +73,8 @@ class ModelContrast(Term):
 
     The received body is frozen for the round; the own last body, as the last local fit left it, is private and stays
     from round to round. Both are in eval mode and get no gradient. Before a client's first fit the two are taken to be
-    the same: the term is the constant log 2, and costs no pass.
+    the same: the term is the constant log 2, and costs no pass. Where they always are, it is refused: a method whose
+    model goes on from the client's own, whatever comes in, says so with ``takes_weights = False``.
 
     Args:
         weight: μ, >= 0.
@@ -105,8 +106,9 @@ class ModelContrast(Term):
             host.is_shared(f"model.body.{name}", owners[f"model.body.{name}".rpartition(".")[0]])
             for name, _ in body.named_parameters()
         )
-        rule = f"ModelContrast compares with the body that came in, and {type(host).__name__} shares none: leave it out"
-        require(travels, "method.extra_terms", rule)
+        rule = f"ModelContrast compares with the body that came in, and {type(host).__name__} {{}}: leave it out"
+        require(travels, "method.extra_terms", rule.format("shares none"))
+        require(getattr(host, "takes_weights", True), "method.extra_terms", rule.format("keeps its own"))
         self.received = _constant_copy(body)
         self.previous = nn.ModuleList(
             copy.deepcopy(body).requires_grad_(False) for _ in range(self.previous_models)

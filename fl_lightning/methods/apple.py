@@ -6,6 +6,8 @@ the authors' code.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -38,6 +40,7 @@ class APPLE(PlansRounds, Method):
     paper = "Luo and Wu, IJCAI 2022"
     is_kept = keeps_all
     make_server = lending_all
+    takes_weights: ClassVar[bool] = False  # w_i goes on from where it was; what comes in are the others' models
     others: Tensor  # Σ_{j ≠ i} p_ij w_j, [P]
 
     def __init__(

@@ -8,6 +8,7 @@ from fl_lightning.losses.class_relation import ClassRelation, Relation
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.losses.model_contrast import ModelContrast
 from fl_lightning.losses.proximal import Proximal
+from fl_lightning.methods.apple import APPLE
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
 from fl_lightning.methods.feddistill import FedDistill
@@ -79,6 +80,7 @@ NOT_TRAINED = "ClassRelation trains model.head, which no phase of {} does: leave
         (FedDistill, Proximal, NOT_SHARED),
         (Local, ModelContrast, NOT_COMPARED),
         (FedGH, ModelContrast, NOT_COMPARED),
+        (APPLE, ModelContrast, NOT_COMPARED.replace("shares none", "keeps its own")),
         (FedBABU, ClassRelation, NOT_TRAINED),
     ],
 )
