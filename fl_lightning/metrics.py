@@ -13,7 +13,7 @@ from fl_lightning.building import build
 from fl_lightning.configuration import short_name
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.measures import Measures, Reading
-from fl_lightning.report.columns import BALANCED, FIGURES, LOSS
+from fl_lightning.report.columns import BALANCED, FIGURES, LOSS, less_is_better
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import import_name
 
@@ -33,7 +33,8 @@ def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[
         num_classes: C, which a metric is given, as it is the task and that arguments need no checks.
 
     Raises:
-        ConfigError: for a metric that cannot be built, or gives no number for predictions of that many classes.
+        ConfigError: for a metric that cannot be built, gives no number for predictions of that many classes, or whose
+            name and class do not agree on whether more or less of it is better.
     """
     names = column_names(nodes)
     metrics = {}
@@ -43,6 +44,7 @@ def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[
         facts = {"task": "multiclass", "num_classes": num_classes, "validate_args": False}
         given = {argument: value for argument, value in facts.items() if argument in takes}
         metrics[name] = _tried(build(node, key, **given), key, num_classes)
+        _require_said(name, metrics[name].metric, key)
     return metrics
 
 
@@ -92,6 +94,15 @@ def _tried(metric: Metric, key: str, num_classes: int) -> Reading:
         finally:
             metric.reset()
     return reading
+
+
+def _require_said(name: str, metric: Metric, key: str) -> None:
+    """Refuse a name that says the opposite of its class: who reads a run's tables later knows the name alone."""
+    more, said = getattr(metric, "higher_is_better", None), less_is_better(f"{name}/{FIGURES[0]}")
+    rule = "less of it is better (higher_is_better), so its class must be called …Error, …Loss or …Distance"
+    require(more is not False or said, key, rule, name)
+    rule = "more of it is better (higher_is_better), so it must not be called Error, Loss, Distance or the like"
+    require(more is not True or not said, key, rule, name)
 
 
 def _others() -> list[str]:

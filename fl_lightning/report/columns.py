@@ -32,7 +32,7 @@ _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
 _ALONE = re.compile("Local-T(_received)?(/fine_tuned)?")  # compared with what a client reaches alone
 _FIGURE = re.compile(rf"(?:[^/]+/)?(?:{'|'.join(FIGURES)})(?:_received)?(?:/.+|{'|'.join(SPREADS)})?")
-_LESS = re.compile(r"[^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)[^/]*/")
+_LESS = re.compile(r"([^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)|EER)[^/]*/")
 
 
 def may_exist(column: str) -> bool:
@@ -103,6 +103,8 @@ def less_is_better(column: str) -> bool:
 
     >>> [less_is_better(name) for name in ("Local-T", "Local-T_std", "eval_loss/Local-T", "CalibrationError/Server-T")]
     [False, True, True, True]
+    >>> [less_is_better(name) for name in ("EER/Local-T", "F1Score/Local-T")]
+    [True, False]
     """
     return column.endswith(("_std", "_gini", HURT, "_undefined")) or (
         is_measure(column) and _LESS.match(column) is not None

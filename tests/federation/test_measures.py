@@ -133,6 +133,28 @@ def test_a_metric_of_ones_own_is_named_by_its_class_and_arguments(predicted):
     assert measured(scores, y, other)["ShareOfTheFirst"] == pytest.approx(2 * share)
 
 
+class Cost(ShareOfTheFirst):
+    higher_is_better = False
+
+
+class CostOfErrors(Cost):
+    """Its name says so, too."""
+
+
+class LossReduction(ShareOfTheFirst):
+    higher_is_better = True
+
+
+def test_a_metric_s_name_must_say_what_its_class_does_of_more_or_less():
+    """Tables, best rounds and early stopping go by the name of the column."""
+    for kind, way in ((Cost, "less"), (LossReduction, "more")):
+        with pytest.raises(ConfigError, match=rf"^metrics\.0: {way} of it is better .* got '{kind.__name__}'"):
+            build_metrics([{"class_path": f"{__name__}.{kind.__name__}"}], CLASSES)
+    usual = [f"torchmetrics.{name}" for name in ("HammingDistance", "CalibrationError", "CohenKappa", "AUROC")]
+    for path in (f"{__name__}.CostOfErrors", *usual, "torchmetrics.classification.MulticlassHingeLoss"):
+        assert build_metrics([{"class_path": path}], CLASSES)
+
+
 def test_names_are_resolved_and_what_the_data_say_is_filled_in():
     base = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
     nodes = ["Accuracy", {"class_path": "F1Score", "init_args": {"average": "macro"}}, OWN]
