@@ -152,7 +152,7 @@ class _Reader:
         require(is_scale(scale), "scale", "must be a number, finite and not 0", scale)
         name = text_of(content, "name", f"{path.resolve().parent.parent.name}-{path.stem}")
         check_name(name)
-        return Definition(
+        table = Definition(
             path,
             name,
             text_of(content, "title", path.stem),
@@ -167,6 +167,8 @@ class _Reader:
             self._published(rows, columns),
             self._rank(columns),
         )
+        _require_comparable(table)
+        return table
 
     def _rank(self, columns: Sequence[Column]) -> tuple[str, ...]:
         names = self.content.get("rank", [])
@@ -238,6 +240,16 @@ class _Reader:
                 printed = {str(n): _printed(value, key) for n, value in figures.items() if value is not None}
                 found.setdefault(str(row), {})[str(column)] = printed
         return found
+
+
+def _require_comparable(table: Definition) -> None:
+    """Refuse a ranking of rows that print figures of which more and of which less is better."""
+    for column, name in table.heads:
+        cells = (row for row in table.rows if row.columns.get(column.name, column) is not None)
+        figures = [figure for row in cells if (figure := table.figure(row, column, name)) is not None]
+        alike = len({figure.less_is_better for figure in figures}) < 2
+        rule = f"{column.name} has rows with figures of which more and of which less is better; they have no ranking"
+        require(alike or name not in table.rank, "rank", rule, name)
 
 
 def text_of(content: Mapping[str, Any], key: str, default: str = "") -> str:

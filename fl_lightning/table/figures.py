@@ -167,7 +167,12 @@ def _validation_sizes(run: Cell) -> dict[int, int]:
 
 
 def _mark(values: Mapping[str, Value]) -> None:
-    """Mark the best and the second best of a column, each only where a test tells it from the next one."""
+    """Mark the best and the second best of a column, each only where a test tells it from the next one.
+
+    Where rows print figures of which more and of which less is better, none is the best.
+    """
+    if len({value.less_is_better for value in values.values()}) > 1:
+        return
     ranked = sorted(values.values(), key=lambda value: (value.mean or 0.0) * (1 if value.less_is_better else -1))
     for place, mark in enumerate(("best", "second")):
         if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):

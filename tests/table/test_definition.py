@@ -20,6 +20,8 @@ published:
   FedAvg: {A: 66.24 ± 0.6, B: {L: 50, G: [40.5, 1]}}
 """
 
+LOSS = "Ours: {figures: {L: eval_loss/Local-T.last}}"
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -62,6 +64,11 @@ def test_figures_of_the_table_of_a_column_and_of_a_row(write):
         read_definition(write(text.replace("S: null", "K: null")))
 
 
+def test_rows_of_which_one_prints_a_loss_may_be_ranked_by_another_figure(write):
+    text = GOOD.replace("Ours: {columns: {A: null}, figure: Local-T.last}", f"{LOSS}\nrank: [G]")
+    assert read_definition(write(text)).rank == ("G",)
+
+
 def test_a_column_s_name_may_hold_dots(write):
     text = GOOD.replace("  A: {set: {data.batch_size: 5}}", "  A (0.5 M.): {figure: Local-T.last}")
     text = text.replace("A: 66.24 ± 0.6, ", "").replace("{A: null}", '{"A (0.5 M.)": {set: {seed: 1}}}')
@@ -85,6 +92,7 @@ def test_a_column_s_name_may_hold_dots(write):
         ("title: T", "scale: 0", "scale", "not 0"),
         ("title: T", "rank: [H]", "rank", "L"),
         ("title: T", "rank: 3", "rank", "a list"),
+        ("Ours: {columns: {A: null}, figure: Local-T.last}", f"{LOSS}\nrank: [L]", "rank", "B has rows with figures"),
         ("figure: Server-T.last", "figure: {of: Server-T.last, scale: .inf}", "figure.scale", "finite"),
         ("{data.batch_size: 5}}", "0}", "columns.A.set", "sections"),
         ("base: {files: [base.yaml]}", "base: {files: ''}", "base.files", "list"),

@@ -72,6 +72,12 @@ def test_of_spreads_and_times_the_least_is_the_best():
     assert [value.mark for value in values] == ["", "best", "second"]
 
 
+def test_no_row_is_the_best_of_accuracies_and_losses():
+    values = [Value(seeds={0: m, 1: m + 1, 2: m + 3}, less_is_better=m > 50) for m in (9.0, 3.0, 60.0)]
+    _mark(dict(zip("abc", values, strict=True)))
+    assert [value.mark for value in values] == ["", "", ""]
+
+
 def test_durations():
     assert [duration(s) for s in (None, 5, 150, 7500)] == ["an unknown time", "5 s", "2 min", "2 h 5 min"]
 
