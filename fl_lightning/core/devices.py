@@ -38,9 +38,9 @@ class Part(NamedTuple):
     rows: Tensor | None = None
 
     @classmethod
-    def whole(cls, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Part:
+    def whole(cls, x: Tensor, y: Tensor) -> Part:
         """The whole mini-batch, on the only device."""
-        return cls(x, y, slice(None), len(y), rows=rows)
+        return cls(x, y, slice(None), len(y))
 
 
 class SharedFit:

@@ -83,7 +83,7 @@ class Forward:
 
 
 class LateMaps(Sequence[Tensor]):
-    """Feature maps that are made when the first of them is asked for.
+    """Feature maps of the first pass that is made; where none is, they are made when the first of them is asked for.
 
     Args:
         make: makes them all.
@@ -95,6 +95,11 @@ class LateMaps(Sequence[Tensor]):
     @cached_property
     def _maps(self) -> Sequence[Tensor]:
         return self._make()
+
+    def seen(self, features: Sequence[Tensor], z: Tensor) -> Tensor:
+        """Take the maps of a pass, unless there are some, and give its embedding on."""
+        vars(self).setdefault("_maps", features)
+        return z
 
     def __len__(self) -> int:
         return len(self._maps)

@@ -175,11 +175,11 @@ class Step:
 
     def _recalled(self, model: Any, recall: Recall, y: Tensor) -> Forward:
         """A pass through a body at rest: its embeddings as an earlier epoch made them, its feature maps on demand."""
-        bench, maps = self._bench, _FirstMaps(lambda: self._maps(model, nullcontext()))
+        bench, maps = self._bench, LateMaps(lambda: self._maps(model, nullcontext()))
         with single_sample(bench.layers, self._batch), bench.machine.precision():
             z = recall.of("pass", model.body, [model.body], lambda: maps.seen(*model.forward_features(self.x)))
             logits = model.head(z)
-        return Forward(self.x, y, maps.found, z, logits, precision=bench.machine.precision, recall=recall)
+        return Forward(self.x, y, maps, z, logits, precision=bench.machine.precision, recall=recall)
 
     def _maps(self, model: Any, mode: AbstractContextManager[None]) -> list[Tensor]:
         """Feature maps of the mini-batch by a model at rest, whose batch norm keeps its statistics, in some mode."""
@@ -237,14 +237,14 @@ class Step:
             recall = self._recall
             if recall is None:
                 return self.forward(through=model).wide()
-            maps = _FirstMaps(lambda: self._maps(model, training(model, False)))
+            maps = LateMaps(lambda: self._maps(model, training(model, False)))
 
             def made() -> tuple[Tensor, Tensor]:
                 out = self.forward(through=model)
                 return maps.seen(out.features, out.z), out.logits
 
             z, logits = recall.of("told by", model, [model], made)
-        return Forward(self.x, self.y, maps.found, z, logits, precision=self._bench.machine.precision).wide()
+        return Forward(self.x, self.y, maps, z, logits, precision=self._bench.machine.precision).wide()
 
     def values(self, out: Forward, terms: Iterable[Any] | None = None) -> dict[str, Tensor]:
         """Each term's unweighted value, by its name: outside autocast, in float32 or wider.
@@ -349,20 +349,3 @@ class Step:
         """What the first device has drawn: random streams part where devices see parts of different sizes."""
         devices = self._bench.machine.devices
         return drawn if devices is None else devices.first(drawn)
-
-
-class _FirstMaps:
-    """The feature maps of the first pass that is made; where none is, they are made on demand.
-
-    Args:
-        make: makes them.
-    """
-
-    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
-        self.found: Sequence[Tensor] = LateMaps(make)
-        self._is_first = True
-
-    def seen(self, features: Sequence[Tensor], z: Tensor) -> Tensor:
-        """Take the maps of a pass, and give its embedding on."""
-        self.found, self._is_first = features if self._is_first else self.found, False
-        return z

@@ -155,9 +155,9 @@ class Bundle(NamedTuple):
 
     def step_rows(self) -> Sequence[Tensor | None]:
         """The places of each mini-batch's samples; None where they are not known, or a callback has changed inputs."""
-        as_they_are = self.rows is not None and self.x._version == self.version
-        places = self.rows if as_they_are else None
-        return [None] * len(self.y.split(self.batch_size)) if places is None else places.split(self.batch_size)
+        if self.rows is None or self.x._version != self.version:
+            return [None] * len(self.y.split(self.batch_size))
+        return self.rows.split(self.batch_size)
 
 
 class Epoch(Sequence[Bundle]):
