@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -13,6 +13,30 @@ if TYPE_CHECKING:
     from fl_lightning.core.facts import Facts, Fit, Phase
     from fl_lightning.core.step import Step
     from fl_lightning.models.split import SplitModel
+
+
+class Network(Protocol):
+    """What makes embeddings of inputs, and logits of embeddings: a split model, or `Parts`."""
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor]:
+        """From inputs [B, …] to embeddings [B, D]."""
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """From embeddings [B, D] to logits [B, C]."""
+
+
+class Parts(NamedTuple):
+    """A network whose head, or body, is more than a model's.
+
+    Args:
+        embed: from inputs [B, …] to embeddings [B, D].
+        head: from embeddings [B, D] to logits [B, C].
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
 
 
 class Host(Protocol):
@@ -29,6 +53,9 @@ class Host(Protocol):
     def phases(self) -> list[Phase]:
         """The phases of a local fit."""
 
+    def network(self) -> Network:
+        """What the losses of a fit see samples through."""
+
     def get_parameter(self, target: str) -> nn.Parameter:
         """As every module's."""
 
@@ -40,7 +67,7 @@ class Host(Protocol):
 
 
 class Collected(NamedTuple):
-    """The client's training part seen by its model in eval mode: z [N, D], logits [N, C], y [N]."""
+    """The client's training part as its losses see it, but in eval mode: z [N, D], logits [N, C], y [N]."""
 
     z: Tensor
     logits: Tensor
@@ -68,7 +95,7 @@ class OwnData(Protocol):
         """Mini-batches of one shuffled pass over the training part, as steps outside the fit."""
 
     def collected(self) -> Collected:
-        """The whole training part through the model in eval mode, without gradients; once for all that ask."""
+        """The whole training part through the method's `network`, in eval mode; once for all that ask."""
 
     def risk(self) -> Tensor:
         """The model's mean cross-entropy on the validation part, or where there is none on the training part."""

@@ -15,7 +15,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.precision import Wide, stretches
 from fl_lightning.core.server import Server
 from fl_lightning.errors import require
-from fl_lightning.models.mixture import pass_with_sum
+from fl_lightning.models.mixture import summed
 from fl_lightning.seeding import torch_generator
 
 WISH = "wish"
@@ -91,18 +91,15 @@ class AllModels(Wide):
         self.register_buffer("own", torch.zeros(num_clients), persistent=False)
         self.register_buffer("shares", torch.full((num_clients,), 1 / num_clients), persistent=False)
 
-    def mixed_pass(
-        self, model: Any, relations: Tensor, others: Tensor, x: Tensor
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Maps, embedding [B, D] and logits [B, C] of inputs by the sum of all models, of which `model` is the own one.
+    def mixture(self, model: Any, relations: Tensor, others: Tensor) -> dict[str, Tensor]:
+        """Parameters of the sum of all models, by name.
 
         Args:
-            model: the client's.
+            model: the client's own.
             relations: p, [N], how much of each is in the sum.
             others: Σ p_j w_j over the other clients, [P].
-            x: [B, …] inputs.
         """
-        return pass_with_sum(model, self.own @ relations, others, x)
+        return summed(model, self.own @ relations, others)
 
     @torch.no_grad()
     def take(self, message: Message, method: Any, client: int) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from fl_lightning.core.division import division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.host import OwnData
+from fl_lightning.core.host import Network, OwnData, Parts
 from fl_lightning.core.message import Artifact, Message
 from fl_lightning.core.personal import personal_and_global, personal_copy, personal_only
 from fl_lightning.core.precision import Wide
@@ -21,7 +21,6 @@ from fl_lightning.core.step import Step
 from fl_lightning.core.term import Term, Terms
 
 if TYPE_CHECKING:
-    from fl_lightning.core.mixing import Mixer
     from fl_lightning.models.split import SplitModel
 
 # What a method's file speaks of; it may be had from here.
@@ -32,6 +31,7 @@ __all__ = [
     "Message",
     "Method",
     "OwnData",
+    "Parts",
     "Phase",
     "Predictor",
     "Seen",
@@ -96,6 +96,13 @@ class Method(Wide):
         if self.terms.has_instead:
             weights[self.terms.cross_entropy.name] = 0.0
         return {**weights, **self.losses()}
+
+    def network(self) -> Network:
+        """What the losses of a fit see samples through. Default: the model.
+
+        Terms take its head for embeddings that they have heard of, and all of it for what they send of the own data.
+        """
+        return self.model
 
     # --- what travels, what stays -------------------------------------------------------------------------------------
 
@@ -172,16 +179,8 @@ class Method(Wide):
     # --- the other side -----------------------------------------------------------------------------------------------
 
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        """The method's server. Default: weighted mean of weights, artifacts by the rules of their terms."""
-        return Server(initial)
+        """The method's server, and without one what clients make of what they hear (`Server.mixer`).
 
-    def make_mixer(self, server: Server) -> Mixer | None:
-        """The method's rule without a server: what a client makes of what it hears. Default: what `server` says.
-
-        Args:
-            server: the method's, with the rules of its artifacts.
-
-        Returns:
-            None for a method that cannot do without its server.
+        Default: weighted mean of weights, artifacts by the rules of their terms.
         """
-        return server.mixer()
+        return Server(initial)

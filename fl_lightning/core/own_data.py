@@ -60,13 +60,14 @@ class BoundData:
         return _Steps(self._bench, bundles)
 
     def collected(self) -> Collected:
-        """The whole training part through the model in eval mode, without gradients; once for all that ask."""
+        """The whole training part through the method's `network`, in eval mode; once for all that ask."""
         if self._collected is None:
-            model = self._bench.method.model
-            with training(self._bench.method, False), torch.no_grad():
-                rows = [(model.embed(x), y) for x, y in self._source.passes("train")]
+            method = self._bench.method
+            with training(method, False), torch.no_grad():
+                network = method.network()
+                rows = [(network.embed(x), y) for x, y in self._source.passes("train")]
                 z = torch.cat([z for z, _ in rows])
-                self._collected = Collected(z, model.head(z), torch.cat([y for _, y in rows]))
+                self._collected = Collected(z, network.head(z), torch.cat([y for _, y in rows]))
         return self._collected
 
     def risk(self) -> Tensor:

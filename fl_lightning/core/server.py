@@ -33,6 +33,7 @@ class Server:
         rules: artifact name -> factory of its rule, on top of the terms'. The default is the kind's own
             (`core/aggregation.py`).
         weighting: ``samples`` weighs a client's weights by its training samples, ``uniform`` all alike.
+        mixer: makes of the rules what takes the server's place where there is none.
     """
 
     only_averages: ClassVar[bool] = True
@@ -51,8 +52,10 @@ class Server:
         initial: Message,
         rules: Mapping[str, RuleFactory] | None = None,
         weighting: Weighting = "samples",
+        mixer: Callable[[Mapping[str, RuleFactory]], Mixer] = MeanMixer,
     ) -> None:
         require_choices("method", weighting=(weighting, Weighting))
+        self._mixer = mixer
         self.mean_weighting = weighting
         self.message = initial
         self.rules = dict(rules or {})
@@ -112,7 +115,7 @@ class Server:
     def mixer(self) -> Mixer | None:
         """What takes the server's place where there is none; None if nothing can."""
         plain = self.only_averages and not any(rule().remembers for rule in self.rules.values())
-        return MeanMixer(self.rules) if plain else None
+        return self._mixer(self.rules) if plain else None
 
     def partial(self) -> Partial:
         """What was folded in so far, in plain containers, to be merged by another worker's server."""

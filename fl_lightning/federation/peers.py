@@ -49,7 +49,7 @@ class Peers(Exchange, ABC):
         """
         self.num_clients, self.seed = facts.num_clients, facts.seed
         server = template.make_server(facts)
-        mixer = template.method.make_mixer(server)
+        mixer = server.mixer()
         if mixer is None:
             remembered = " and ".join(name for name, rule in server.rules.items() if rule().remembers)
             why = f", which must remember {remembered} from round to round" if remembered else ""

@@ -225,7 +225,7 @@ class GeneratedFeatures(FirstSteps):
         with torch.no_grad():
             z = generate(self.generator, noise, y, *self.prototypes.shape)
         ratio = size / len(out.y)
-        return ratio * F.cross_entropy(widened(out.through(host.model.head, z)), y)
+        return ratio * F.cross_entropy(widened(out.through(host.network().head, z)), y)
 
     @override
     def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:

@@ -204,7 +204,7 @@ class HyperPredictions(HyperKnowledge):
 
     @override
     def distance(self, host: Host, out: Forward) -> Tensor:
-        logits = out.through(host.model.head, self.features)
+        logits = out.through(host.network().head, self.features)
         return soft_prediction_distance(logits, self.predictions, self.temperature, self.valid)
 
 

@@ -6,6 +6,7 @@ the authors' code.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -14,9 +15,11 @@ from typing_extensions import override
 from fl_lightning.core.division import keeps_all
 from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.lending import AllModels, lending_all
-from fl_lightning.core.method import Forward, Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
+from fl_lightning.core.method import Forward, Message, Method, OwnData, Parts, Phase, Predictor, Step, Term
+from fl_lightning.core.personal import personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.relations import FadingWeight, Schedule, anchor_loss
+from fl_lightning.models.mixture import head_with, pass_with
 from fl_lightning.models.split import SplitModel
 
 
@@ -79,8 +82,7 @@ class APPLE(PlansRounds, Method):
 
     @override
     def local_step(self, step: Step) -> None:
-        others = self.relations @ self.cores.rows
-        out = Forward(step.x, step.y, *step.through(self.cores.mixed_pass, self.model, self.relations, others, step.x))
+        out = Forward(step.x, step.y, *step.through(pass_with, self.model, self._mixture(True), step.x))
         step.descend({**step.values(out), "anchor": anchor_loss(self.relations, self.cores.shares)})
         step.observe(out)
 
@@ -88,6 +90,16 @@ class APPLE(PlansRounds, Method):
     def on_fit_end(self) -> None:
         self.others.copy_(self.relations.detach() @ self.cores.rows)
 
+    def _mixture(self, learns: bool) -> dict[str, Tensor]:
+        """Parameters of Σ_j p_ij w_j, by name; while p_i learns, the rest of the sum is anew what it makes of it."""
+        others = self.relations @ self.cores.rows if learns else self.others
+        return self.cores.mixture(self.model, self.relations, others)
+
+    @override
+    def network(self) -> Parts:
+        mixture = self._mixture(self.training)
+        return Parts(lambda x: pass_with(self.model, mixture, x)[1], partial(head_with, self.model, mixture))
+
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_only(lambda seen: self.cores.mixed_pass(self.model, self.relations, self.others, seen.x)[2])
+        return personal_only(lambda seen: pass_with(self.model, self._mixture(False), seen.x)[2])

@@ -22,7 +22,7 @@ from fl_lightning.core.facts import Facts, PlansRounds
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.message import Artifact, Message, Structured, artifact
 from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.mixing import Heard, MeanMixer, Mixer
+from fl_lightning.core.mixing import Heard, MeanMixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
@@ -180,11 +180,8 @@ class DisPFL(PlansRounds, Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:
-        return Server(initial, dict.fromkeys(self.masked_names, ActiveMean), weighting="uniform")
-
-    def make_mixer(self, server: Server) -> Mixer | None:
-        """The mean of the active, by no other shares than equal ones."""
-        return EqualMixer(server.rules) if server.mixer() is not None else None
+        """The mean of the active, by no other shares than equal ones, which is also the rule without a server."""
+        return Server(initial, dict.fromkeys(self.masked_names, ActiveMean), "uniform", EqualMixer)
 
     # --- the start of a round -----------------------------------------------------------------------------------------
 

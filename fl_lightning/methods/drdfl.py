@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.division import keeps_all
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.freezing import frozen
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase, Predictor, Seen
-from fl_lightning.core.mixing import MeanMixer, Mixer
+from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.precision import widened
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
@@ -228,9 +230,9 @@ class DRDFL(Method):
             n: (widened(own[n]) + widened(t).to(own[n].device)) / 2 if n in fits else t for n, t in received.items()
         }
 
-    def make_mixer(self, server: Server) -> Mixer | None:
-        """The neighbour's message as it is: `receive` merges it."""
-        return MeanMixer(server.rules, own=False) if server.mixer() is not None else None
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        """Without a server, the neighbour's message as it is: `receive` merges it."""
+        return Server(initial, mixer=partial(MeanMixer, own=False))
 
     def parameter_counts(self) -> tuple[int, int]:
         """The class Gaussians travel, too, as artifacts."""

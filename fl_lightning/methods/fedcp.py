@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.freezing import frozen_copy
-from fl_lightning.core.method import Message, Method, OwnData, Predictor, Step, Term, personal_only
+from fl_lightning.core.method import Message, Method, OwnData, Parts, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.discrepancy import fixed_discrepancy
 from fl_lightning.models.conditional import ConditionalPolicy, class_direction
@@ -66,13 +66,14 @@ class FedCP(Method):
     @override
     def local_step(self, step: Step) -> None:
         out = step.forward()
-        values = step.values(out.predicting(step.through(self._predict, out.z)))
+        out = out.predicting(step.through(self._classify, out.z))
+        values = step.values(out)
         if self.weight:
             values["discrepancy"] = fixed_discrepancy(out.z, step.told(self.generic["body"]))
         step.descend(values)
         step.observe(out)
 
-    def _predict(self, z: Tensor) -> Tensor:
+    def _classify(self, z: Tensor) -> Tensor:
         """Both heads' logits [B, C], each of its part of embeddings [B, D]."""
         r, s = self.policy(z, self.context)
         return self.model.head(r * z) + self.generic["head"](s * z)
@@ -85,5 +86,9 @@ class FedCP(Method):
         return message
 
     @override
+    def network(self) -> Parts:
+        return Parts(self.model.embed, self._classify)
+
+    @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_only(lambda seen: self._predict(seen.z(self.model)))
+        return personal_only(lambda seen: self._classify(seen.z(self.model)))

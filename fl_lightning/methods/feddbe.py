@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.method import Message, Method, OwnData, Predictor, Step, Term, personal_and_global
+from fl_lightning.core.method import Message, Method, OwnData, Parts, Predictor, Step, Term, personal_and_global
 from fl_lightning.core.precision import widened
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
@@ -47,6 +47,7 @@ class FedDBE(Method):
 
     mean: Tensor  # r, [D]
     consensus: Tensor  # r̄, [D]
+    _knows = True  # until a receive says: m_i is 0 before r̄ is known
 
     @override
     def setup(self) -> None:
@@ -67,7 +68,8 @@ class FedDBE(Method):
     def local_step(self, step: Step) -> None:
         out = step.forward()
         mean = torch.lerp(self.mean, widened(out.z).mean(0).to(self.mean), self.momentum)
-        values = step.values(out.predicting(step.through(self._personal, out.z)) if self._knows else out)
+        out = out.predicting(step.through(self._classify, out.z)) if self._knows else out
+        values = step.values(out)
         if self._knows:
             values["mean"] = 0.5 * (mean - self.consensus).square().mean()
         step.descend(values)
@@ -82,9 +84,13 @@ class FedDBE(Method):
         return message
 
     @override
-    def predictors(self) -> dict[str, Predictor]:
-        return personal_and_global(lambda seen: self._personal(seen.z(self.model)), self.model)
+    def network(self) -> Parts:
+        return Parts(self.model.embed, self._classify)
 
-    def _personal(self, z: Tensor) -> Tensor:
-        """The logits [B, C] of embeddings [B, D] and m_i."""
-        return self.model.head(z + self.bias.to(z.dtype))
+    @override
+    def predictors(self) -> dict[str, Predictor]:
+        return personal_and_global(lambda seen: self._classify(seen.z(self.model)), self.model)
+
+    def _classify(self, z: Tensor) -> Tensor:
+        """The logits [B, C] of embeddings [B, D] and m_i, from when r̄ is known."""
+        return self.model.head(z + self.bias.to(z.dtype) if self._knows else z)

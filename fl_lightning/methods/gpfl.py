@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.method import Message, Method, OwnData, Phase, Predictor, Step, Term, personal_only
+from fl_lightning.core.method import Message, Method, OwnData, Parts, Phase, Predictor, Step, Term, personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.class_guidance import guidance_losses
 from fl_lightning.models.conditional import ConditionalValve
@@ -48,7 +48,7 @@ class GPFL(Method):
         self.weight, self.weight_decay = weight, weight_decay
 
     reference: Tensor  # ē, [C, D]
-    class_shares: Tensor  # n_c/n, [C]
+    condition: Tensor  # p, [D]
 
     @override
     def setup(self) -> None:
@@ -56,13 +56,13 @@ class GPFL(Method):
         self.embeddings = nn.Parameter(torch.randn(classes, size))  # e
         self.valve = ConditionalValve(size)
         self.register_buffer("reference", torch.zeros(classes, size), persistent=False)
-        self.register_buffer("class_shares", torch.zeros(classes), persistent=False)
+        self.register_buffer("condition", torch.zeros(size), persistent=False)
 
     @override
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         self.reference.copy_(self.embeddings.detach())
-        self.class_shares.copy_(data.class_counts / data.class_counts.sum())
+        self.condition.copy_((data.class_counts / data.class_counts.sum()).to(self.reference) @ self.reference)
 
     @override
     def phases(self) -> list[Phase]:
@@ -76,15 +76,19 @@ class GPFL(Method):
     @override
     def local_step(self, step: Step) -> None:
         out = step.forward()
-        values = step.values(out.predicting(step.through(self._personal, out.z, self.class_shares @ self.reference)))
+        out = out.predicting(step.through(self._classify, out.z))
         generic = step.through(self.valve, out.z, self.reference.mean(0))
-        step.descend({**values, **guidance_losses(generic, step.y, self.embeddings, self.reference)})
+        step.descend({**step.values(out), **guidance_losses(generic, step.y, self.embeddings, self.reference)})
         step.observe(out)
 
-    def _personal(self, z: Tensor, p: Tensor) -> Tensor:
-        """The head's logits [B, C] of what passes of embeddings [B, D] under the client's condition."""
-        return self.model.head(self.valve(z, p))
+    def _classify(self, z: Tensor) -> Tensor:
+        """The head's logits [B, C] of what passes of embeddings [B, D] under the client's condition, p."""
+        return self.model.head(self.valve(z, self.condition))
+
+    @override
+    def network(self) -> Parts:
+        return Parts(self.model.embed, self._classify)
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_only(lambda seen: self._personal(seen.z(self.model), self.class_shares @ self.reference))
+        return personal_only(lambda seen: self._classify(seen.z(self.model)))

@@ -80,5 +80,9 @@ class pFedMe(Method):
             own.copy_(near)  # w makes no pass
 
     @override
+    def network(self) -> SplitModel:
+        return self.personal
+
+    @override
     def predictors(self) -> dict[str, Predictor]:
         return personal_and_global(self.personal, self.model)

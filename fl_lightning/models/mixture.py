@@ -63,6 +63,18 @@ class _Whole(nn.Module):
         return features, z, self.model.head(z)
 
 
+class _Head(nn.Module):
+    """A split model, of which a call gives what its head makes."""
+
+    def __init__(self, model: SplitModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, z: Tensor) -> Tensor:
+        logits: Tensor = self.model.head(z)
+        return logits
+
+
 def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """Feature maps, embedding [B, D] and logits [B, C] of a model with other parameters.
 
@@ -71,23 +83,35 @@ def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) ->
         parameters: by name; gradients reach what they were made of.
         x: [B, …] inputs.
     """
-    result: tuple[list[Tensor], Tensor, Tensor] = functional_call(
-        _Whole(model), {f"model.{name}": tensor for name, tensor in parameters.items()}, (x,)
-    )
+    result: tuple[list[Tensor], Tensor, Tensor] = functional_call(_Whole(model), _named(parameters), (x,))
     return result
 
 
-def pass_with_sum(model: SplitModel, share: Tensor, others: Tensor, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The same with the parameters p w + s, where w are the model's own.
+def head_with(model: SplitModel, parameters: Mapping[str, Tensor], z: Tensor) -> Tensor:
+    """Logits [B, C] of embeddings [B, D] by a model's head with other parameters.
 
     Args:
         model: as before.
+        parameters: the whole model's, by name.
+        z: [B, D].
+    """
+    logits: Tensor = functional_call(_Head(model), _named(parameters), (z,))
+    return logits
+
+
+def summed(model: SplitModel, share: Tensor, others: Tensor) -> dict[str, Tensor]:
+    """Parameters p w + s by name, where w are the model's own.
+
+    Args:
+        model: any.
         share: p, [].
         others: s, [P], in the order of the parameters' names, in float32 or wider.
-        x: [B, …] inputs.
     """
     own = sorted(model.named_parameters())
     whole = others + share * torch.cat([w.to(others.dtype).reshape(-1) for _, w in own])
     parts = whole.split([w.numel() for _, w in own])
-    mixed = {name: part.view_as(w).to(w.dtype) for (name, w), part in zip(own, parts, strict=True)}
-    return pass_with(model, mixed, x)
+    return {name: part.view_as(w).to(w.dtype) for (name, w), part in zip(own, parts, strict=True)}
+
+
+def _named(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in parameters.items()}

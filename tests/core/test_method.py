@@ -79,7 +79,7 @@ def test_default_server_averages_and_its_mixer_does_without_it(mlp):
     method = Method(mlp())
     server = method.make_server(Message(), Facts())
     assert type(server) is Server
-    assert isinstance(method.make_mixer(server), MeanMixer)
+    assert isinstance(server.mixer(), MeanMixer)
 
 
 def test_default_predictor_takes_the_logits_and_gives_all_figures(mlp):

@@ -29,8 +29,8 @@ def values(value):
 
 def connected(exchange, num_clients=4, mixer=None, seed=0):
     """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
-    method = SimpleNamespace(make_mixer=lambda server: mixer or MeanMixer(own=False))
-    template = SimpleNamespace(method=method, make_server=lambda facts: Server(Message()), initial_message=Message)
+    server = Server(Message(), mixer=lambda rules: mixer or MeanMixer(rules, own=False))
+    template = SimpleNamespace(method=None, make_server=lambda facts: server, initial_message=Message)
     exchange.setup(template, Facts(num_clients, seed=seed))
     return exchange
 

@@ -12,11 +12,18 @@ import torch
 from tiny_optimizers import adam
 
 from fl_lightning import catalog
+from fl_lightning.core.predictor import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.losses.label_distillation import LabelDistillation
+from fl_lightning.methods.apple import APPLE
+from fl_lightning.methods.fedcp import FedCP
+from fl_lightning.methods.feddbe import FedDBE
+from fl_lightning.methods.gpfl import GPFL
+from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.trust import import_name
 
 TERMS = {entry.name: entry.class_path for entry in catalog.entries("terms")}
@@ -163,6 +170,19 @@ def test_every_term_runs_in_half_and_in_double_precision(term, precision, set_up
     assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
     narrow = {name for name, dtypes in watch.dtypes.items() if dtypes - {torch.float32, torch.float64}}
     assert narrow == set()
+
+
+@pytest.mark.parametrize("kind", [APPLE, FedCP, FedDBE, GPFL, pFedMe])
+def test_what_a_client_sends_of_its_own_data_is_what_it_predicts(kind, mlp, data, run_federation):
+    loop = run_federation(lambda: kind(mlp(), extra_terms=[LabelDistillation()]), data=data, rounds=2, optimizer=adam)
+    client, source = loop.runner.modules[0], data.clients[0]
+    seen, (x, _) = client.bound(source).collected(), data.store.gather(source.train)
+    client.eval()
+    with torch.no_grad():
+        predicted = next(way for way in client.predictors.values() if "Local-T" in way.figures).scores(Seen(x))
+        plain = client.method.model(x)
+    torch.testing.assert_close(seen.logits, predicted)
+    assert (seen.logits - plain).abs().max() > 1e-4  # the body and the head alone are not the client's way to predict
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the function below is handed to forked processes")

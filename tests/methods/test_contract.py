@@ -12,6 +12,7 @@ from tiny_optimizers import adam
 from fl_lightning.core.coordinate_rules import TrimmedMean
 from fl_lightning.core.lending import as_vector, lent_models
 from fl_lightning.core.selection_rules import Krum
+from fl_lightning.core.term import Term
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import Dirichlet
@@ -24,6 +25,7 @@ from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.methods.dispfl import MaskedWeights
+from fl_lightning.methods.fedcp import FedCP
 from fl_lightning.models.mlp import MLP
 from fl_lightning.report.columns import may_exist
 
@@ -292,7 +294,7 @@ def test_client_joins_late(method, run_federation):
 @pytest.mark.parametrize("make", [Ring, lambda: DirectedGraph(2)])
 def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full, run_federation):
     options = {"rounds": 2, "participation": 0.75, "exchange": make()}
-    if full.runner.modules[0].method.make_mixer(full.runner.modules[0].make_server(full.runner.facts)) is None:
+    if full.runner.modules[0].make_server(full.runner.facts).mixer() is None:
         rule = r"cannot do without its server(, which must remember .*)?: must be Star, got"
         with pytest.raises(ConfigError, match=rule):
             run_federation(method, **options)
@@ -359,3 +361,26 @@ def test_method_runs_under_a_robust_rule_or_says_why_not(method, set_up_federati
     loop.run()
     assert all_finite(loop)
     assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
+
+
+class ComparesPasses(Term):
+    """How far the method's `network` is from what the losses see, at the largest."""
+
+    def setup(self, host):
+        self.apart = []
+
+    @torch.no_grad()
+    def forward(self, host, out):
+        pairs = (host.network().embed(out.x), out.z), (host.network().head(out.z), out.logits)
+        self.apart += [float((own - seen).abs().max()) for own, seen in pairs]
+        return torch.zeros(())
+
+
+def test_what_terms_send_is_of_the_passes_that_they_are_trained_on(method, mlp, run_federation):
+    kind = type(method())
+    options = {"noisy": False} if kind is FedCP else {}
+    loop = run_federation(lambda: kind(mlp(), extra_terms=[ComparesPasses()], **options), rounds=2)
+    for client in loop.runner.modules:
+        apart = next(term.apart for term in client.method.terms if isinstance(term, ComparesPasses))
+        assert apart
+        assert max(apart) < 1e-5

@@ -124,7 +124,7 @@ def test_client_hears_the_mean_of_its_own_and_its_predecessor_s_network(small, r
 def test_ring_of_two_networks_0_and_4_gives_2_to_both(small):
     data = client_data((1, 8, 8), 4)
     client = ClientModule(small())
-    mixer = client.method.make_mixer(client.make_server(client.method.facts))
+    mixer = client.make_server(client.method.facts).mixer()
     weights = client.send(data).weights
     heard = [Heard(c, Message({n: torch.full_like(t, 4 * c) for n, t in weights.items()}), 0.5) for c in (0, 1)]
     for own, other in (heard, heard[::-1]):
