@@ -149,7 +149,7 @@ class _Reader:
         spread = content.get("spread", "")
         require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
         scale = content.get("scale", 100)
-        require(is_scale(scale), "scale", "must be a number, finite and not 0", scale)
+        require(is_scale(scale), "scale", "must be a finite number above 0", scale)
         name = text_of(content, "name", f"{path.resolve().parent.parent.name}-{path.stem}")
         check_name(name)
         table = Definition(

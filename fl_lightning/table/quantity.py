@@ -82,7 +82,7 @@ class Figure:
 
 def is_scale(value: Any) -> bool:
     """Whether a value can be a factor of figures."""
-    return type(value) in (int, float) and value != 0 and abs(value) < 1e300
+    return type(value) in (int, float) and 0 < value < 1e300
 
 
 def read_figure(node: Any, key: str) -> Figure:
@@ -97,7 +97,7 @@ def read_figure(node: Any, key: str) -> Figure:
                 name in ("of", "scale"), f"{key}.{name}", f"there is no such key; {suggest(str(name), ('of', 'scale'))}"
             )
         scale = node.get("scale", 1)
-        require(is_scale(scale), f"{key}.scale", "must be a number, finite and not 0", scale)
+        require(is_scale(scale), f"{key}.scale", "must be a finite number above 0", scale)
         return replace(read_figure(node.get("of"), f"{key}.of"), scale=float(scale))
     rule = f"must be a column of metrics.csv and one of {', '.join(REPORTS)}, as in Local-T.last, or summary.ENTRY"
     text, at, by = node.partition("@") if isinstance(node, str) else ("", "", "")
