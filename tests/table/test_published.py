@@ -31,7 +31,7 @@ TABLES = {
     "fedproto/tables/shots.yaml": (21, 1, 0),
     "fedproto/tables/lambda.yaml": (6, 1, 0),
     "niid_bench/tables/flower.yaml": (24, 3, 20),
-    "niid_bench/tables/fedprox_mu.yaml": (10, 1, 4),
+    "niid_bench/tables/fedprox_mu.yaml": (20, 1, 8),
     "niid_bench/tables/splits.yaml": (35, 1, 35),
     "leaderboard/tables/digits.yaml": (112, 5, 0),
     "leaderboard/tables/fashionmnist.yaml": (56, 5, 0),

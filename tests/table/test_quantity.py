@@ -109,7 +109,7 @@ def test_a_figure_may_have_a_scale_of_its_own():
         ("Local-T.last@Local-V", "f", "Local-T.best@Local-V"),
         ("Local-T.best@", "f", "Local-T.best@Local-V"),
         ({"of": "Local-T.last", "scal": 1}, "f.scal", "did you mean scale"),
-        ({"of": "Local-T.last", "scale": "1"}, "f.scale", "a number"),
+        ({"of": "Local-T.last", "scale": "1"}, "f.scale", "a finite number"),
         ({"scale": 1}, "f.of", "a column"),
     ],
 )
