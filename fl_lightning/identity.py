@@ -59,6 +59,43 @@ def contents(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def data_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the files hold that a configuration's data are read from: key -> first digits of their SHA-256.
+
+    Folders are not among them (`last_change`). A run of the same files is the same wherever it is begun; one that goes
+    on compares its data by their own hash.
+    """
+    found = {}
+    for key, value in _flatten(config.get("data"), "data"):
+        if ".init_args." in key and isinstance(value, str):
+            path = Path(value).expanduser()
+            with suppress(OSError, ValueError):  # no file's name
+                if path.is_file():
+                    status = path.stat()
+                    found[f"{key}{CONTENTS}"] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns)
+    return found
+
+
+@lru_cache
+def _digest(path: str, *_: int) -> str:
+    """Of a file as it is at that size and time of change; data may be large, so that it is not read at once."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def last_change(folder: str) -> float:
+    """When something in a folder last changed, came or went, in seconds since the epoch; 0 where the folder is gone."""
+    times = [0.0]
+    for place, _, names in os.walk(folder):
+        for name in (".", *names):
+            with suppress(OSError):
+                times.append(os.stat(os.path.join(place, name)).st_mtime)
+    return max(times)
+
+
 def folders(config: Mapping[str, Any]) -> dict[str, str]:
     """Where the folders lie that a configuration names and that hold what their owner put there: key -> path.
 

@@ -15,6 +15,7 @@ from typing import Any
 from fl_lightning.configuration import Config, contents, folders, identity, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
+from fl_lightning.identity import data_files, last_change
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.columns import is_validated
@@ -75,7 +76,8 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
-        what = {**identity(self.config), **contents(self.config), "federation.rounds": self.rounds}
+        what = {**identity(self.config), **contents(self.config), **data_files(self.config)}
+        what["federation.rounds"] = self.rounds
         stopping = self.config["federation"].get("early_stopping")
         what |= {} if stopping is None else {"federation.early_stopping": stopping}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:10]
@@ -196,6 +198,19 @@ def of_other_folders(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]
         for key in then.keys() & now.keys():
             if then[key] != now[key] and os.path.realpath(then[key]) != os.path.realpath(now[key]):
                 found.setdefault((then[key], now[key]), []).append(cell)
+    return found
+
+
+def of_edited_folders(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """The finished cells in whose folder of images something has changed since they ended: folder -> cells."""
+    found: dict[str, list[Cell]] = {}
+    changed: dict[str, float] = {}
+    for cell in (cell for cell in cells if cell.finished):
+        for folder in folders(cell.config).values():
+            if folder not in changed:
+                changed[folder] = last_change(folder)
+            if changed[folder] > (cell.folder / "summary.json").stat().st_mtime:
+                found.setdefault(folder, []).append(cell)
     return found
 
 

@@ -15,7 +15,15 @@ from fl_lightning.errors import ConfigError, listed_names, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.table.cells import Cell, Choice, cells_of, made_alike, of_other_folders, of_two_data_sets
+from fl_lightning.table.cells import (
+    Cell,
+    Choice,
+    cells_of,
+    made_alike,
+    of_edited_folders,
+    of_other_folders,
+    of_two_data_sets,
+)
 from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import Values, values_of
 from fl_lightning.table.overlays import split_options
@@ -118,6 +126,9 @@ def _conclude(
     for (then, now), own in of_other_folders(kept).items():
         runs = own[0].title if len(own) == 1 else f"{own[0].title} and {len(own) - 1} more runs"
         notes.append(f"{runs} read the images in {then}, not in {now}, and were not run again")
+    for edited, own in of_edited_folders(kept).items():
+        runs = own[0].title if len(own) == 1 else f"{own[0].title} and {len(own) - 1} more runs"
+        notes.append(f"{runs} ended before something changed in {edited}, and were not run again")
     values = values_of(definition, kept)
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)

@@ -1,6 +1,7 @@
 """When a table's cell counts as finished, and which cells there are."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.table.cells import Cell, Choice, cells_of, of_other_folders, of_two_data_sets
+from fl_lightning.table.cells import Cell, Choice, cells_of, of_edited_folders, of_other_folders, of_two_data_sets
 from fl_lightning.table.definition import Column, Row, read_definition
 from fl_lightning.table.overlays import Overlay
 
@@ -133,3 +134,42 @@ def test_finished_run_of_another_folder_of_images_is_found(cell, tmp_path):
     assert of_other_folders([other]) == {(str(tmp_path / "then"), str(tmp_path / "now")): [other]}
     (other.folder / "summary.json").unlink()
     assert of_other_folders([other]) == {}
+
+
+def test_a_cell_is_of_its_data_as_they_are(cell, tmp_path):
+    file, split = tmp_path / "own.csv", tmp_path / "split.json"
+    dataset = {"class_path": "CSVTable", "init_args": {"path": str(file)}}
+    partition = {"class_path": "FromFile", "init_args": {"path": str(split)}}
+
+    def name():
+        return replace(cell, config={**CONFIG, "data": {"dataset": dataset, "partition": partition}}).name
+
+    without = name()
+    file.write_text("x,y\n1,0\n")
+    first = name()
+    split.write_text("{}")
+    second = name()
+    file.write_text("x,y\n2,1\n")
+    third = name()
+    assert len({without, first, second, third}) == 4
+    file.write_text("x,y\n1,0\n")
+    assert name() == second
+
+
+def test_finished_run_whose_images_were_changed_since_is_found(cell, tmp_path):
+    images = tmp_path / "images" / "cat"
+    images.mkdir(parents=True)
+    (images / "1.png").write_bytes(b"a picture")
+    data = {"dataset": {"class_path": "ImageFolder", "init_args": {"root": str(images.parent)}}}
+    own = replace(cell, config={**CONFIG, "data": data})
+    cell.folder.rename(own.folder)
+    past = (own.folder / "summary.json").stat().st_mtime - 100
+    for path in (images.parent, images, images / "1.png"):
+        os.utime(path, (past, past))
+    assert of_edited_folders([own]) == {}
+    (images / "2.png").write_bytes(b"another")
+    os.utime(images / "2.png", (past, past))
+    os.utime(images, (past + 200, past + 200))
+    assert of_edited_folders([own]) == {str(images.parent): [own]}
+    (own.folder / "summary.json").unlink()
+    assert of_edited_folders([own]) == {}
