@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays, DataSpec
 from fl_lightning.data.augmentation import build_augmentation
-from fl_lightning.data.cache import load
+from fl_lightning.data.cache import content_hash, load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.partitions import Partition
 from fl_lightning.data.population import LISTED, LazyClients, Population
@@ -107,6 +107,11 @@ class FederatedData:
     def content_hash(self) -> str:
         """SHA-256 over the data set's samples and labels."""
         return self.arrays.digest
+
+    @property
+    def samples_hash(self) -> str:
+        """SHA-256 over samples and labels as clients see them, after a shift."""
+        return self.content_hash if self.shift is None else content_hash(self.arrays)
 
     @property
     def local_test(self) -> bool:
@@ -221,6 +226,7 @@ class FederatedData:
         """Who holds what, in plain lists and numbers, for ``partition.json``; not of a `Population`."""
         return {
             "hash": self.partition_hash,
+            "samples": self.samples_hash,
             "dataset": type(self.dataset).__name__,
             "partition": type(self.partition).__name__,
             "split": self.split,

@@ -80,12 +80,13 @@ def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:
     return float((values[known] < alone[known]).mean()) if known.any() else None
 
 
-def read_reference(folder: str, partition_hash: str, num_clients: int) -> np.ndarray:
+def read_reference(folder: str, partition_hash: str, samples_hash: str, num_clients: int) -> np.ndarray:
     """Each client's last Local-T in another run, [N], NaN where it has none: what clients reach alone.
 
     Args:
         folder: of a run of `Local`, mostly.
         partition_hash: of this run's clients, who must be that run's.
+        samples_hash: of the samples as clients see them, likewise; runs of earlier versions did not write theirs down.
         num_clients: N.
 
     Raises:
@@ -93,8 +94,9 @@ def read_reference(folder: str, partition_hash: str, num_clients: int) -> np.nda
     """
     there = Path(folder)
     require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
-    other = read_json(there / "partition.json", KEY).get("hash")
-    require(other == partition_hash, KEY, "that run's clients hold other samples: take the same data and seed", folder)
+    other = read_json(there / "partition.json", KEY)
+    same = other.get("hash") == partition_hash and other.get("samples", samples_hash) == samples_hash
+    require(same, KEY, "that run's clients hold other samples: take the same data, shift and seed", folder)
     rows = [row for row in read_rows(there / "clients.csv") if row.get("Local-T") is not None]
     require(bool(rows), KEY, "that run has no Local-T", folder)
     alone = np.full(num_clients, np.nan)

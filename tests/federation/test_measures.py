@@ -292,8 +292,13 @@ def test_hurt_is_measured_against_a_run_of_the_same_clients(mlp, data, set_up_fe
     loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1, data=data, evaluate=policy)
     loop.run()
     assert loop.diary.rows[0]["Local-T_hurt"] == 0.75
-    write_json(tmp_path / "partition.json", {"hash": "another"})
-    with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: that run's clients hold other samples"):
-        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    write_json(tmp_path / "partition.json", data.partition_record())
+    set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    for other in ({"hash": "another"}, {"hash": data.partition_hash, "samples": "of other data"}):
+        write_json(tmp_path / "partition.json", other)
+        with pytest.raises(
+            ConfigError, match=r"^federation\.evaluate\.reference: that run's clients hold other samples"
+        ):
+            set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
     with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: there is no run in that folder"):
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference="nowhere"))
