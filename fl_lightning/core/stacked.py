@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,6 +12,7 @@ from torch.func import vmap
 
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
+from fl_lightning.core.forward import Forward
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 from fl_lightning.core.step import Bench, Step
 
@@ -111,10 +112,14 @@ class _Taken(NamedTuple):
 class StackedStep(Step):
     """A step that takes its loss down instead of descending on it: backward is made for all clients at once."""
 
-    def __init__(self, bench: Bench, part: Part, epoch: int, common: Common) -> None:
+    def __init__(
+        self, bench: Bench, part: Part, epoch: int, common: Common, state: Callable[[], Any] = lambda: None
+    ) -> None:
         self._common = common
         super().__init__(bench, part, epoch)
         self.parts: tuple[str, ...] = ()
+        self._state = state
+        self._known: Any = None
 
     @property
     def is_first(self) -> bool:  # type: ignore[override]
@@ -144,6 +149,22 @@ class StackedStep(Step):
             raise Unstackable("its step descends twice on a mini-batch")
         self._total, self._descents, self.parts = self.total(values), 1, parts
         self._logged.update(values)
+        self._known = self._state()
+
+    def observe(self, out: Forward) -> None:
+        """Show the pass to terms, which may add up what they see: of the pass, not of what the step has made."""
+        self._check_rest()
+        super().observe(out)
+        self._known = self._state() if self._descents else None
+
+    def _check_rest(self) -> None:
+        """Refuse what a step does with its tensors once it has descended: the descent itself is yet to come.
+
+        Raises:
+            Unstackable: if it has changed one.
+        """
+        if self._descents and self._state() != self._known:
+            raise Unstackable("its step changes tensors after it has descended")
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> NoReturn:
         """Not stacked.
@@ -168,6 +189,7 @@ class StackedStep(Step):
             self.take()
         else:
             method.local_step(self)
+        self._check_rest()
         logged = dict(self._logged)
         if logged:
             total = self._total if self._descents else self._sum(logged)
@@ -234,15 +256,23 @@ class StackedBench:
         about: dict[str, Any] = {}
         moved: list[int] = []
 
+        residents = self.layout.tensors()
+
+        def present() -> list[Tensor]:
+            return [place.homes[0][0][place.homes[0][1]] for place in self.layout.places]
+
+        def state() -> Any:
+            return [*map(id, present()), *(tensor._version for own in (views, residents) for tensor in own)]
+
         def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
             with self.layout.swapped(tensors, self.aliases):
-                taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common).taken()
-                present = [place.homes[0][0][place.homes[0][1]] for place in self.layout.places]
+                taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common, state).taken()
+                after = present()
             names[:] = taken.logged
             about.update(parts=taken.parts, size=taken.size, descends=taken.total is not None)
-            moved[:] = [i for i, (new, old) in enumerate(zip(present, tensors, strict=True)) if new is not old]
+            moved[:] = [i for i, (new, old) in enumerate(zip(after, tensors, strict=True)) if new is not old]
             total = () if taken.total is None else (taken.total,)
-            return total, tuple(taken.logged.values()), tuple(present[index] for index in moved)
+            return total, tuple(taken.logged.values()), tuple(after[index] for index in moved)
 
         total, logged, buffers = vmap(one, randomness="error")(leaves, x, y)
         gradients: list[Tensor | None] = [None] * len(self.trained)

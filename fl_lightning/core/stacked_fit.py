@@ -133,6 +133,8 @@ class _Phase:
         terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
         machine = Machine(fit.module.device.type)
         bench = Bench(method, machine, batch_norms(method), planned.phase, terms, weights)
+        if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
+            raise Unstackable("hooks are tied to its parameters' gradients")
         self.trained = fit.layout.index(planned.parameters)
         self.bench = StackedBench(fit.layout, bench, self.trained, fit.common, fit.aliases)
         self.templates = dict(templates)

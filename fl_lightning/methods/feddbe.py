@@ -72,9 +72,9 @@ class FedDBE(Method):
         values = step.values(out)
         if self._knows:
             values["mean"] = 0.5 * (mean - self.consensus).square().mean()
+        self.mean.copy_(mean.detach())
         step.descend(values)
         step.observe(out)
-        self.mean.copy_(mean.detach())
 
     @override
     def send(self, data: OwnData) -> Message:

@@ -87,6 +87,63 @@ def test_a_correction_after_the_step_is_no_stacked_one(run_federation, mlp):
     assert loop.cohort.reason == "its step changes a tensor that its gradient needs"
 
 
+class Clamps(FedAvg):
+    """Keeps its last bias small after every step."""
+
+    def local_step(self, step):
+        super().local_step(step)
+        with torch.no_grad():
+            self.model.head.bias.clamp_(-0.01, 0.01)
+
+
+class Averages(FedAvg):
+    """Keeps a running mean of its last bias."""
+
+    def setup(self):
+        self.register_buffer("mean", torch.zeros(4))
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.mean = self.mean.lerp(self.model.head.bias.detach(), 0.5)
+
+
+class Sparse(FedAvg):
+    """Holds its weights to a mask by references of its own."""
+
+    def setup(self):
+        self._pruned = [(self.model.head.weight, torch.eye(4, self.model.head.weight.shape[1]))]
+
+    def local_step(self, step):
+        super().local_step(step)
+        with torch.no_grad():
+            for weight, mask in self._pruned:
+                weight.mul_(mask)
+
+
+@pytest.mark.parametrize("kind", [Clamps, Averages, Sparse])
+def test_what_a_step_does_after_its_descent_is_no_stacked_one(kind, run_federation, mlp, outcome, assert_identical):
+    plain, stacked = (run_federation(lambda: kind(mlp()), 2, cohort=own) for own in (None, 4))
+    assert stacked.cohort.reason.startswith("its step changes")  # after its descent, or what its gradient needs
+    assert_identical(outcome(stacked), outcome(plain))
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_heeded_one_by_one(hook, run_federation, mlp):
+    def empties(parameter):
+        parameter.grad.zero_()
+
+    def make():
+        method = FedAvg(mlp())
+        getattr(method.model.head.bias, hook)(torch.zeros_like if hook == "register_hook" else empties)
+        return method
+
+    loop = run_federation(make, 1, cohort=4)
+    assert loop.cohort.reason == "hooks are tied to its parameters' gradients"
+    assert torch.equal(
+        loop.diary.sent[1, 0].weights["model.head.bias"], loop.diary.received[1, 0].weights["model.head.bias"]
+    )
+
+
 def with_batch_norm():
     """A network whose batch norm keeps statistics; batches of one sample leave them in peace."""
     body = Body([nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())], nn.Linear(8, 5))
