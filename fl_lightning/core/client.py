@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.compiled import CompiledLosses
 from fl_lightning.core.descent import Descent, FitSettings, Machine
@@ -121,6 +122,7 @@ class ClientModule(L.LightningModule):
         self._plan = Plan()
         check_extra_terms(method)
         check_own_steps(method)
+        check_statistics(method)
 
     # --- a round's messages -------------------------------------------------------------------------------------------
 
@@ -408,3 +410,15 @@ def check_extra_terms(method: Method) -> None:
         reached = " and ".join(term.reaches) or "its own parameters"
         rule = f"{type(term).__name__} trains {reached}, which no phase of {type(method).__name__} does: leave it out"
         require(trains, "method.extra_terms", rule)
+
+
+def check_statistics(method: Method) -> None:
+    """Refuse batch norm that predicts a sample by those that happen to be tested with it.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for name, layer in method.named_modules():
+        rule = f"{name} ({type(layer).__name__}) has no running statistics, and predicts each sample by the others of a"
+        rule += " batch; let it keep some (track_running_stats=True) or take GroupNorm"
+        require(not isinstance(layer, _BatchNorm) or layer.running_mean is not None, "model", rule)

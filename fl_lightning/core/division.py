@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 Place = tuple[str, dict[str, Any], str]
 """An entry's name, the dict that has it, and its key there."""
@@ -54,7 +54,7 @@ class Division:
         self, entries: Sequence[tuple[str, nn.Module]], rule: Callable[[str, nn.Module], bool], stays: bool
     ) -> tuple[str, ...]:
         def chosen(name: str, owner: nn.Module) -> bool:
-            statistic = isinstance(owner, _BatchNorm) and name.rpartition(".")[2] in owner._buffers
+            statistic = isinstance(owner, _NormBase) and name.rpartition(".")[2] in owner._buffers
             return stays if statistic and not self._share_buffers else rule(name, owner)
 
         return tuple(name for name, owner in entries if chosen(name, owner))

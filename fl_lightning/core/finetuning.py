@@ -71,10 +71,24 @@ class FineTune:
                 for step in data.steps():
                     with single_sample(layers, len(step.y)):
                         loss = _loss(step.through(way.scores, Seen(step.x)), step.y)
-                    rule = f"{type(method).__name__}'s predictions have no gradient to fine-tune by: must be null"
-                    require(loss is None or loss.requires_grad, KEY, rule)
                     if loss is not None:
                         copies.step(step.gradients(loss, copies.own))
+
+
+def check_tunable(method: Method, x: Tensor) -> None:
+    """Refuse to fine-tune what predicts by networks that never learn.
+
+    Args:
+        method: any client's.
+        x: [1, …] an input.
+
+    Raises:
+        ConfigError: if there is no gradient.
+    """
+    ways = method.predictors()
+    with training(method, False), torch.enable_grad():
+        learns = ways[str(headline(ways, "Local-T"))].scores(Seen(x)).requires_grad
+    require(learns, KEY, f"{type(method).__name__}'s predictions have no gradient to fine-tune by: must be null")
 
 
 def train_copy(

@@ -127,10 +127,14 @@ class PrivateFit:
             self._hooks = opacus().GradSampleModule(method)
 
     def leave(self) -> None:
-        """Take the hooks off, and what they noted."""
+        """Take the hooks off, and what they noted, also of a pass that was broken off before it went back."""
         hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.to_standard_module()
+        if hooks is None:
+            return
+        hooks.to_standard_module()
+        for noted in (*hooks._module.modules(), *hooks._module.parameters()):
+            for name in _NOTED & vars(noted).keys():
+                delattr(noted, name)
 
     @staticmethod
     def part(x: Tensor, y: Tensor) -> Part:
@@ -143,6 +147,10 @@ class PrivateFit:
         if len(y):
             return Part.whole(x, y)
         return Part(x.new_zeros(1, *x.shape[1:]), y.new_zeros(1), slice(0, 1), 0, counts=False, factor=0.0)
+
+
+_NOTED = frozenset({"activations", "max_batch_len", "_forward_counter", "_current_grad_sample", "grad_sample"})
+"""What Opacus sets on layers and parameters in a pass."""
 
 
 class PrivateStep(Step):

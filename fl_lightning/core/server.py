@@ -151,7 +151,10 @@ class Server:
         return message
 
     def close_round(self) -> None:
-        """Turn what came in into the next message. If nothing came in, the old one stays."""
+        """Turn what came in into the next message. If nothing came in, the old one stays as it is."""
+        if self._weights.empty and not self._artifacts:
+            self.open_round()
+            return
         weights = self.message.weights if self._weights.empty else self._step(self._weights.result())
         artifacts = dict(self.message.artifacts)
         for name, rule in self._artifacts.items():

@@ -109,6 +109,7 @@ class Evaluator:
         context: the trainer's autocast context.
         seed: the run's seed; adaptation before an evaluation draws from streams of its own.
         measures: what is read off predictions beside accuracy.
+        samples: what clients adapt on, by client.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Evaluator:
         context: Callable[[], AbstractContextManager[None]],
         seed: int,
         measures: Measures,
+        samples: Sequence[ClientData],
     ) -> None:
         self.data = data
+        self.samples = samples
         self._batch_size = policy.batch_size
         self.context = context
         self.seed = seed
@@ -300,7 +303,7 @@ def _thrown_away(
     try:
         with streams:
             with evaluator.context():
-                module.adapt(evaluator.data.clients[client], fine_tunes)
+                module.adapt(evaluator.samples[client], fine_tunes)
             yield
     finally:
         module.load(saved)

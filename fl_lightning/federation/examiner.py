@@ -12,6 +12,7 @@ import torch
 
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.finetuning import NAME, check_tunable
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import headline
 from fl_lightning.federation.calendar import Calendar
@@ -55,6 +56,8 @@ class Examiner:
             self.board.alone = found
         some = torch.arange(len(data.store.x))[:1]  # any one will do
         sample = data.store.gather(some)[0] if len(some) else None
+        if sample is not None and NAME in template.predictors:
+            check_tunable(template.method, sample)
         ways = list(template.predictors.values())
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
         server = headline(template.predictors, "Server-T")

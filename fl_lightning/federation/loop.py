@@ -28,6 +28,7 @@ from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
+from fl_lightning.federation.model_files import place_of
 from fl_lightning.federation.model_sizes import model_bytes
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.record_privacy import RecordAccount
@@ -280,7 +281,7 @@ class FederatedLoop:
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
-        keeps = self.models_folder is not None and self.calendar.may_be_last_fit(client, round)
+        is_last = self.calendar.may_be_last_fit(client, round)
         return Job(
             facts,
             client,
@@ -288,7 +289,7 @@ class FederatedLoop:
             received=self.examiner.tests_received(round, client),
             trained=self.examiner.tests_trained(round, client),
             known_scores=self.examiner.global_scores(client),
-            keep_model=self.models_folder / f"{client:05d}.pt" if self.models_folder is not None and keeps else None,
+            keep_model=place_of(self.models_folder, client, is_last),
         )
 
     def receive_once_more(self) -> dict[str, float]:

@@ -11,13 +11,29 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import require
-from fl_lightning.files import load_tensors
+from fl_lightning.files import load_tensors, remove
 
 
 def full_state(module: ClientModule) -> dict[str, Tensor]:
     """The state dict and the non-persistent buffers: all that predictions depend on."""
     buffers = dict(module.method.named_buffers())
     return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
+
+
+def place_of(folder: Path | None, client: int, is_last: bool) -> Path | None:
+    """Where a client's model goes after a fit; one of an earlier end, from which the run goes on, goes away.
+
+    Args:
+        folder: a run's ``models/``; None where none are kept.
+        client: 0-based.
+        is_last: whether the fit may be the client's last.
+    """
+    if folder is None:
+        return None
+    path = folder / f"{client:05d}.pt"
+    if not is_last:
+        remove(path)
+    return path if is_last else None
 
 
 def load_model(module: ClientModule, path: Path, key: str) -> None:

@@ -109,9 +109,10 @@ class Runner:
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
-        self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures)
-        self.pool = ClientPool(None)
-        self.stopwatch = Stopwatch()
+        self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
+        own = self.attackers.samples
+        self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures, own)
+        self.pool, self.stopwatch = ClientPool(None), Stopwatch()
         self.keeps_shared = self.keeps_start = False
         self._passes: dict[tuple[int, Workload], float] = {}
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
@@ -122,7 +123,6 @@ class Runner:
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
-        self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
         own, size = settings.record_privacy, data.batch_size
         self.private = None if own is None else PrivateFits(own, self.modules, trainer, data.store, size, seed)
 

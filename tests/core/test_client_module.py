@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.aggregation import ClassMeanRule, TensorMean
 from fl_lightning.core.client import ClientModule, FitSettings, counts
@@ -13,6 +14,7 @@ from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.models.split import Body, SplitModel
 
 
 class Constant(Term):
@@ -292,3 +294,19 @@ def test_a_client_that_is_not_fitted_has_no_plan(mlp):
     with pytest.raises(AssertionError, match="set by the runner"):
         ClientModule(Method(mlp())).plan()
     assert ClientModule(Method(mlp()), FitSettings(torch.optim.SGD)).settings.local_epochs == 1
+
+
+def with_layer(layer):
+    body = Body([nn.Sequential(nn.Conv2d(1, 4, 3), layer)], nn.Sequential(nn.Flatten(), nn.Linear(144, 6)))
+    return SplitModel(body, nn.Linear(6, 4), 6, 4, (1, 8, 8))
+
+
+def test_every_running_statistic_may_stay_at_home():
+    client = ClientModule(Method(with_layer(nn.InstanceNorm2d(4, track_running_stats=True))), share_buffers=False)
+    assert not [name for name in client.division.shared if "running" in name]
+    assert len(client.division.kept) == 3
+
+
+def test_batch_norm_without_statistics_is_refused():
+    with pytest.raises(ConfigError, match=r"^model: model\.body\.stages\.0\.1 \(BatchNorm2d\) has no running"):
+        ClientModule(Method(with_layer(nn.BatchNorm2d(4, track_running_stats=False))))

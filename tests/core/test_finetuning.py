@@ -13,6 +13,7 @@ from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
+from fl_lightning.methods.fedphp import FedPHP
 from fl_lightning.methods.fedproto import FedProto
 
 LR, EPOCHS = 0.3, 4
@@ -85,3 +86,9 @@ def test_what_cannot_be_is_refused(mlp, set_up_federation):
             FineTune(**options)
     with pytest.raises(ConfigError, match=r"^federation\.evaluate\.fine_tune: must be null under"):
         set_up_federation(lambda: FedAvg(mlp()), evaluate=tuned(), record_privacy=RecordPrivacy())
+
+
+def test_who_predicts_by_what_never_learns_is_told_before_the_first_round(mlp, set_up_federation):
+    policy = EvaluationPolicy(fine_tune=FineTune())
+    with pytest.raises(ConfigError, match=r"^federation\.evaluate\.fine_tune: FedPHP's predictions have no gradient"):
+        set_up_federation(lambda: FedPHP(mlp()), evaluate=policy)

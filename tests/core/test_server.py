@@ -6,7 +6,7 @@ import torch
 
 from fl_lightning.core.aggregation import ClassMeanRule
 from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.message import ClassMeans, Message, Size
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.server import Server, TrainingServer
 from fl_lightning.core.server_optimizer import ServerMomentum
@@ -78,6 +78,14 @@ def test_server_remembers_classes_that_sat_a_round_out():
     out = server.aggregate({1: Message({}, {"p": second}, 3)})
     assert out.artifacts["p"].mean.tolist() == [[5.0], [2.0]]
     assert out.artifacts["p"].valid.tolist() == [True, True]
+
+
+def test_a_round_in_which_nothing_comes_leaves_the_message_as_it_is():
+    server = Server(Message())
+    server.aggregate({0: Message({"w": torch.ones(2)}, {"t": torch.ones(1)}, 7)})
+    before = server.message = replace(server.message, sent=Size(1, 4))
+    server.aggregate({})
+    assert server.message is before
 
 
 def test_aggregate_does_not_depend_on_client_order():

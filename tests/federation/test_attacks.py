@@ -166,6 +166,22 @@ def test_attacker_sends_away_from_where_it_started(exchange, mlp, set_up_federat
     assert hostile.diary.reports[1, 1].scores == honest.diary.reports[1, 1].scores  # its own model is that of its fit
 
 
+def test_label_flip_adapts_on_the_other_labels_too(make_data, mlp, run_federation):
+    seen = {}
+
+    class Adapts(FedAvg):
+        def adapt(self, data):
+            seen[data.client] = data.class_counts.tolist()
+
+        def predictors(self):
+            return {"": replace(super().predictors()[""], adapts=True)}
+
+    data = make_data()
+    run_federation(lambda: Adapts(mlp()), rounds=1, data=data, attack=Attack(clients=[1], kind="label_flip"))
+    counts = {client: own.class_counts.tolist() for client, own in enumerate(data.clients)}
+    assert seen == {**counts, 1: counts[1][::-1]}
+
+
 def test_label_flip_is_training_on_the_other_labels_and_nothing_else(make_data, mlp, set_up_federation):
     def flip_of_client_1(arrays):
         part = slice(20, 37)  # its samples; client 0 holds 20

@@ -5,9 +5,13 @@ import math
 import pytest
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.early_stopping import EarlyStopping, Patience
+from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.reexamination import reexamine
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.report.record import summarise
 
 COLUMNS = ["round", "Local-T", "Local-V", "Local-V_worst10", "eval_loss/Local-T", "eval_loss/Local-V", "loss"]
@@ -138,3 +142,32 @@ def test_without_validation_each_column_has_its_own_best_round():
         "Local-T": {"value": 0.9, "round": 1},
         "eval_loss/Local-T": {"value": 0.2, "round": 3},
     }
+
+
+class EndsIn(FederationCallback):
+    def __init__(self, last):
+        self.last = last
+
+    def on_round_end(self, loop, row):
+        if row["round"] == self.last:
+            loop.stop(reason="enough")
+
+
+def test_a_run_that_goes_on_leaves_no_model_of_its_earlier_end(mlp, set_up_federation, tmp_path):
+    def run(rounds, *callbacks):
+        recorder = Recorder(tmp_path, {})
+        loop = set_up_federation(
+            lambda: FedRep(mlp()), rounds=rounds, folder=tmp_path, callbacks=[recorder, *callbacks]
+        )
+        if rounds > 1:
+            loop.load_state_dict(loop.checkpoints.load(loop.checkpoints.find("auto")))
+        with recorder:
+            loop.run()
+
+    run(1)
+    assert len(list((tmp_path / "models").iterdir())) == 4
+    run(5, EndsIn(3))
+    assert list((tmp_path / "models").iterdir()) == []
+    figures = reexamine(set_up_federation(lambda: FedRep(mlp()), rounds=5, folder=tmp_path), tmp_path)
+    written = {name: (then, now) for name, then, now in figures}
+    assert written["Local-T"][0] == written["Local-T"][1]

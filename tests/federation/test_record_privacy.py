@@ -9,10 +9,11 @@ import torch
 from every_method import METHODS
 from torch import nn
 
-from fl_lightning.core.private_steps import RecordPrivacy
+from fl_lightning.core.private_steps import RecordPrivacy, record_safe
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.accounting import ORDERS
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.ditto import Ditto
@@ -236,6 +237,33 @@ def test_client_that_never_drew_a_sample_is_not_sick(run_federation, make_data, 
     losses = [report.losses for report in loop.diary.reports.values()]
     assert {} in losses
     assert any(losses)
+
+
+class BreaksOff(FedAvg):
+    """Fails between the pass and its way back, at client 0 in round 1."""
+
+    armed = True
+
+    @record_safe()
+    def local_step(self, step):
+        out = step.forward()
+        if self.armed and (self.facts.client, self.facts.round) == (0, 1):
+            raise RuntimeError("broken off")
+        step.descend(step.values(out))
+
+
+def test_a_pass_that_is_broken_off_leaves_nothing_to_the_next_client(run_federation, make_data, mlp):
+    class Whole(BreaksOff):
+        armed = False
+
+    data = make_data(((8, 8, 0, 0), (2, 2, 0, 0), (0, 2, 2, 0)), batch_size=16)
+    options = {"data": data, "record_privacy": RecordPrivacy(0.0, 1e3), "on_client_error": "skip"}
+    broken = run_federation(lambda: BreaksOff(mlp()), 2, **options)
+    out = run_federation(lambda: Whole(mlp()), 2, failures=Failures(schedule={"1": [0]}), **options)
+    assert [row["skipped"] for row in broken.diary.rows] == [1, 0]
+    for round, client in ((1, 1), (1, 2), (2, 0), (2, 1)):
+        one, other = (loop.diary.sent[round, client].weights for loop in (broken, out))
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.low_rank import LowRankServer, approximated, low_rank
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.failures import Failures
 from fl_lightning.methods.fedkd import FedKD
 
 
@@ -87,6 +88,13 @@ def test_who_sat_out_gets_the_model_whole():
     server.aggregate({0: Message({"w": column}, {}, 1), 2: Message({"w": 3 * column}, {}, 9)})
     assert [server.message_for(client).num_params for client in range(3)] == [10, 20, 10]
     torch.testing.assert_close(server.message_for(1).weights["w"], 2 * column)  # all alike
+
+
+def test_a_round_in_which_nobody_sends_makes_the_next_message_no_dearer(mlp, run_federation):
+    plain = run_federation(lambda: FedKD(mlp()), rounds=4)
+    idle = run_federation(lambda: FedKD(mlp()), rounds=4, failures=Failures(schedule={"3": [0, 1, 2, 3]}))
+    bytes_down = [[row["downlink_bytes"] for row in loop.diary.rows] for loop in (plain, idle)]
+    assert bytes_down[1] == [*bytes_down[0][:2], 0, bytes_down[0][2]]
 
 
 def test_it_resumes(mlp, assert_resumes):
