@@ -110,8 +110,8 @@ class Runner:
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
         self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
-        own = self.attackers.samples
-        self.evaluator = Evaluator(data, settings.evaluate, self._autocast, seed, measures, own)
+        samples, policy = self.attackers.samples, settings.evaluate
+        self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)
         self.pool, self.stopwatch = ClientPool(None), Stopwatch()
         self.keeps_shared = self.keeps_start = False
         self._passes: dict[tuple[int, Workload], float] = {}
