@@ -19,7 +19,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""

@@ -15,6 +15,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes
+from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, require
 
@@ -84,6 +85,8 @@ def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
 class HuggingFace(Dataset):
     """A data set of Hugging Face's `datasets`: images, features or texts. Needs ``pip install datasets``.
 
+    A text that is None is one without a word: a single unknown word.
+
     Args:
         path: a folder that `save_to_disk` wrote, or a name on the hub.
         input: the column of images, texts or lists of numbers.
@@ -141,7 +144,7 @@ class HuggingFace(Dataset):
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in part[self.input]]
-        if isinstance(values[0], str):
+        if _are_texts(values):
             x = self._words.tokens(values, size)
             return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)
         pixels = [_pixels(value, f"{KEY}.input", index) for index, value in enumerate(values)]
@@ -160,9 +163,9 @@ class HuggingFace(Dataset):
         """New texts in the numbers of the training split's words."""
         require(self.input in columns, "DATA", f"must have the column {self.input!r} of texts")
         training = list(self._parts()[0][self.input])
-        texts = bool(training) and isinstance(training[0], str)
+        texts = _are_texts(training)
         require(texts, "DATA", "this data set holds no texts; give an array as .npz or .pt, or a folder of images")
-        return self._words.encode([str(text) for text in columns[self.input]], training)
+        return self._words.encode([as_text(text) for text in columns[self.input]], training)
 
     def _parts(self) -> list[Any]:
         try:
@@ -185,3 +188,8 @@ class HuggingFace(Dataset):
             names = splits[self.train].column_names
             require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
         return [splits[split] for split in wanted]
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    """Whether a column is one of texts, of which some may be None."""
+    return isinstance(next((value for value in values if value is not None), None), str)
