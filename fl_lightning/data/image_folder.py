@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
-from fl_lightning.data.pictures import as_bytes
+from fl_lightning.data.pictures import as_shown
 from fl_lightning.errors import ConfigError, require
 
 _UNREADABLE = frozenset(
@@ -28,6 +28,9 @@ class ImageFolder(Dataset):
     Classes are the folders' names, sorted; ``val`` is taken for ``test`` where there is no ``test``. Without ``train``
     there is no official test part, so only the split ``holdout`` works. Files that do not end like an image's are
     passed over.
+
+    Images are decoded as viewers show them: upright by their EXIF orientation, and on white where they are transparent.
+    16 bits a channel are scaled to 8.
 
     Args:
         root: the folder.
@@ -130,8 +133,9 @@ class ImageFolder(Dataset):
 
         def decode(path: Path) -> np.ndarray:
             try:
-                with Image.open(path) as image:
-                    pixels = as_bytes(image).convert(mode)
+                # By its name PIL would map a TIFF file into memory, and read one that it has to turn askew.
+                with path.open("rb") as file, Image.open(file) as image:
+                    pixels = as_shown(image).convert(mode)
                     if size is not None and pixels.size != (size[1], size[0]):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
                     return np.asarray(pixels)
