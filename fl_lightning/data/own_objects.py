@@ -125,11 +125,15 @@ class HuggingFace(Dataset):
         self.vocabulary = vocabulary
         self.length = length
         self._words = Words(vocabulary, length)
+        self._loaded: list[Any] | None = None  # of a set on the hub, which is asked about it once
 
-    def sources(self) -> list[Path]:
-        """The folder's files, where it is one."""
+    def sources(self) -> list[Path] | None:
+        """The folder's files; of a set on the hub, those in which the library keeps this revision of it, if it does."""
         folder = Path(self.path).expanduser()
-        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+        if folder.is_dir():
+            return sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [[Path(file["filename"]) for file in part.cache_files] for part in self._parts()]
+        return [path for own in files for path in own] if all(files) else None
 
     def arrays(self) -> Arrays:
         """Load and decode the splits.
@@ -168,6 +172,8 @@ class HuggingFace(Dataset):
         return self._words.encode([as_text(text) for text in columns[self.input]], training)
 
     def _parts(self) -> list[Any]:
+        if self._loaded is not None:
+            return self._loaded
         try:
             import datasets
         except ImportError as error:
@@ -187,7 +193,9 @@ class HuggingFace(Dataset):
         for key, column in (("input", self.input), ("label", self.label), ("group", self.group)):
             names = splits[self.train].column_names
             require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
-        return [splits[split] for split in wanted]
+        parts = [splits[split] for split in wanted]
+        self._loaded = None if local else parts
+        return parts
 
 
 def _are_texts(values: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
@@ -245,6 +246,27 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
     assert dataset.encode({"text": [None, "a"]}).tolist() == [[1, 0], [2, 0]]
     with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
         HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_data_set_that_grew_on_the_hub_is_decoded_anew(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    texts = ["a", "b", "a b"]
+    made = [datasets.Dataset.from_dict({"text": texts[:size], "label": [0, 1, 1][:size]}) for size in (2, 3)]
+
+    def loaded():
+        return load(HuggingFace("who/what", input="text", test=None), tmp_path / "cache")
+
+    for revision, own in enumerate(made):
+        folder = tmp_path / str(revision)
+        datasets.DatasetDict({"train": own}).save_to_disk(folder)
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, name, kept=folder: datasets.load_from_disk(kept))
+        for _ in range(2):
+            assert len(loaded().y) == len(own)
+        assert len(list((tmp_path / "cache").iterdir())) == revision + 1
+    for own in made:  # of one that lies in memory alone nothing tells the revision
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, name, kept=own: datasets.DatasetDict(train=kept))
+        assert len(loaded().y) == len(own)
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("P", (3, 8, 8)), ("1", (1, 8, 8)), ("I;16", (1, 8, 8))])
