@@ -81,6 +81,8 @@ class FederatedData:
     """Indices of the union of all clients' validation parts."""
     partition_hash: str = field(init=False, repr=False)
     """SHA-256 over who holds what."""
+    former_hash: str = field(init=False, repr=False)
+    """The same as it was once taken, which runs of then have in their checkpoints: another of a `Population` alone."""
 
     def __post_init__(self) -> None:
         fractions = {"test_fraction": self.test_fraction, "validation_fraction": self.validation_fraction}
@@ -155,7 +157,7 @@ class FederatedData:
         else:
             self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
         self.validation_union = torch.from_numpy(np.sort(np.concatenate([part.validation for part in parts])))
-        self.partition_hash = _hash(parts, self.server_test)
+        self.partition_hash = self.former_hash = _hash(parts, self.server_test)
         self._seed = seed
 
     def _populate(self, population: Population, seed: int) -> None:
@@ -177,6 +179,7 @@ class FederatedData:
         self.server_test = torch.from_numpy(test if self.local_test or tests_validation else official)
         self.validation_union = torch.from_numpy(validation)
         self.partition_hash = draw.hash(self.num_clients)
+        self.former_hash = draw.hash(self.num_clients, labels=False)
 
     def _client(self, client: int, part: ClientIndices) -> ClientData:
         parts = part.train, part.validation, part.test
