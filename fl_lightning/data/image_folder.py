@@ -37,8 +37,9 @@ class ImageFolder(Dataset):
         size: size that every image is scaled to, one number for squares or [height, width]; by default images stay as
             they are and must share one size.
         grayscale: whether to decode to one grey channel instead of three colours.
-        normalize: ``standard`` for mean and std of the training part, ``half`` for 0.5 and 0.5, ``none`` for pixels in
-            [0, 1].
+        normalize: ``standard`` for mean and std of ``train``, or of all images where there is no such folder, ``half``
+            for 0.5 and 0.5, ``none`` for pixels in [0, 1]. Under the split ``holdout`` clients' test samples are cut
+            out of those images, too, and have a share in mean and std.
     """
 
     SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})

@@ -27,7 +27,8 @@ class ArrayFile(Dataset):
 
     ``groups`` (or ``groups_train`` and ``groups_test``) say who or where a sample is from, ``classes`` how the classes
     are called. Bytes [N, C, H, W], [N, H, W, C] or [N, H, W] are images, whole numbers [N, L] tokens, anything else
-    features, which are scaled by the training part.
+    features, which are scaled by the official training part: all rows where there is no other. Under the split
+    ``holdout`` clients' test samples are cut out of both parts, and have a share in that.
 
     Args:
         path: the file.
@@ -104,8 +105,8 @@ def read_arrays(path: Path, key: str) -> dict[str, Any]:
 class CSVTable(Dataset):
     """A CSV table of features, one sample a line; the first line names the columns.
 
-    Columns of numbers are features as they are, others have one feature for each of their values (one-hot). Empty cells
-    are refused.
+    Columns of numbers are features as they are, others have one feature for each of their values (one-hot), those of
+    test samples among them. Empty cells are refused.
 
     Args:
         path: the file.
@@ -113,7 +114,9 @@ class CSVTable(Dataset):
         test_path: a file of the same columns that is the official test part.
         group: the column that says who or where a sample is from; no feature.
         leave_out: columns that are no features.
-        normalize: ``standard`` scales numbers to mean 0 and std 1 by the training part, ``none`` does not.
+        normalize: ``standard`` scales features to mean 0 and std 1 by the official training part, ``none`` does not.
+            That part is the whole file `path`: under the split ``holdout``, where clients' test samples are cut out of
+            it, too, they have a share in these numbers.
     """
 
     def __init__(

@@ -23,7 +23,9 @@ from fl_lightning.errors import ConfigError, require
 class TorchDataset(Dataset):
     """A `torch.utils.data.Dataset` of (input, label) pairs, torchvision's among them, decoded once.
 
-    Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once.
+    Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once. Mean
+    and std are of the whole of `train`: under the split ``holdout``, where clients' test samples are cut out of it,
+    too, they have a share in these.
 
     Args:
         train: the official training part, or everything.
@@ -85,7 +87,9 @@ def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
 class HuggingFace(Dataset):
     """A data set of Hugging Face's `datasets`: images, features or texts. Needs ``pip install datasets``.
 
-    A text that is None is one without a word: a single unknown word.
+    A text that is None is one without a word: a single unknown word. Vocabulary, mean and std are of the whole of
+    `train`: under ``data.split: holdout``, where clients' test samples are cut out of it, too, they have a share in
+    these.
 
     Args:
         path: a folder that `save_to_disk` wrote, or a name on the hub.

@@ -64,7 +64,8 @@ def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
 class TextFile(Dataset):
     """Texts in a CSV, TSV or JSON-lines file, in UTF-8, as word numbers.
 
-    An empty cell, and null in JSON, is a text without a word: a single unknown word.
+    An empty cell, and null in JSON, is a text without a word: a single unknown word. The vocabulary is of the whole
+    file `path`: under the split ``holdout``, where clients' test samples are cut out of it, too, their words count.
 
     Args:
         path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` with an object a line.
@@ -72,7 +73,7 @@ class TextFile(Dataset):
         label: the column of classes.
         test_path: a file of the same kind that is the official test part.
         group: the column that says who or where a text is from.
-        tokenizer: ``words`` for lower-case words and a vocabulary of the training part's own; or a ``tokenizer.json``
+        tokenizer: ``words`` for lower-case words and a vocabulary of the file's own; or a ``tokenizer.json``
             of Hugging Face's `tokenizers` (needs ``pip install tokenizers``).
         vocabulary: word numbers, padding and unknown included, for ``words``.
         length: tokens of a text that are kept.
