@@ -19,7 +19,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""
@@ -33,10 +33,10 @@ def default_cache_dir() -> Path:
 def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
-    The cache's key is made of the class, its attributes, the sources' names, sizes and times of change and, for a class
-    of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no key
-    can be made (a class typed into a console, an attribute that is no plain value, `sources` that are unknown) the data
-    set is decoded every time.
+    The cache's key is made of the class, its attributes, the sources' full paths, sizes and times of change and, for a
+    class of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no
+    key can be made (a class typed into a console, an attribute that is no plain value, `sources` that are unknown) the
+    data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -93,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
-    for source in sorted(map(str, dataset.sources() or ())):
+    for source in sorted(map(os.path.abspath, dataset.sources() or ())):  # a relative one is another file elsewhere
         try:
             status = os.stat(source)
             stamp = f"{status.st_size}/{status.st_mtime_ns}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
-from fl_lightning.data.pictures import as_bytes
+from fl_lightning.data.pictures import as_shown
 from fl_lightning.errors import ConfigError, require
 
 _UNREADABLE = frozenset(
@@ -29,13 +29,17 @@ class ImageFolder(Dataset):
     there is no official test part, so only the split ``holdout`` works. Files that do not end like an image's are
     passed over.
 
+    Images are decoded as viewers show them: upright by their EXIF orientation, and on white where they are transparent.
+    16 bits a channel are scaled to 8.
+
     Args:
         root: the folder.
         size: size that every image is scaled to, one number for squares or [height, width]; by default images stay as
             they are and must share one size.
         grayscale: whether to decode to one grey channel instead of three colours.
-        normalize: ``standard`` for mean and std of the training part, ``half`` for 0.5 and 0.5, ``none`` for pixels in
-            [0, 1].
+        normalize: ``standard`` for mean and std of ``train``, or of all images where there is no such folder, ``half``
+            for 0.5 and 0.5, ``none`` for pixels in [0, 1]. Under the split ``holdout`` clients' test samples are cut
+            out of those images, too, and have a share in mean and std.
     """
 
     SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -130,8 +134,9 @@ class ImageFolder(Dataset):
 
         def decode(path: Path) -> np.ndarray:
             try:
-                with Image.open(path) as image:
-                    pixels = as_bytes(image).convert(mode)
+                # By its name PIL would map a TIFF file into memory, and read one that it has to turn askew.
+                with path.open("rb") as file, Image.open(file) as image:
+                    pixels = as_shown(image).convert(mode)
                     if size is not None and pixels.size != (size[1], size[0]):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
                     return np.asarray(pixels)

@@ -75,6 +75,13 @@ class FromFile(ListedPartition):
             odd = next((name for name in parts if name not in PARTS), None)
             rule = f"{self.path}, client {client}: parts are {', '.join(PARTS)}"
             require(odd is None and "train" in parts, f"{KEY}.path", rule, odd)
+            test, validation = parts.get("test"), parts.get("validation")
+            rule = (
+                f"{self.path}, client {client}: its test part is its validation part; runs on validation parts wrote "
+                "such files before, which lack the test parts: run it again"
+            )
+            lost = type(test) is type(validation) is list and test and test == validation
+            require(not lost, f"{KEY}.path", rule)
             found.append(tuple(parts.get(name, []) for name in PARTS))
         return found  # type: ignore[return-value]
 

@@ -81,6 +81,8 @@ class FederatedData:
     """Indices of the union of all clients' validation parts."""
     partition_hash: str = field(init=False, repr=False)
     """SHA-256 over who holds what."""
+    former_hash: str = field(init=False, repr=False)
+    """The same as it was once taken, which runs of then have in their checkpoints: another of a `Population` alone."""
 
     def __post_init__(self) -> None:
         fractions = {"test_fraction": self.test_fraction, "validation_fraction": self.validation_fraction}
@@ -96,6 +98,7 @@ class FederatedData:
         require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", self.evaluate_on)
         require(self.cache != "", "data.cache", "must be a folder, or null for the usual one", self.cache)
         self._augment = build_augmentation(self.augmentation)
+        self._held: Sequence[ClientIndices] = ()  # all parts, those that are laid aside, too; empty of a Population
         self._seed: int | None = None
 
     @property
@@ -146,6 +149,7 @@ class FederatedData:
                     f"{type(self.partition).__name__} leaves client {client} without a training sample; use fewer "
                     "clients or, with Dirichlet, min_samples of 1 or more",
                 )
+        self._held = parts
         if self.evaluate_on == "validation":  # the test parts are laid aside, so that nothing is chosen on them
             parts = [ClientIndices(part.train, part.validation, part.validation) for part in parts]
         self.clients = [self._client(client, part) for client, part in enumerate(parts)]
@@ -158,7 +162,7 @@ class FederatedData:
         else:
             self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
         self.validation_union = torch.from_numpy(np.sort(np.concatenate([part.validation for part in parts])))
-        self.partition_hash = _hash(parts, self.server_test)
+        self.partition_hash = self.former_hash = _hash(parts, self.server_test)
         self._seed = seed
 
     def _populate(self, population: Population, seed: int) -> None:
@@ -180,6 +184,7 @@ class FederatedData:
         self.server_test = torch.from_numpy(test if self.local_test or tests_validation else official)
         self.validation_union = torch.from_numpy(validation)
         self.partition_hash = draw.hash(self.num_clients)
+        self.former_hash = draw.hash(self.num_clients, labels=False)
 
     def _client(self, client: int, part: ClientIndices) -> ClientData:
         parts = part.train, part.validation, part.test
@@ -206,12 +211,12 @@ class FederatedData:
 
     @property
     def left_out(self) -> int:
-        """Samples that nobody holds, neither a client nor the server."""
+        """Samples that nobody holds, neither a client, be it in a part that is laid aside, nor the server."""
         if self.overlaps:
             return 0  # any of them may be drawn
-        held = int(self.num_train.sum() + self.num_validation.sum())
-        tests = len(self.server_test) if self.evaluate_on == "test" else 0
-        return len(self.arrays.y) - held - tests
+        held = sum(len(own.train) + len(own.validation) + len(own.test) for own in self._held)
+        official = 0 if self.local_test else len(self.arrays.y) - self.arrays.num_train
+        return len(self.arrays.y) - held - official
 
     def title(self, seed: int) -> str:
         """What a picture of who holds what is called: the data set, the partition with its numbers, and the seed."""
@@ -223,7 +228,11 @@ class FederatedData:
         return f"{dataset}, {partition}, {self.num_clients} clients, seed {seed}"
 
     def partition_record(self) -> dict[str, Any]:
-        """Who holds what, in plain lists and numbers, for ``partition.json``; not of a `Population`."""
+        """Who holds what, in plain lists and numbers, for ``partition.json``; not of a `Population`.
+
+        Test parts are listed where they are laid aside, too, so that the file serves for either `evaluate_on`; the hash
+        is over what is trained and tested on.
+        """
         return {
             "hash": self.partition_hash,
             "samples": self.samples_hash,
@@ -237,12 +246,8 @@ class FederatedData:
             "left_out": self.left_out,
             "class_counts": self.class_counts().tolist(),
             "clients": [
-                {
-                    "train": client.train.tolist(),
-                    "validation": client.validation.tolist(),
-                    "test": client.test.tolist(),
-                }
-                for client in (() if self.overlaps else self.clients)
+                {"train": own.train.tolist(), "validation": own.validation.tolist(), "test": own.test.tolist()}
+                for own in self._held
             ],
         }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ class ArrayFile(Dataset):
 
     ``groups`` (or ``groups_train`` and ``groups_test``) say who or where a sample is from, ``classes`` how the classes
     are called. Bytes [N, C, H, W], [N, H, W, C] or [N, H, W] are images, whole numbers [N, L] tokens, anything else
-    features, which are scaled by the training part.
+    features, which are scaled by the official training part: all rows where there is no other. Under the split
+    ``holdout`` clients' test samples are cut out of both parts, and have a share in that.
 
     Args:
         path: the file.
@@ -103,8 +105,8 @@ def read_arrays(path: Path, key: str) -> dict[str, Any]:
 class CSVTable(Dataset):
     """A CSV table of features, one sample a line; the first line names the columns.
 
-    Columns of numbers are features as they are, others have one feature for each of their values (one-hot). Empty cells
-    are refused.
+    Columns of numbers are features as they are, others have one feature for each of their values (one-hot), those of
+    test samples among them. Empty cells are refused.
 
     Args:
         path: the file.
@@ -112,7 +114,9 @@ class CSVTable(Dataset):
         test_path: a file of the same columns that is the official test part.
         group: the column that says who or where a sample is from; no feature.
         leave_out: columns that are no features.
-        normalize: ``standard`` scales numbers to mean 0 and std 1 by the training part, ``none`` does not.
+        normalize: ``standard`` scales features to mean 0 and std 1 by the official training part, ``none`` does not.
+            That part is the whole file `path`: under the split ``holdout``, where clients' test samples are cut out of
+            it, too, they have a share in these numbers.
     """
 
     def __init__(
@@ -142,26 +146,30 @@ class CSVTable(Dataset):
         Raises:
             ConfigError: if a file or a column is missing, or a cell is empty; it says which.
         """
-        columns, num_train = self._columns()
+        columns, num_train, places = self._columns()
         for key, name in (("label", self.label), ("group", self.group)):
             require(name is None or name in columns, f"{KEY}.{key}", f"must be one of {', '.join(columns)}", name)
-        x = np.concatenate([self._feature(name, columns[name]) for name in self._features(columns)], axis=1)
+        features = self._features(columns)
+        for name in features:
+            _require_filled(name, columns[name], _nothing_in(columns[name]), places, "leave the column out")
         for name in filter(None, (self.label, self.group)):
-            self._require_filled(name, columns[name], {""})
+            _require_filled(name, columns[name], {""}, places, "take the line out")
+        x = np.concatenate([_feature(columns[name]) for name in features], axis=1)
         labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
         groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
 
-    def _columns(self) -> tuple[dict[str, list[str]], int]:
-        """The columns of both files, and how many lines are the training part's."""
-        train = read_columns(Path(self.path).expanduser(), f"{KEY}.path")
-        num_train = len(next(iter(train.values())))
+    def _columns(self) -> tuple[dict[str, list[str]], int, list[tuple[str, int]]]:
+        """The columns of both files, how many rows are the training part's, and each row's file and line."""
+        train, lines = numbered_columns(Path(self.path).expanduser(), f"{KEY}.path")
+        places = [(self.path, line) for line in lines]
         if self.test_path is None:
-            return train, num_train
-        test = read_columns(Path(self.test_path).expanduser(), f"{KEY}.test_path")
+            return train, len(lines), places
+        test, test_lines = numbered_columns(Path(self.test_path).expanduser(), f"{KEY}.test_path")
         same = list(test) == list(train)
         require(same, f"{KEY}.test_path", f"must have the columns of {self.path}", self.test_path)
-        return {name: [*train[name], *test[name]] for name in train}, num_train
+        places += [(self.test_path, line) for line in test_lines]
+        return {name: [*train[name], *test[name]] for name in train}, len(lines), places
 
     def _features(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
         features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
@@ -184,25 +192,11 @@ class CSVTable(Dataset):
     def _as(self, name: str, known: Sequence[str], cells: Sequence[str]) -> np.ndarray:
         """New cells of a column as `_feature` gives the known ones."""
         numbers, values = _are_numbers(known), set(known)
-        line = next((n for n, c in enumerate(cells, 2) if not (_are_numbers([c]) if numbers else c in values)), None)
+        new = (n for n, cell in enumerate(cells) if not (_are_numbers([cell]) if numbers else cell in values))
+        odd = next(new, None)
         what = "a number" if numbers else f"one of the names that {self.path} has there"
-        require(line is None, "DATA", f"{name!r} of line {line} must be {what}", cells[(line or 2) - 2])
-        return self._feature(name, cells) if numbers else self._feature(name, [*sorted(values), *cells])[len(values) :]
-
-    def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
-        known = [cell for cell in cells if cell.strip().lower() not in _NOTHING]
-        nothing = _NOTHING if known and _are_numbers(known) else {""}  # a name of its own among names
-        self._require_filled(name, cells, nothing)
-        if _are_numbers(cells):
-            return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
-        values, numbers = np.unique(np.array(cells), return_inverse=True)
-        return np.eye(len(values), dtype=np.float64)[numbers]
-
-    def _require_filled(self, name: str, cells: Sequence[str], nothing: Collection[str]) -> None:
-        empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
-        remedy = "take the line out" if name in (self.label, self.group) else "leave the column out"
-        rule = f"{self.path}: line {(empty or 0) + 2} has nothing under {name!r}; fill it in, or {remedy}"
-        require(empty is None, KEY, rule)
+        require(odd is None, "DATA", f"{name!r} of sample {odd} (from 0) must be {what}", cells[odd or 0])
+        return _feature(cells) if numbers else _feature([*sorted(values), *cells])[len(values) :]
 
 
 _NOTHING = {"", "?", "na", "n/a", "null", "none", "-"}
@@ -216,36 +210,112 @@ def _are_numbers(cells: Sequence[str]) -> bool:
         return False
 
 
+def _nothing_in(cells: Sequence[str]) -> Collection[str]:
+    """What stands for an empty cell of a column: among names, a mark is a name of its own."""
+    known = [cell for cell in cells if cell.strip().lower() not in _NOTHING]
+    return _NOTHING if known and _are_numbers(known) else {""}
+
+
+def _require_filled(
+    name: str, cells: Sequence[str], nothing: Collection[str], places: Sequence[tuple[str, int]], remedy: str
+) -> None:
+    empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
+    path, line = places[empty or 0]
+    require(empty is None, KEY, f"{path}: line {line} has nothing under {name!r}; fill it in, or {remedy}")
+
+
+def _feature(cells: Sequence[str]) -> np.ndarray:
+    """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
+    if _are_numbers(cells):
+        return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
+    values, numbers = np.unique(np.array(cells), return_inverse=True)
+    return np.eye(len(values), dtype=np.float64)[numbers]
+
+
 def _labels(cells: Sequence[str]) -> np.ndarray:
-    """Whole numbers where all are, else names."""
+    """Whole numbers where all are, each written in one way, else names: ``01`` beside ``1`` is another class."""
     try:
-        return np.array([int(cell) for cell in cells])
+        numbers = [int(cell) for cell in cells]
     except ValueError:
         return np.array(cells)
+    one_way = len({cell.strip() for cell in cells}) == len(set(numbers))
+    return np.array(numbers if one_way else cells)
 
 
-def _cells(path: Path) -> list[list[str]]:
-    """The cells of every line. A lone quotation mark would take all lines up to the next one into its cell.
+def text_of(path: Path, key: str) -> str:
+    """What a text file holds, in UTF-8, without a byte order mark; ends of lines as they are.
 
-    Such a mark is refused in a CSV file; in a TSV file, where many write none around cells, all are then letters.
+    Args:
+        path: the file.
+        key: who asks for it, for errors.
+
+    Raises:
+        ConfigError: if there is no such file, it cannot be read, or it has another encoding; it says in which line.
+    """
+    require(path.is_file(), key, "there is no such file", str(path))
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(key, f"{path} cannot be read ({error})") from error
+    except UnicodeDecodeError as error:
+        line = len(lines_in(error.object[: error.start].decode() + "?"))
+        rule = f"{path}: line {line} is no UTF-8 (byte {error.object[error.start]:#04x}); save the file as UTF-8"
+        raise ConfigError(key, rule) from error
+
+
+def lines_in(text: str) -> list[str]:
+    """The lines of a text, as editors count them: U+2028 and form feeds are letters of a line."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
+
+
+_Lines = list[tuple[int, list[str]]]
+"""The number of the line that a row begins in, from 1, and its cells."""
+
+
+def _cells(text: str, separator: str) -> _Lines:
+    """The rows of a table. A lone quotation mark would take all lines up to the next one into its cell.
+
+    Such a mark is refused in a CSV file, unless another one happens to close it; in a TSV file, where many write none
+    around cells, all are then letters. So are they where cells would hold tabs or several lines, and every line has as
+    many cells as the first one without that.
 
     Raises:
         csv.Error: naming the line.
     """
-    separator = "\t" if path.suffix == ".tsv" else ","
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file, delimiter=separator, strict=True)
-        try:
-            return list(reader)
-        except csv.Error as error:
-            if separator == ",":
-                raise csv.Error(f"line {reader.line_num}: {error}") from error
-        file.seek(0)
-        return list(csv.reader(file, delimiter=separator, quoting=csv.QUOTE_NONE))
+    if separator == ",":
+        return _parsed(text, separator, csv.QUOTE_MINIMAL)
+    try:
+        enclosed = _parsed(text, separator, csv.QUOTE_MINIMAL)
+    except csv.Error:
+        return _parsed(text, separator, csv.QUOTE_NONE)
+    if not any("\t" in cell or "\n" in cell or "\r" in cell for _, row in enclosed for cell in row):
+        return enclosed
+    letters = _parsed(text, separator, csv.QUOTE_NONE)
+    widths = {len(row) for _, row in letters if row}
+    if widths == {1}:
+        raise csv.Error("in a file of one column, quotation marks around several lines may be letters, too; write CSV")
+    return letters if len(widths) == 1 else enclosed
+
+
+def _parsed(text: str, separator: str, quoting: Literal[0, 3]) -> _Lines:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, quoting=quoting)
+    rows, before = [], 0
+    try:
+        for row in reader:
+            rows.append((before + 1, row))
+            before = reader.line_num
+    except csv.Error as error:
+        raise csv.Error(f"line {reader.line_num}: {error}") from error
+    return rows
 
 
 def read_columns(path: Path, key: str) -> dict[str, list[str]]:
-    """The columns of a CSV file with a head, as text.
+    """The columns of a CSV file with a head, as text; see `numbered_columns`."""
+    return numbered_columns(path, key)[0]
+
+
+def numbered_columns(path: Path, key: str) -> tuple[dict[str, list[str]], list[int]]:
+    """The columns of a CSV file with a head, as text, and the line of the file that each row begins in, from 1.
 
     A blank line is none, but in a file of one column it is an empty cell, except before the head and at the end.
 
@@ -256,22 +326,22 @@ def read_columns(path: Path, key: str) -> dict[str, list[str]]:
     Raises:
         ConfigError: if the file is missing, is no text, or a line has another number of cells.
     """
-    require(path.is_file(), key, "there is no such file", str(path))
+    text = text_of(path, key)
     try:
-        lines = _cells(path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = _cells(text, "\t" if path.suffix == ".tsv" else ",")
+    except csv.Error as error:
         raise ConfigError(key, f"{path} is no CSV file ({error})") from error
-    filled = [place for place, line in enumerate(lines) if line]
+    filled = [place for place, (_, line) in enumerate(lines) if line]
     require(len(filled) > 1, key, f"{path} must have a line of names and samples below it")
-    lines = lines[filled[0] : filled[-1] + 1]
-    head = lines[0]
-    lines = [line or [""] for line in lines if line or len(head) == 1]
+    (_, head), *below = lines[filled[0] : filled[-1] + 1]
+    below = [(number, line or [""]) for number, line in below if line or len(head) == 1]
     twice = next((name for name in head if head.count(name) > 1), None)
     require(twice is None, key, f"{path} has two columns of one name", twice)
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in below:
         rule = f"{path}: line {number} has {len(line)} cells, and there are {len(head)} columns"
         require(len(line) == len(head), key, rule)
-    return {name: [line[place] for line in lines[1:]] for place, name in enumerate(head)}
+    columns = {name: [line[place] for _, line in below] for place, name in enumerate(head)}
+    return columns, [number for number, _ in below]
 
 
 class LEAF(Dataset):

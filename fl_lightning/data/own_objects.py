@@ -15,6 +15,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes
+from fl_lightning.data.text import as_text
 from fl_lightning.data.tokens import Words
 from fl_lightning.errors import ConfigError, require
 
@@ -22,7 +23,9 @@ from fl_lightning.errors import ConfigError, require
 class TorchDataset(Dataset):
     """A `torch.utils.data.Dataset` of (input, label) pairs, torchvision's among them, decoded once.
 
-    Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once.
+    Inputs are tensors, arrays or PIL images, all of one shape; transforms of the data set are applied once. Mean
+    and std are of the whole of `train`: under the split ``holdout``, where clients' test samples are cut out of it,
+    too, they have a share in these.
 
     Args:
         train: the official training part, or everything.
@@ -84,6 +87,10 @@ def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
 class HuggingFace(Dataset):
     """A data set of Hugging Face's `datasets`: images, features or texts. Needs ``pip install datasets``.
 
+    A text that is None is one without a word: a single unknown word. Vocabulary, mean and std are of the whole of
+    `train`: under ``data.split: holdout``, where clients' test samples are cut out of it, too, they have a share in
+    these.
+
     Args:
         path: a folder that `save_to_disk` wrote, or a name on the hub.
         input: the column of images, texts or lists of numbers.
@@ -122,11 +129,15 @@ class HuggingFace(Dataset):
         self.vocabulary = vocabulary
         self.length = length
         self._words = Words(vocabulary, length)
+        self._loaded: list[Any] | None = None  # of a set on the hub, which is asked about it once
 
-    def sources(self) -> list[Path]:
-        """The folder's files, where it is one."""
+    def sources(self) -> list[Path] | None:
+        """The folder's files; of a set on the hub, those in which the library keeps this revision of it, if it does."""
         folder = Path(self.path).expanduser()
-        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+        if folder.is_dir():
+            return sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [[Path(file["filename"]) for file in part.cache_files] for part in self._parts()]
+        return [path for own in files for path in own] if all(files) else None
 
     def arrays(self) -> Arrays:
         """Load and decode the splits.
@@ -141,7 +152,7 @@ class HuggingFace(Dataset):
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in part[self.input]]
-        if isinstance(values[0], str):
+        if _are_texts(values):
             x = self._words.tokens(values, size)
             return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)
         pixels = [_pixels(value, f"{KEY}.input", index) for index, value in enumerate(values)]
@@ -160,11 +171,13 @@ class HuggingFace(Dataset):
         """New texts in the numbers of the training split's words."""
         require(self.input in columns, "DATA", f"must have the column {self.input!r} of texts")
         training = list(self._parts()[0][self.input])
-        texts = bool(training) and isinstance(training[0], str)
+        texts = _are_texts(training)
         require(texts, "DATA", "this data set holds no texts; give an array as .npz or .pt, or a folder of images")
-        return self._words.encode([str(text) for text in columns[self.input]], training)
+        return self._words.encode([as_text(text) for text in columns[self.input]], training)
 
     def _parts(self) -> list[Any]:
+        if self._loaded is not None:
+            return self._loaded
         try:
             import datasets
         except ImportError as error:
@@ -184,4 +197,11 @@ class HuggingFace(Dataset):
         for key, column in (("input", self.input), ("label", self.label), ("group", self.group)):
             names = splits[self.train].column_names
             require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
-        return [splits[split] for split in wanted]
+        parts = [splits[split] for split in wanted]
+        self._loaded = None if local else parts
+        return parts
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    """Whether a column is one of texts, of which some may be None."""
+    return isinstance(next((value for value in values if value is not None), None), str)

@@ -178,6 +178,8 @@ class Dirichlet(Partition):
             counts = np.zeros((at_once, num_clients, num_classes), dtype=np.int64)
             held = np.zeros((at_once, num_clients), dtype=np.int64)
             for c, size in enumerate(class_sizes):
+                if size == 0:  # there may be nobody left who takes more
+                    continue
                 p = proportions[:, c]
                 if self.balance:
                     open_ = held * num_clients < num_samples

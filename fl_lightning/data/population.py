@@ -169,11 +169,21 @@ class DrawnClients:
         mix = None if self.beta is None else rng.dirichlet(np.full(self.num_classes, self.beta))
         return ClientIndices(*(pool.draw(n, mix, rng) for pool, n in zip(self._pools, self.sizes, strict=True)))
 
-    def hash(self, num_clients: int) -> str:
-        """SHA-256 over all that decides who holds what."""
+    def hash(self, num_clients: int, labels: bool = True) -> str:
+        """SHA-256 over all that decides who holds what.
+
+        Args:
+            num_clients: how many clients there are.
+            labels: whether labels count, after which samples are drawn where clients have their own mixes of classes.
+                Before, they did not.
+        """
         digest = hashlib.sha256(f"population/{num_clients}/{self.beta}/{self.seed}/{self.sizes}".encode())
         for pool in self.pools:
             digest.update(np.ascontiguousarray(pool, dtype="<i8").tobytes())
+        if labels and self.beta is not None:
+            for own in (own for pool in self._pools for own in pool.by_class):
+                digest.update(len(own).to_bytes(8, "little"))
+                digest.update(np.ascontiguousarray(own, dtype="<i8").tobytes())
         return digest.hexdigest()
 
 

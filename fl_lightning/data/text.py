@@ -48,6 +48,11 @@ def tokenise(text: str, ascii_only: bool = False) -> list[str]:
     return _any_word().findall(unicodedata.normalize("NFC", plain))
 
 
+def as_text(value: Any) -> str:
+    """A cell as a text; None, which tables of texts hold where there is none, is one without a word."""
+    return "" if value is None else str(value)
+
+
 class IMDB(Dataset):
     """IMDB: 50,000 film reviews, negative or positive, as word numbers of a vocabulary of its own.
 
@@ -117,7 +122,7 @@ class IMDB(Dataset):
         token_of = {word: token for token, word in enumerate(kept, start=2)}
         x = torch.full((len(columns["text"]), self.length), PAD, dtype=torch.int64)
         for row, text in zip(x, columns["text"], strict=True):
-            words = tokenise(str(text), ascii_only=True)[: self.length]
+            words = tokenise(as_text(text), ascii_only=True)[: self.length]
             tokens = [token_of.get(word, UNKNOWN) for word in words] or [UNKNOWN]
             row[: len(tokens)] = torch.tensor(tokens)
         return x

@@ -15,8 +15,8 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels
-from fl_lightning.data.own_files import read_columns
-from fl_lightning.data.text import PAD, UNKNOWN, tokenise
+from fl_lightning.data.own_files import lines_in, read_columns, text_of
+from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
 from fl_lightning.errors import ConfigError, require
 
 
@@ -37,16 +37,19 @@ class Words:
         require(self.vocabulary >= 3, f"{KEY}.vocabulary", rule, self.vocabulary)
         require(self.length >= 1, f"{KEY}.length", "must be at least 1", self.length)
 
-    def tokens(self, texts: Sequence[str], num_train: int) -> Tensor:
-        """[N, length] int64; texts are cut and padded at the end, one without a word is a single unknown word."""
+    def tokens(self, texts: Sequence[str | None], num_train: int) -> Tensor:
+        """[N, length] int64; texts are cut and padded at the end, one without a word is a single unknown word.
+
+        None is a text without a word.
+        """
         return self.encode(texts, texts[:num_train])
 
-    def encode(self, texts: Sequence[str], training: Sequence[str]) -> Tensor:
+    def encode(self, texts: Sequence[str | None], training: Sequence[str | None]) -> Tensor:
         """The same of texts that need not be among those whose words are numbered."""
-        frequency = Counter(word for text in training for word in tokenise(str(text)))
+        frequency = Counter(word for text in training for word in tokenise(as_text(text)))
         kept = sorted(frequency, key=lambda word: (-frequency[word], word))[: self.vocabulary - 2]
         number = {word: token for token, word in enumerate(kept, start=2)}
-        return padded([[number.get(word, UNKNOWN) for word in tokenise(text)] for text in texts], self.length)
+        return padded([[number.get(word, UNKNOWN) for word in tokenise(as_text(text))] for text in texts], self.length)
 
 
 def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -59,7 +62,10 @@ def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
 
 
 class TextFile(Dataset):
-    """Texts in a CSV, TSV or JSON-lines file, as word numbers.
+    """Texts in a CSV, TSV or JSON-lines file, in UTF-8, as word numbers.
+
+    An empty cell, and null in JSON, is a text without a word: a single unknown word. The vocabulary is of the whole
+    file `path`: under the split ``holdout``, where clients' test samples are cut out of it, too, their words count.
 
     Args:
         path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` with an object a line.
@@ -67,7 +73,7 @@ class TextFile(Dataset):
         label: the column of classes.
         test_path: a file of the same kind that is the official test part.
         group: the column that says who or where a text is from.
-        tokenizer: ``words`` for lower-case words and a vocabulary of the training part's own; or a ``tokenizer.json``
+        tokenizer: ``words`` for lower-case words and a vocabulary of the file's own; or a ``tokenizer.json``
             of Hugging Face's `tokenizers` (needs ``pip install tokenizers``).
         vocabulary: word numbers, padding and unknown included, for ``words``.
         length: tokens of a text that are kept.
@@ -103,7 +109,7 @@ class TextFile(Dataset):
         """Read and tokenise.
 
         Raises:
-            ConfigError: if a file or a column is missing.
+            ConfigError: if a file or a column is missing, or a file has another encoding.
         """
         given = (("path", self.path), ("test_path", self.test_path))
         parts = [_read(Path(path).expanduser(), option) for option, path in given if path is not None]
@@ -116,7 +122,7 @@ class TextFile(Dataset):
                 nothing = next((place for place, is_empty in enumerate(empty) if is_empty), None)
                 rule = f"{path}: sample {nothing} (from 0) has nothing under {name!r}; fill it in, or take it out"
                 require(nothing is None, KEY, rule)
-        texts = [str(text) for part in parts for text in part[self.text]]
+        texts = [as_text(text) for part in parts for text in part[self.text]]
         num_train = len(parts[0][self.text])
         labels, classes = as_labels([label for part in parts for label in part[self.label]], "TextFile")
         groups = None if self.group is None else as_groups([g for part in parts for g in part[self.group]], "TextFile")
@@ -131,7 +137,7 @@ class TextFile(Dataset):
     def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
         """New texts in the numbers of the training part's words, or of the tokenizer."""
         require(self.text in columns, "DATA", f"must have the column {self.text!r} of texts")
-        texts = [str(text) for text in columns[self.text]]
+        texts = [as_text(text) for text in columns[self.text]]
         if self.tokenizer != "words":
             return self._tokens(texts, 0)[0]
         return self._words.encode(texts, _read(Path(self.path).expanduser(), "path")[self.text])
@@ -159,23 +165,16 @@ def _read(path: Path, option: str) -> dict[str, list[Any]]:
     return read_table(path, f"{KEY}.{option}")
 
 
-def lines_of(path: Path) -> list[str]:
-    """The lines of a text file, as editors count them: U+2028 and form feeds are letters of a line."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [line.removesuffix("\n") for line in file]
-
-
 def read_table(path: Path, key: str) -> dict[str, list[Any]]:
     """The columns of a CSV, TSV or JSON-lines file.
 
     Raises:
-        ConfigError: about `key`, if the file is missing or of another kind; it says which line.
+        ConfigError: about `key`, if the file is missing, of another kind or encoding; it says which line.
     """
     if path.suffix not in (".jsonl", ".ndjson"):
         return dict(read_columns(path, key))
-    require(path.is_file(), key, "there is no such file", str(path))
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines_of(path), start=1):
+    for number, line in enumerate(lines_in(text_of(path, key)), start=1):
         if line.strip():
             try:
                 row = json.loads(line)

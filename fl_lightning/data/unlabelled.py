@@ -13,9 +13,9 @@ from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.normalising import as_inputs, scaled, wide
-from fl_lightning.data.own_files import read_arrays
+from fl_lightning.data.own_files import lines_in, read_arrays, text_of
 from fl_lightning.data.sample import Sample
-from fl_lightning.data.tokens import lines_of, read_table
+from fl_lightning.data.tokens import read_table
 from fl_lightning.errors import ConfigError, require
 
 KEY = "DATA"
@@ -54,7 +54,7 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     elif path.suffix in _TABLES:
         x = _scaled_table(dataset, read_table(path, KEY))
     elif path.suffix == ".txt":
-        lines = lines_of(path)
+        lines = lines_in(text_of(path, KEY))
         x = _scaled_table(dataset, {dataset.text_column: lines})
     else:
         kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"

@@ -62,7 +62,7 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
         check_identity(state["identity"], loop.identity, whose)
         changed = "the data are not those that the run began with: samples or labels were added, removed or changed"
         require(state["data"] == loop.data.content_hash, "--resume", changed)
-        same = state["partition"] == loop.data.partition_hash
+        same = state["partition"] in (loop.data.partition_hash, loop.data.former_hash)
         require(same, "--resume", f"{whose} has another partition")
         _check_rounds(loop, state.get("rounds", loop.settings.rounds))
         _check_tested(loop, state)

@@ -39,7 +39,7 @@ def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     for row in rows:
         record = json.loads((place.path / "runs/cells" / row["runs"] / "partition.json").read_text())
         assert record["evaluate_on"] == "validation"
-        assert all(client["test"] == client["validation"] for client in record["clients"])
+        assert all(len(client["validation"]) and len(client["test"]) for client in record["clients"])
     overlay = yaml.safe_load((folder / "fedrep.yaml").read_text())
     assert overlay == {"method": "FedRep", "optimizer": {"init_args": {"lr": 0.2}}}
     code, out, err = place.call("fit", "--config", "exp.yaml", "--config", str(folder / "fedrep.yaml"), "--quiet")

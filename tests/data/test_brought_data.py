@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
@@ -238,8 +239,34 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
     vectors.save_to_disk(tmp_path / "vectors")
     arrays = checked(HuggingFace(str(tmp_path / "vectors"), input="v", test=None, normalize="none"))
     assert arrays.x.tolist() == [[1, 2], [3, 4]]
+    missing = datasets.Dataset.from_dict({"text": [None, "none", "a"], "label": [0, 1, 0]})
+    missing.save_to_disk(tmp_path / "missing")
+    dataset = HuggingFace(str(tmp_path / "missing"), input="text", test=None, length=2)
+    assert checked(dataset).x.tolist() == [[1, 0], [3, 0], [2, 0]]
+    assert dataset.encode({"text": [None, "a"]}).tolist() == [[1, 0], [2, 0]]
     with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
         HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_hugging_face_data_set_that_grew_on_the_hub_is_decoded_anew(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    texts = ["a", "b", "a b"]
+    made = [datasets.Dataset.from_dict({"text": texts[:size], "label": [0, 1, 1][:size]}) for size in (2, 3)]
+
+    def loaded():
+        return load(HuggingFace("who/what", input="text", test=None), tmp_path / "cache")
+
+    for revision, own in enumerate(made):
+        folder = tmp_path / str(revision)
+        datasets.DatasetDict({"train": own}).save_to_disk(folder)
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, name, kept=folder: datasets.load_from_disk(kept))
+        for _ in range(2):
+            assert len(loaded().y) == len(own)
+        assert len(list((tmp_path / "cache").iterdir())) == revision + 1
+    for own in made:  # of one that lies in memory alone nothing tells the revision
+        monkeypatch.setattr(datasets, "load_dataset", lambda path, name, kept=own: datasets.DatasetDict(train=kept))
+        assert len(loaded().y) == len(own)
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("P", (3, 8, 8)), ("1", (1, 8, 8)), ("I;16", (1, 8, 8))])
@@ -473,6 +500,68 @@ def test_quotation_marks_in_a_tsv_file_are_letters_where_they_enclose_no_cell(tm
     assert columns["text"] == ['"Great" he said', '"never again', "fine", '"bad']
     (tmp_path / "t.tsv").write_text('text\tlabel\n"two\nlines"\tpos\n')
     assert read_columns(tmp_path / "t.tsv", "key")["text"] == ["two\nlines"]
+
+
+def test_two_lone_quotation_marks_in_a_tsv_file_swallow_no_sample(tmp_path):
+    (tmp_path / "t.tsv").write_text('text\tlabel\n"Great film\t1\nbad one"\t0\nmeh\t0\n')
+    columns = read_columns(tmp_path / "t.tsv", "key")
+    assert columns == {"text": ['"Great film', 'bad one"', "meh"], "label": ["1", "0", "0"]}
+    (tmp_path / "t.tsv").write_text('text\n"Great film\nbad one"\n')
+    with pytest.raises(ConfigError, match=r"key: .*t.tsv is no CSV file .in a file of one column, quotation marks"):
+        read_columns(tmp_path / "t.tsv", "key")
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl"])
+def test_texts_of_another_encoding_are_refused_and_a_byte_order_mark_is_none(tmp_path, name):
+    """Labels that differ in a letter of another encoding were one class."""
+    separator = "\t" if name == "t.tsv" else ","
+    lines = [("text", "label"), ("a", "caf\xe9"), ("b", "caf\xe8")]
+    text = "".join(separator.join(line) + "\n" for line in lines)
+    if name == "t.jsonl":
+        text = "".join(json.dumps({"text": t, "label": y}, ensure_ascii=False) + "\n" for t, y in lines)
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=rf"data.dataset.path: .*{name}: line 2 is no UTF-8 .byte 0xe9.; save"):
+        TextFile(str(tmp_path / name)).arrays()
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert checked(TextFile(str(tmp_path / name))).classes[:2] == ("caf\xe8", "caf\xe9")
+
+
+def test_no_text_is_one_without_a_word(tmp_path):
+    """It had the place of the word "none"."""
+    assert Words(10, 2).tokens(["a", None, "none a"], 2).tolist() == [[2, 0], [1, 0], [1, 2]]
+    rows = [{"text": text, "label": n % 2} for n, text in enumerate((None, "none of it", ""))]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = TextFile(str(tmp_path / "t.jsonl"), length=2)
+    assert checked(dataset).x.tolist() == [[1, 0], [3, 4], [1, 0]]
+    assert dataset.encode({"text": [None, "none"]}).tolist() == [[1, 0], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('a,b,y\n\n1,2,0\n"3",,1\n', "t.csv: line 4 has nothing under 'b'"),
+        ('a,b,y\n"x\ny",2,0\nz,3\n', "t.csv: line 4 has 2 cells"),
+    ],
+)
+def test_lines_are_counted_as_editors_do(tmp_path, text, said):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        CSVTable(str(tmp_path / "t.csv"), "y").arrays()
+
+
+def test_an_empty_cell_of_the_test_part_is_said_to_be_there(tmp_path):
+    (tmp_path / "t.csv").write_text("a,y\n1,0\n2,1\n")
+    (tmp_path / "u.csv").write_text("a,y\n1,0\n,1\n")
+    with pytest.raises(ConfigError, match=r"u.csv: line 3 has nothing under 'a'"):
+        CSVTable(str(tmp_path / "t.csv"), "y", str(tmp_path / "u.csv")).arrays()
+
+
+def test_one_number_in_two_writings_is_two_classes(tmp_path):
+    (tmp_path / "t.csv").write_text("a,y\n1,01\n2,1\n3,2\n")
+    arrays = checked(CSVTable(str(tmp_path / "t.csv"), "y"))
+    assert (arrays.classes, arrays.y.tolist()) == (("01", "1", "2"), [0, 1, 2])
+    (tmp_path / "t.csv").write_text("a,y\n1,02\n2, 10\n3,10\n")
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y")).classes == ("2", "10")
 
 
 def test_samples_are_scaled_as_they_were_rounded_in_training(tmp_path):

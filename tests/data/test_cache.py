@@ -10,6 +10,7 @@ import torch
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.cache import default_cache_dir, load
 from fl_lightning.data.dataset import Dataset, default_data_dir
+from fl_lightning.data.own_files import CSVTable
 from fl_lightning.data.sample import Sample
 from fl_lightning.errors import ConfigError
 
@@ -75,6 +76,15 @@ def test_changed_source_is_decoded_anew(tmp_path):
     os.utime(source, (1, 1))
     load(Counted(path=source), tmp_path / "cache")
     assert Counted.decoded == 2
+
+
+def test_file_of_one_name_in_another_folder_is_another_source(tmp_path, monkeypatch):
+    for fill, place in enumerate(("a", "b")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "t.csv").write_text(f"x,y\n{fill},0\n5,1\n")
+        os.utime(tmp_path / place / "t.csv", (1, 1))
+        monkeypatch.chdir(tmp_path / place)
+        assert load(CSVTable("t.csv", "y", normalize="none"), tmp_path / "cache").x.tolist() == [[fill], [5]]
 
 
 def test_source_that_arrives_while_decoding_is_a_hit_next_time(tmp_path):

@@ -6,10 +6,12 @@ import torch
 
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.digits import Digits
+from fl_lightning.data.listed import FromFile
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.shifts import ConceptShift
+from fl_lightning.errors import ConfigError
 
 
 class Made(Dataset):
@@ -110,6 +112,29 @@ def test_partition_record_says_who_holds_what_and_goes_through_json(made):
     assert record["clients"][2]["validation"] == data.clients[2].validation.tolist()
     held = [i for client in record["clients"] for part in client.values() for i in part]
     assert sorted(held) == list(range(240))
+
+
+@pytest.mark.parametrize("split", ["holdout", "matched", "global"])
+def test_record_of_a_run_on_validation_parts_can_be_used_for_both(made, tmp_path, split):
+    options = {"validation_fraction": 0.2, "split": split}
+    tuning = federation(made, evaluate_on="validation", **options)
+    record = tuning.partition_record()
+    assert record["clients"] == federation(made, **options).partition_record()["clients"]
+    assert (record["left_out"], record["hash"]) == (0, tuning.partition_hash)
+    (tmp_path / "partition.json").write_text(json.dumps(record))
+    listed = FromFile(str(tmp_path / "partition.json"))
+    for evaluate_on in ("test", "validation"):
+        data = federation(made, listed, split="file", evaluate_on=evaluate_on)
+        for own, part in zip(data.clients, record["clients"], strict=True):
+            assert (own.train.tolist(), own.test.tolist()) == (part["train"], part[evaluate_on])
+    assert split == "global" or data.partition_hash == tuning.partition_hash
+
+
+def test_record_without_test_parts_as_it_was_once_written_is_refused(made, tmp_path):
+    own = {"train": [0, 1], "validation": [2], "test": [2]}
+    (tmp_path / "p.json").write_text(json.dumps([own] * 4))
+    with pytest.raises(ConfigError, match=r"client 0: its test part is its validation part; .* run it again"):
+        federation(made, FromFile(str(tmp_path / "p.json")), split="file")
 
 
 @pytest.mark.parametrize(

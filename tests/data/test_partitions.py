@@ -102,6 +102,13 @@ def test_dirichlet_shares_follow_the_proportions():
     assert (len(first), len(second)) == (int(p[0] * 100), 100 - int(p[0] * 100))
 
 
+@pytest.mark.parametrize("classes", [1, 2, 3])
+def test_dirichlet_takes_even_draws_where_later_classes_have_no_samples(classes):
+    """Two samples and two clients: once each has one, nobody takes more."""
+    parts = assign(Dirichlet(1.0, min_samples=1), np.zeros(2, dtype=np.int64), 2, classes)
+    assert sorted(part.tolist() for part in parts) == [[0], [1]]
+
+
 @pytest.mark.parametrize("beta", [1e-3, 1e-6, 1e6])
 def test_dirichlet_survives_extreme_beta(beta):
     assert sum(map(len, assign(Dirichlet(beta, 0)))) == len(LABELS)

@@ -1,5 +1,7 @@
 """Clients that are drawn when they are looked at."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,18 @@ def test_client_is_the_same_whenever_and_among_however_many(drawn, split, beta):
     assert again.partition_hash == first.partition_hash != fewer.partition_hash
     assert drawn(seed=1, **options).partition_hash != first.partition_hash
     assert not torch.equal(drawn(seed=1, **options).clients[7].train, first.clients[7].train)
+
+
+@pytest.mark.parametrize(("beta", "moves"), [(None, False), (0.1, True)])
+def test_hash_is_over_labels_where_samples_are_drawn_by_them(drawn, beta, moves):
+    data = drawn(clients=50, beta=beta)
+    content = replace(data.arrays, y=data.arrays.y.flip(0), digest="")
+    other = FederatedData(Made(content), Population(20, beta), 50)
+    other.setup(0)
+    assert (other.partition_hash != data.partition_hash) == moves
+    assert torch.equal(other.clients[7].train, data.clients[7].train) != moves
+    assert other.former_hash == data.former_hash
+    assert (data.former_hash != data.partition_hash) == moves
 
 
 @pytest.mark.parametrize("beta", [None, 0.1])

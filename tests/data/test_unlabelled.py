@@ -96,8 +96,8 @@ def test_a_table_is_encoded_as_in_training(table, tmp_path):
     ("text", "said"),
     [
         ("age\n50\n", "DATA: must have the column 'city'"),
-        ("age,city\n50,Paris\n", r"DATA: 'city' of line 2 must be one of the names that .* has there, got 'Paris'"),
-        ("age,city\nold,Oslo\n", "DATA: 'age' of line 2 must be a number, got 'old'"),
+        ("age,city\n50,Paris\n", r"DATA: 'city' of sample 0 \(from 0\) must be one of the names .* there, got 'Paris'"),
+        ("age,city\nold,Oslo\n", r"DATA: 'age' of sample 0 \(from 0\) must be a number, got 'old'"),
     ],
 )
 def test_a_table_that_does_not_fit(table, tmp_path, text, said):

@@ -393,3 +393,46 @@ def test_image_folder_refuses_bad_sizes():
     for size in (0, [1], [1, 0]):
         with pytest.raises(ConfigError, match=r"data.dataset.size"):
             ImageFolder("x", size)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tiff"])
+def test_image_folder_turns_images_by_their_exif(tmp_path, suffix):
+    """Orientation 6: what is stored to the left is shown above."""
+    (tmp_path / "cat").mkdir()
+    image = Image.new("L", (16, 8), 0)
+    image.paste(255, (0, 0, 8, 8))
+    exif = Image.Exif()
+    exif[0x112] = 6
+    image.save(tmp_path / "cat" / f"1.{suffix}", exif=exif)
+    x = ImageFolder(str(tmp_path), grayscale=True).arrays().x
+    assert x.shape == (1, 1, 16, 8)
+    assert (x[0, 0, :7] > 250).all()
+    assert (x[0, 0, 9:] < 5).all()
+
+
+def test_image_folder_takes_an_image_as_it_lies_where_its_exif_is_damaged(tmp_path):
+    (tmp_path / "cat").mkdir()
+    Image.new("RGB", (3, 2)).save(tmp_path / "cat" / "1.jpg", exif=b"Exif\x00\x00no TIFF")
+    assert ImageFolder(str(tmp_path)).arrays().x.shape == (1, 3, 2, 3)
+
+
+def test_image_folder_shows_what_is_transparent_on_white(tmp_path):
+    """As do palettes, in which one colour is; half of it lets half of the white through, and none changes nothing."""
+    (tmp_path / "cat").mkdir()
+    for name, alpha in (("1", 0), ("2", 51), ("3", 255)):
+        Image.new("RGBA", (1, 1), (200, 100, 5, alpha)).save(tmp_path / "cat" / f"{name}.png")
+    palette = Image.new("P", (1, 1), 0)
+    palette.putpalette([255, 0, 0] + [0] * 765)
+    palette.save(tmp_path / "cat" / "4.png", transparency=0)
+    Image.new("LA", (1, 1), (7, 0)).save(tmp_path / "cat" / "5.png")
+    x = ImageFolder(str(tmp_path)).arrays().x[:, :, 0, 0].tolist()
+    assert x == [[255] * 3, [244, 224, 205], [200, 100, 5], [255] * 3, [255] * 3]
+    assert ImageFolder(str(tmp_path), grayscale=True).arrays().x.flatten().tolist()[::4] == [255, 255]
+
+
+def test_image_folder_reads_grey_maps_of_16_bits(tmp_path):
+    (tmp_path / "cat").mkdir()
+    grey = np.array([[0, 65535], [32896, 100]], dtype=">u2")
+    (tmp_path / "cat" / "1.pgm").write_bytes(b"P5\n2 2\n65535\n" + grey.tobytes())
+    x = ImageFolder(str(tmp_path), grayscale=True).arrays().x
+    assert x[0, 0].tolist() == [[0, 255], [128, 0]]

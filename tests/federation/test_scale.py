@@ -87,8 +87,8 @@ def test_run_of_participants_alone_resumes(mlp, assert_resumes):
 
 @pytest.fixture
 def population(make_data):
-    def make(clients=1_000_000):
-        data = FederatedData(make_data(((60, 40, 50, 50),)).dataset, Population(12), clients, batch_size=4)
+    def make(clients=1_000_000, beta=None):
+        data = FederatedData(make_data(((60, 40, 50, 50),)).dataset, Population(12, beta), clients, batch_size=4)
         data.setup(0)
         return data
 
@@ -118,6 +118,14 @@ def test_nothing_is_made_kept_or_written_of_clients_that_sit_out(population, mlp
     assert resumed.board.took_part.nonzero()[0].tolist() == sorted(seen)
     resumed.run()
     assert resumed.round == 4
+
+
+def test_run_from_before_labels_counted_in_the_hash_goes_on(population, mlp, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=population(10, beta=0.5), rounds=1)
+    loop.run()
+    assert loop.data.former_hash != loop.data.partition_hash
+    loop.load_state_dict({**loop.state_dict(), "partition": loop.data.former_hash, "round": 1, "clients": {}})
+    assert loop.round == 1
 
 
 def test_looking_at_all_of_too_many_drawn_clients_is_refused(population, mlp, set_up_federation):
