@@ -41,7 +41,8 @@ class Division:
             for prefix, module in method.named_modules()
             for name in (*module._parameters, *module._buffers)
         }
-        entries = [(name, owners.get(name, method)) for name in method.state_dict()]
+        tied = _tied(method)  # one tensor travels once, by the first of its names
+        entries = [(name, owners.get(name, method)) for name in method.state_dict() if name not in tied]
         self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[arg-type]
         """Names of the entries that are exchanged."""
         self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[arg-type]
@@ -81,6 +82,19 @@ class Division:
         sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
         travels = sum(size for name, size in sizes.items() if name in shared)
         return sum(sizes.values()) - travels, travels
+
+
+def _tied(module: nn.Module) -> set[str]:
+    """Names of a module's entries whose tensors have a name before."""
+    known: set[int] = set()
+    found: set[str] = set()
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for home in (part._parameters, part._buffers):
+            for key, tensor in home.items():
+                if id(tensor) in known:
+                    found.add(f"{prefix}.{key}" if prefix else key)
+                known |= set() if tensor is None else {id(tensor)}
+    return found
 
 
 def _places(module: nn.Module) -> list[Place] | None:

@@ -36,6 +36,17 @@ def test_what_travels_stays_and_is_made_anew_is_the_whole_state_once(conv_net, k
     assert sorted((*division.shared, *division.kept, *division.anew)) == sorted(method.state_dict())
 
 
+def test_a_tied_tensor_travels_once_by_its_first_name(mlp):
+    method = Method(mlp())
+    method.again = method.model.head
+    division = Division(method)
+    assert [name for name in division.shared if name.startswith("again")] == []
+    assert "model.head.weight" in division.shared
+    assert not [name for name in (*division.kept, *division.anew) if name.startswith("again")]
+    load_entries(method, {"model.head.weight": torch.zeros_like(method.again.weight)})
+    assert method.state_dict()["again.weight"].abs().max() == 0
+
+
 def test_shared_names_go_by_submodule(mlp):
     division = Division(OnlyHead(mlp()))
     assert division.shared == ("model.head.weight", "model.head.bias")
