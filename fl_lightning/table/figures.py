@@ -93,8 +93,7 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
             figure = table.figure(runs[0].row, runs[0].column, name)
             if figure is None:
                 continue
-            scale = table.scale if figure.scale is None else figure.scale
-            value = _value([run for run in runs if run.finished], figure, scale)
+            value = _value([run for run in runs if run.finished], figure, table.scale_of(figure))
             value.published = table.published.get(row, {}).get(column, {}).get(name)
             found[row, Head(column, name)] = value
     for head in {head for _, head in found}:
