@@ -103,6 +103,15 @@ def test_curve_is_the_mean_with_both_spreads(comparison):
     assert last["ch"] - last["y"] == pytest.approx(100 * np.mean([row["Local-T_std"] for row in rows]), rel=1e-2)
 
 
+def test_one_seed_has_no_spread_over_seeds(comparison):
+    """An end of the band at 0 would make the axis begin there."""
+    lines = lines_of(comparison[0])
+    for figure in accuracies(lines):
+        for row in figure.rows(lines):
+            assert (row["sl"], row["sh"]) == (None, None)
+            assert row["cl"] is None or row["cl"] > 20
+
+
 def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
     lines = lines_of(*comparison)
     (figure,) = hurt(lines)
