@@ -25,7 +25,7 @@ from fl_lightning.table.figures import figure_of
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.running import REFUSED, Command, Crew
-from fl_lightning.tune.space import Contender, Point, Search, read_search
+from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 
 DESCRIPTION = (
@@ -224,9 +224,16 @@ class Tuning:
         search, unit = self.search, " in percent" if self.search.monitor.is_share else ""
         seeds = ", ".join(map(str, search.seeds))
         return (
-            f"{search.trials} trials a method ({search.kind}), seeds {seeds}; {search.monitor}{unit}, on validation "
-            "parts alone: the test parts were laid aside."
+            f"{search.trials} trials a method ({search.kind}){self._fewer()}, seeds {seeds}; {search.monitor}{unit}, "
+            "on validation parts alone: the test parts were laid aside."
         )
+
+    def _fewer(self) -> str:
+        """Which methods' grids are smaller than the budget."""
+        search, trials = self.search, self.search.trials
+        sizes = {own.name: len(grid(own, trials)) for own in search.contenders} if search.kind == "grid" else {}
+        said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < trials]
+        return f", or all points of a grid that has fewer ({', '.join(said)})" if said else ""
 
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
         path = self.folder / contender.file
