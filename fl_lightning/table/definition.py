@@ -17,6 +17,8 @@ from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+ALL_DIGITS = ".15g"
+"""How a published number is written: each of its digits, without the zeros that it may end in."""
 _SPREAD = re.compile(rf"\s*(-?{_NUMBER})\s*(?:(?:±|\+-|\+/-)\s*({_NUMBER}))?\s*", re.ASCII)
 _KEYS = (
     "title",
@@ -44,7 +46,16 @@ class Published:
     spread: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.value:g}" if self.spread is None else f"{self.value:g} ± {self.spread:g}"
+        return " ± ".join(all_digits(number) for number in (self.value, self.spread) if number is not None)
+
+
+def all_digits(number: float) -> str:
+    """A published number.
+
+    >>> all_digits(66.20), all_digits(16986640.0)
+    ('66.2', '16986640')
+    """
+    return format(number, ALL_DIGITS)
 
 
 @dataclass(frozen=True)

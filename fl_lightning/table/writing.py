@@ -11,7 +11,7 @@ from pathlib import Path
 from fl_lightning.files import write_text
 from fl_lightning.report.escaping import in_latex, in_markdown, in_spreadsheet
 from fl_lightning.table import ranking
-from fl_lightning.table.definition import Definition
+from fl_lightning.table.definition import Definition, all_digits
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
 from fl_lightning.table.quantity import Figure
 
@@ -166,9 +166,8 @@ def latex(table: Definition, values: Values) -> str:
         if any(cell is not None for cell in cells):
             lines.append(" & ".join([in_latex(row.name), *map(_in_latex, cells)]) + r" \\")
             if any(cell is not None and cell.published for cell in cells):
-                small = [
-                    rf"{{\scriptsize {cell.published.value:g}}}" if cell and cell.published else "" for cell in cells
-                ]
+                figures = [all_digits(cell.published.value) if cell and cell.published else "" for cell in cells]
+                small = [rf"{{\scriptsize {figure}}}" if figure else "" for figure in figures]
                 lines.append(" & ".join([r"\quad{\scriptsize published}", *small]) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join(lines) + "\n"
