@@ -29,6 +29,7 @@ ENTRIES = (
     "parameters.shared",
     "seconds",
     "rounds",
+    "evaluated_rounds",
     "clients",
     "participants_per_round",
     "privacy.epsilon",
