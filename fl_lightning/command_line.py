@@ -208,6 +208,8 @@ def _option(option: str, value: str) -> Part:
     key = option.rstrip("+")
     section, *path = key.split(".")
     parsed = read_value(value)
+    if isinstance(parsed, str) and parsed != value and is_nested(parsed):
+        value = parsed  # in quotes: a text, where the key takes one, and no list
     content: Any = parsed if isinstance(parsed, (Mapping, list)) and section not in ("name", "output") else Text(value)
     if key in SHORT_FORMS:
         content = _long_form(key, parsed, value)
@@ -245,6 +247,16 @@ def read_value(text: str) -> Any:
         return load_yaml(text)
     except UnreadableError:
         return str(text)
+
+
+def is_nested(text: str) -> bool:
+    """Whether a text says a list or a mapping in YAML, or, in quotes, a text that does.
+
+    >>> [is_nested(text) for text in ("[a]", "a: b", '"[a]"', "a", "'a'", "1")]
+    [True, True, True, False, False, False]
+    """
+    said = read_value(text)
+    return isinstance(said, (Mapping, list)) or (isinstance(said, str) and said != text and is_nested(said))
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[Setting]:

@@ -24,6 +24,7 @@ _NO_IDENTITY = (
     "data.cache",
 )  # fmt: skip
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
+_LENGTH = re.compile(r"federation\.(rounds|early_stopping)(\.|$)")
 _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
@@ -44,6 +45,11 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         and not _PLACE.fullmatch(key)
         and (not key.startswith("trainer") or key.startswith(trainer))
     }
+
+
+def length(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a run is to be, which may differ between a run and its continuation, but not between repeats."""
+    return {key: value for key, value in _flatten(config) if _LENGTH.match(key)}
 
 
 def contents(config: Mapping[str, Any]) -> dict[str, str]:

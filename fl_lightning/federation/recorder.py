@@ -23,7 +23,7 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_sizes import num_parameters
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.report.record import chosen_by, read_rows, summarise
+from fl_lightning.report.record import chosen_by, num_evaluated, read_rows, summarise
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.terminal import say
 
@@ -147,6 +147,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "finished": finished,
             **({"stopped": loop.ended} if finished and loop.ended else {}),
             "rounds": loop.round,
+            "evaluated_rounds": num_evaluated(rows),
             "clients": loop.num_clients,
             "participants_per_round": sum(row["participants"] for row in rows) / max(len(rows), 1),
             "partition_hash": loop.data.partition_hash,

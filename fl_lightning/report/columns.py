@@ -111,6 +111,18 @@ def less_is_better(column: str) -> bool:
     )
 
 
+def is_share(column: str) -> bool:
+    """Whether a column is read in percent: accuracies, balanced ones too, how they are spread, the receive drop.
+
+    >>> [is_share(name) for name in ("Local-T_gini", "balanced_accuracy/Server-T", "receive_drop")]
+    [True, True, True]
+    >>> [is_share(name) for name in ("eval_loss/Local-T", "balanced_accuracy/Local-T_undefined", "seconds")]
+    [False, False, False]
+    """
+    counted = column.endswith("_undefined")
+    return column == "receive_drop" or (is_score(column) and not counted and measure_of(column) in ("", BALANCED))
+
+
 def is_validated(column: str) -> bool:
     """Whether a column is called after the validation parts.
 

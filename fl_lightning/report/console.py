@@ -41,7 +41,10 @@ def summary_table(summary: Mapping[str, Any], width: int = PLAIN_WIDTH) -> Table
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.title, table.title_justify, table.title_style = _title(summary), "left", "bold"
     table.add_column("accuracy, %", overflow="fold")
-    rounds = f" mean of\n last {min(10, summary['rounds'])}"
+    evaluated = summary.get("evaluated_rounds", summary["rounds"])
+    averaged = min(10, evaluated)
+    some = evaluated < summary["rounds"]
+    rounds = f"mean of last\n{averaged} evaluated" if some else f" mean of\n last {averaged}"
     headers = [" last", rounds, " best\n (round)", "worst\nclient", " final\n received"]
     shown = [0, 1, 2, 3, *([4] if final else [])] if width >= WIDE else [0, 2]
     for index in shown:

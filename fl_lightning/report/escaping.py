@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 
 _FORMULA = re.compile(r"[=+\-@\t\r]")
-_LATEX = {"\\": r"\textbackslash{}", "β": r"$\beta$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_WORDS = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+_FORMULAS = {
+    "±": r"\pm", "−": "-", "×": r"\times", "·": r"\cdot", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx",
+    "∞": r"\infty", "→": r"\rightarrow", "µ": r"\mu", "ς": r"\varsigma", "ο": "o", "²": "^2", "³": "^3",
+}  # fmt: skip
+_GREEK = "αalpha βbeta γgamma δdelta εepsilon ζzeta ηeta θtheta ιiota κkappa λlambda μmu νnu ξxi πpi ρrho σsigma τtau"
+_GREEK += " υupsilon φphi χchi ψpsi ωomega ΓGamma ΔDelta ΘTheta ΛLambda ΞXi ΠPi ΣSigma ΥUpsilon ΦPhi ΨPsi ΩOmega"
+_FORMULAS |= {name[0]: f"\\{name[1:]}" for name in _GREEK.split()}
+_LATEX = {sign: f"\\text{word}{{}}" for sign, word in _WORDS.items()} | {"–": "--"}
+_LATEX |= {sign: f"${formula}$" for sign, formula in _FORMULAS.items()}
 _LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
 _MARKDOWN = {"|": r"\|", "<": "&lt;", "\n": " "}
 
@@ -37,10 +46,12 @@ def _is_number(text: str) -> bool:
 
 
 def in_latex(text: str) -> str:
-    r"""A text that LaTeX prints, whatever is in it.
+    r"""A text that LaTeX prints as it is: signs that mean something there, and mathematics and Greek as formulas.
 
     >>> print(in_latex(r"50 % of \write18{ls} ~ 2^3"))
     50 \% of \textbackslash{}write18\{ls\} \textasciitilde{} 2\textasciicircum{}3
+    >>> print(in_latex("μ=0.1 | 1–2 ± <3"))
+    $\mu$=0.1 \textbar{} 1--2 $\pm$ \textless{}3
     """
     return "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
 

@@ -105,6 +105,15 @@ def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) 
     return summary
 
 
+def num_evaluated(rows: Sequence[Row]) -> int:
+    """How many rounds have a score of any kind.
+
+    Args:
+        rows: rows of `metrics.csv`.
+    """
+    return sum(any(is_score(name) and value is not None for name, value in row.items()) for row in rows)
+
+
 CHOOSERS = ("Local-V", "Local-V_received", "Server-V")
 """The figure on validation parts that chooses the best round: the first that there is."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import yaml
 
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, fits_checksum, plain_json
-from fl_lightning.identity import folders, identity
+from fl_lightning.identity import folders, identity, length
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row, read_rows
@@ -71,15 +72,14 @@ class RecordedRun:
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
-        """All keys that change a number, but the seed; empty without a configuration."""
+        """All keys that change a number, but the seed, and how long the run is to be; empty without a configuration."""
         found = {key: value for key, value in identity(self.config).items() if key != "seed"}
-        return {**found, **folders(self.config)}
+        return {**found, **length(self.config), **folders(self.config)}
 
     @cached_property
     def client_rows(self) -> Sequence[Row]:
-        """The rows of ``clients.csv`` that name a round and a client, but for attackers; empty where there are none."""
-        rows = rows_of(self.path / "clients.csv")
-        return [row for row in rows if isinstance(row.get("client"), int) and not row.get("attacker")]
+        """The rows of ``clients.csv`` that count in the means of ``metrics.csv``; empty where there are none."""
+        return counting(rows_of(self.path / "clients.csv"), self.config)
 
 
 def read_run(path: Path, command: str) -> RecordedRun:
@@ -109,6 +109,29 @@ def rows_of(path: Path) -> list[Row]:
         return [row for row in read_rows(path) if isinstance(row.get("round"), int)]
     except (OSError, ValueError, csv.Error):
         return []
+
+
+def counting(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Row]:
+    """The rows of clients that count in a run's means: attackers do not, nor do those who joined later.
+
+    Args:
+        rows: of ``clients.csv``.
+        config: the run's.
+    """
+    number, joining = _entry(config, "data", "num_clients"), _entry(config, "federation", "newcomers")
+    later = _entry({"newcomers": joining}, "newcomers", "clients")
+    founders = number - later if isinstance(number, int) and isinstance(later, int) else math.inf
+    return [
+        row
+        for row in rows
+        if isinstance(row.get("client"), int) and row["client"] < founders and not row.get("attacker")
+    ]
+
+
+def _entry(config: Mapping[str, Any], section: str, key: str) -> Any:
+    """What a section of a configuration says; None where it is no section."""
+    node = config.get(section)
+    return node.get(key) if isinstance(node, Mapping) else None
 
 
 def class_name(node: Any) -> str:

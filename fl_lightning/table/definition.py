@@ -17,6 +17,8 @@ from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+ALL_DIGITS = ".15g"
+"""How a published number is written: each of its digits, without the zeros that it may end in."""
 _SPREAD = re.compile(rf"\s*(-?{_NUMBER})\s*(?:(?:±|\+-|\+/-)\s*({_NUMBER}))?\s*", re.ASCII)
 _KEYS = (
     "title",
@@ -44,7 +46,16 @@ class Published:
     spread: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.value:g}" if self.spread is None else f"{self.value:g} ± {self.spread:g}"
+        return " ± ".join(all_digits(number) for number in (self.value, self.spread) if number is not None)
+
+
+def all_digits(number: float) -> str:
+    """A published number.
+
+    >>> all_digits(66.20), all_digits(16986640.0)
+    ('66.2', '16986640')
+    """
+    return format(number, ALL_DIGITS)
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Definition:
         note: what the reader must know.
         seeds: of the runs.
         spread: what ± of the published figures is over: ``seeds``, ``clients`` or nothing.
-        scale: factor of the figures: 100 for percent.
+        scale: factor of the figures; None leaves it to each of them.
         base: under all columns.
         columns: in their order.
         rows: in their order.
@@ -102,7 +113,7 @@ class Definition:
     note: str
     seeds: tuple[int, ...]
     spread: str
-    scale: float
+    scale: float | None
     base: Overlay
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -117,6 +128,10 @@ class Definition:
     def figure(self, row: Row, column: Column, name: str) -> Figure | None:
         """What a cell prints; None where the row has nothing there."""
         return row.figures[name] if name in row.figures else row.figure or column.figures[name]
+
+    def scale_of(self, figure: Figure) -> float:
+        """The factor that a figure is printed with."""
+        return next(scale for scale in (figure.scale, self.scale, figure.usual_scale) if scale is not None)
 
 
 def read_definition(path: Path) -> Definition:
@@ -148,8 +163,8 @@ class _Reader:
         require(len(set(seeds)) == len(seeds), "seeds", "must differ from each other", seeds)
         spread = content.get("spread", "")
         require(spread in ("seeds", "clients", ""), "spread", "must be seeds or clients, or be left out", spread)
-        scale = content.get("scale", 100)
-        require(is_scale(scale), "scale", "must be a finite number above 0", scale)
+        scale = content.get("scale")
+        require("scale" not in content or is_scale(scale), "scale", "must be a finite number above 0", scale)
         name = text_of(content, "name", f"{path.resolve().parent.parent.name}-{path.stem}")
         check_name(name)
         table = Definition(
@@ -160,7 +175,7 @@ class _Reader:
             text_of(content, "note"),
             tuple(seeds),
             spread,
-            float(scale),
+            None if scale is None else float(scale),
             self._overlay(content.get("base"), "base"),
             columns,
             rows,

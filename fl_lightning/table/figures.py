@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_lightning.files import content_of, plain_json
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.recorded_run import rows_of
+from fl_lightning.report.recorded_run import counting, rows_of
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition, Published
 from fl_lightning.table.quantity import Figure, best_round, is_number, moments
@@ -28,8 +28,8 @@ class Value:
 
     Args:
         seeds: seed -> the figure, in the table's unit.
-        clients: client -> its figure, the mean over seeds; empty where the figure is none of clients'.
-        weights: client -> what it counts for in the mean: its samples where that is weighted, else the same for all.
+        clients: client -> its figure, the mean over rounds and seeds; empty where the figure is none of clients'.
+        weights: client -> its share of the mean: by its samples where that is weighted, and by how often it was tested.
         spreads: the standard deviation over clients (over N) in each run.
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
@@ -93,8 +93,7 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
             figure = table.figure(runs[0].row, runs[0].column, name)
             if figure is None:
                 continue
-            scale = table.scale if figure.scale is None else figure.scale
-            value = _value([run for run in runs if run.finished], figure, scale)
+            value = _value([run for run in runs if run.finished], figure, table.scale_of(figure))
             value.published = table.published.get(row, {}).get(column, {}).get(name)
             found[row, Head(column, name)] = value
     for head in {head for _, head in found}:
@@ -104,8 +103,6 @@ def values_of(table: Definition, cells: Iterable[Cell]) -> Values:
 
 def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     value = Value(less_is_better=figure.less_is_better)
-    clients: dict[int, list[float]] = {}
-    weights: dict[int, list[float]] = {}
     beside: dict[str, list[float]] = {}
     for run in runs:
         rows = run.rows()
@@ -117,12 +114,11 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
             if moment in known:
                 beside.setdefault(moment, []).append(scale * known[moment])
         of_clients = _of_clients(run, figure, rows)
-        for client, (own, weight) in of_clients.items():
-            clients.setdefault(client, []).append(scale * own)
-            weights.setdefault(client, []).append(weight)
+        for client, (own, share) in of_clients.items():
+            value.weights[client] = value.weights.get(client, 0.0) + share
+            value.clients[client] = value.clients.get(client, 0.0) + share * scale * own
         value.spreads += [scale * float(np.std([own for own, _ in of_clients.values()]))] if of_clients else []
-    value.clients = {client: float(np.mean(own)) for client, own in sorted(clients.items())}
-    value.weights = {client: float(np.mean(own)) for client, own in sorted(weights.items())}
+    value.clients = {client: total / value.weights[client] for client, total in sorted(value.clients.items())}
     value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
     return value
 
@@ -133,7 +129,11 @@ def figure_of(run: Cell, figure: Figure) -> float | None:
 
 
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, tuple[float, float]]:
-    """Each client's figure at the same moment, and what it counts for; empty where it has none."""
+    """Each client's figure at the same moment, and its share of the mean; empty where it has none.
+
+    A round counts by the client's share of that round's mean: where not all clients are tested in every round, too,
+    the sum of all shares, each times its client's figure, is what is printed.
+    """
     rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
@@ -142,16 +142,22 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
         chosen = {best["round"]}
     else:
         chosen = set({"last": rounds[-1:], "mean_last_10": rounds[-10:]}.get(figure.report, rounds))
-    found: dict[int, list[float]] = {}
-    weights: dict[int, float] = {}
     weighted = figure.column.endswith("_weighted")
     sizes = _validation_sizes(run) if weighted and "-V" in figure.column else {}
-    for row in rows_of(run.folder / "clients.csv"):
-        if row["round"] in chosen and is_number(row.get(figure.of_clients)) and not row.get("attacker"):
-            found.setdefault(int(row["client"]), []).append(row[figure.of_clients])
-            size = sizes.get(int(row["client"]), row.get("num_test") or 0)
-            weights[int(row["client"])] = float(size) if weighted else 1.0
-    return {client: (float(np.mean(own)), weights[client]) for client, own in found.items()}
+    by_round: dict[int, list[tuple[int, float, float]]] = {}
+    for row in counting(rows_of(run.folder / "clients.csv"), run.config):
+        if row["round"] in chosen and is_number(row.get(figure.of_clients)):
+            client, own = row["client"], row[figure.of_clients]
+            weight = float(sizes.get(client, row.get("num_test") or 0)) if weighted else 1.0
+            by_round.setdefault(row["round"], []).append((client, own, weight))
+    totals: dict[int, float] = {}
+    shares: dict[int, float] = {}
+    for tested in by_round.values():
+        whole = len(by_round) * math.fsum(weight for _, _, weight in tested)
+        for client, own, weight in tested if whole else ():
+            shares[client] = shares.get(client, 0.0) + weight / whole
+            totals[client] = totals.get(client, 0.0) + weight / whole * own
+    return {client: (totals[client] / share, share) for client, share in shares.items() if share}
 
 
 def _validation_sizes(run: Cell) -> dict[int, int]:
@@ -205,11 +211,17 @@ def over_clients(first: Value, second: Value) -> tuple[float, float]:
 
     A client of another seed is another client: who holds what is drawn anew.
     """
-    gaps = pairs(first.clients, second.clients)
-    if len(gaps) < 2 or first.seeds.keys() != second.seeds.keys():
+    common = first.clients.keys() & second.clients.keys()
+    if len(common) < 2 or first.seeds.keys() != second.seeds.keys():
         return math.nan, math.nan
-    weights = np.array([first.weights.get(key, 1.0) for key in sorted(first.clients.keys() & second.clients.keys())])
-    return resampled(gaps, weights)
+    either = sorted(first.clients.keys() | second.clients.keys())
+    return resampled(*(_weighed(value, either) for value in (first, second)))
+
+
+def _weighed(value: Value, clients: Sequence[int]) -> np.ndarray:
+    """[2, P] the figure of each of some clients and its weight; both are 0 where it has none."""
+    own, weights = value.clients, value.weights
+    return np.array([(own[key], weights.get(key, 1.0)) if key in own else (0.0, 0.0) for key in clients]).T
 
 
 def pairs(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray:
@@ -217,9 +229,23 @@ def pairs(first: Mapping[int, float], second: Mapping[int, float]) -> np.ndarray
     return np.array([first[key] - second[key] for key in sorted(first.keys() & second.keys())])
 
 
-def resampled(gaps: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the weighted mean of differences [P] by a bootstrap."""
-    drawn = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
-    means = (gaps * weights)[drawn].sum(axis=1) / np.maximum(weights[drawn].sum(axis=1), 1e-12)
-    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+def resampled(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of the difference of two weighted means over the same clients by a bootstrap.
+
+    Args:
+        first: [2, P] figures and weights >= 0.
+        second: the same of the other.
+    """
+    (one, weights), (other, its_weights) = first, second
+    drawn = np.random.default_rng(0).integers(len(one), size=(RESAMPLES, len(one)))
+
+    def summed(values: np.ndarray) -> np.ndarray:
+        return values[drawn].sum(axis=1)
+
+    whole, its_whole = summed(weights), summed(its_weights)
+    there = (whole > 0) & (its_whole > 0)
+    whole, its_whole = np.where(there, whole, 1.0), np.where(there, its_whole, 1.0)
+    means = summed(weights * (one - other)) / whole  # exactly 0 where all are equal, as is the rest for equal weights
+    means += summed(weights * other) / whole - summed(its_weights * other) / its_whole
+    low, high = np.quantile(means[there], [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, flatten, merged
+from fl_lightning.command_line import SECTIONS, flatten, is_nested, merged
 from fl_lightning.errors import require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
@@ -81,8 +81,13 @@ def spelled_out(key: str, config: Mapping[str, Any]) -> str:
 
 
 def option(key: str, value: Any) -> str:
-    """One setting as an option of a command line."""
-    return f"--{key.removesuffix('.class_path')}={value if isinstance(value, str) else json.dumps(value)}"
+    """One setting as an option of a command line; a text that would be read as a list stands in quotes.
+
+    >>> option("data.dataset.label", "cat"), option("data.dataset.label", "[cat]"), option("model.hidden", [64])
+    ('--data.dataset.label=cat', '--data.dataset.label="[cat]"', '--model.hidden=[64]')
+    """
+    plain = isinstance(value, str) and not is_nested(value)
+    return f"--{key.removesuffix('.class_path')}={value if plain else json.dumps(value)}"
 
 
 def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) -> Overlay:

@@ -20,7 +20,7 @@ from fl_lightning.report.recorded_run import read_run, rows_of
 from fl_lightning.report.series import Member
 from fl_lightning.table import ranking
 from fl_lightning.table.cells import Cell
-from fl_lightning.table.definition import Definition
+from fl_lightning.table.definition import ALL_DIGITS, Definition
 from fl_lightning.table.figures import Values
 from fl_lightning.table.writing import RANKING, as_csv
 from fl_lightning.terminal import printable
@@ -141,8 +141,8 @@ def _cell(line: Mapping[str, str | None]) -> PublishedCell:
     text = mean or "…"
     text += f" ± {seeds}" if seeds else ""
     text += f" ({clients})" if clients else ""
-    spread = number("published_spread", "g")
-    printed = number("published", "g") + (f" ± {spread}" if spread else "")
+    spread = number("published_spread", ALL_DIGITS)
+    printed = number("published", ALL_DIGITS) + (f" ± {spread}" if spread else "")
     moments = {name: number(name) for name in MOMENTS if number(name)}
     return PublishedCell(text, printed, number("difference", "+.2f"), line.get("mark") or "", moments)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.errors import require, suggest
-from fl_lightning.report.columns import FIGURES, OTHERS, is_score, is_spread, less_is_better, may_exist
+from fl_lightning.report.columns import FIGURES, OTHERS, is_score, is_share, is_spread, less_is_better, may_exist
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import best_round as best_by
 from fl_lightning.report.record import chosen_by
@@ -29,13 +29,15 @@ ENTRIES = (
     "parameters.shared",
     "seconds",
     "rounds",
+    "evaluated_rounds",
     "clients",
     "participants_per_round",
     "privacy.epsilon",
     "record_privacy.epsilon",
 )
 """The numbers of `summary.json` that are no column's."""
-_GROUPS = ("last.", "best.", "mean_last_10.", "final_received.", "privacy.", "record_privacy.")
+_MOMENTS = ("last.", "best.", "mean_last_10.", "final_received.")
+_GROUPS = (*_MOMENTS, "privacy.", "record_privacy.")
 _LESS = (
     "receive_drop", "seconds", "loss", "uplink_", "downlink_", "missing", "skipped", "epsilon", "record_epsilon",
     "communication.", "parameters.", "privacy.", "record_privacy.",
@@ -52,7 +54,7 @@ class Figure:
             ``communication.uplink_params``.
         report: the moment, one of `REPORTS`, or ``summary`` for an entry of `summary.json`.
         by: with ``best``, the column whose best round it is; the spread of a column goes with the column.
-        scale: factor of the figure; None takes the table's.
+        scale: factor of the figure; None takes the table's, and without one 100 of what is read in percent, else 1.
     """
 
     column: str
@@ -71,7 +73,25 @@ class Figure:
     @property
     def less_is_better(self) -> bool:
         """Spreads, losses, errors, times and what is sent."""
-        return self.column.startswith(_LESS) or (is_score(self.column) and less_is_better(self.column))
+        return self._score.startswith(_LESS) or (is_score(self._score) and less_is_better(self._score))
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is read in percent."""
+        return is_share(self._score) and not (self.report == SUMMARY and self.column.endswith(".round"))
+
+    @property
+    def usual_scale(self) -> float:
+        """Its factor where neither it nor its table says one."""
+        return 100.0 if self.is_share else 1.0
+
+    @property
+    def _score(self) -> str:
+        """The column that it is of: that of an entry's moment, too, `Local-T_std` of ``summary.last.Local-T_std``."""
+        moment, _, column = self.column.partition(".") if self.report == SUMMARY else ("", "", "")
+        if f"{moment}." not in _MOMENTS:
+            return self.column
+        return column.removesuffix(".value") if moment == "best" else column
 
     @property
     def of_clients(self) -> str:

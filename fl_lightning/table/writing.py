@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fl_lightning.files import write_text
 from fl_lightning.report.escaping import in_latex, in_markdown, in_spreadsheet
 from fl_lightning.table import ranking
-from fl_lightning.table.definition import Definition
+from fl_lightning.table.definition import Definition, all_digits
 from fl_lightning.table.figures import BESIDE, Head, Value, Values
+from fl_lightning.table.quantity import Figure
 
 DASH = "–"
 RANKING = "ranking.csv"
@@ -84,11 +86,19 @@ def _explained(table: Definition, values: Values) -> list[str]:
         over = f", ± over {table.spread}" if table.spread else ""
         source = f" ({in_markdown(table.source)})" if table.source else ""
         said += f" In brackets: published{source}{over}, and ours minus that."
-    figures = sorted({str(figure) for column in table.columns for figure in column.figures.values()})
+    figures = sorted({_unit(table, figure) for column in table.columns for figure in column.figures.values()})
     own = [(row, figure) for row in table.rows for figure in (row.figure, *row.figures.values()) if figure]
-    figures += sorted({f"{figure} ({in_markdown(row.name)})" for row, figure in own})
+    figures += sorted({f"{_unit(table, figure)} ({in_markdown(row.name)})" for row, figure in own})
     said_of = "column of `metrics.csv` and moment, or entry of `summary.json`"
     return [said, f"Figure ({said_of}): {', '.join(figures)}.", ""]
+
+
+def _unit(table: Definition, figure: Figure) -> str:
+    """A figure and what it is printed in: percent, or itself times a factor."""
+    scale = table.scale_of(figure)
+    if scale == 100 and figure.is_share:
+        return f"{replace(figure, scale=None)} in percent"
+    return str(replace(figure, scale=None if scale == 1 else scale))
 
 
 def _marked(value: Value | None) -> str:
@@ -156,9 +166,8 @@ def latex(table: Definition, values: Values) -> str:
         if any(cell is not None for cell in cells):
             lines.append(" & ".join([in_latex(row.name), *map(_in_latex, cells)]) + r" \\")
             if any(cell is not None and cell.published for cell in cells):
-                small = [
-                    rf"{{\scriptsize {cell.published.value:g}}}" if cell and cell.published else "" for cell in cells
-                ]
+                figures = [all_digits(cell.published.value) if cell and cell.published else "" for cell in cells]
+                small = [rf"{{\scriptsize {figure}}}" if figure else "" for figure in figures]
                 lines.append(" & ".join([r"\quad{\scriptsize published}", *small]) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join(lines) + "\n"

@@ -17,7 +17,6 @@ from rich.console import Console
 from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
-from fl_lightning.report.columns import is_measure, is_score
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
@@ -26,7 +25,7 @@ from fl_lightning.table.figures import figure_of
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.running import REFUSED, Command, Crew
-from fl_lightning.tune.space import Contender, Point, Search, read_search
+from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 
 DESCRIPTION = (
@@ -199,7 +198,7 @@ class Tuning:
             best = self.best(trials)
             if best is not None:
                 self._write_overlay(contender, best)
-                value = f"{self._scale * (best.value or 0.0):.2f}"
+                value = f"{self.search.monitor.usual_scale * (best.value or 0.0):.2f}"
                 said = in_markdown(_said(best.point))
                 lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | {value} | {said} |")
         write_text(self.folder / "trials.csv", buffer.getvalue())
@@ -222,17 +221,19 @@ class Tuning:
         return rows, lines
 
     def _explained(self) -> str:
-        search, unit = self.search, " in percent" if self._scale == 100 else ""
+        search, unit = self.search, " in percent" if self.search.monitor.is_share else ""
         seeds = ", ".join(map(str, search.seeds))
         return (
-            f"{search.trials} trials a method ({search.kind}), seeds {seeds}; {search.monitor}{unit}, on validation "
-            "parts alone: the test parts were laid aside."
+            f"{search.trials} trials a method ({search.kind}){self._fewer()}, seeds {seeds}; {search.monitor}{unit}, "
+            "on validation parts alone: the test parts were laid aside."
         )
 
-    @property
-    def _scale(self) -> int:
-        """Accuracies are shown in percent."""
-        return 100 if is_score(self.search.monitor.column) and not is_measure(self.search.monitor.column) else 1
+    def _fewer(self) -> str:
+        """Which methods' grids are smaller than the budget."""
+        search, trials = self.search, self.search.trials
+        sizes = {own.name: len(grid(own, trials)) for own in search.contenders} if search.kind == "grid" else {}
+        said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < trials]
+        return f", or all points of a grid that has fewer ({', '.join(said)})" if said else ""
 
     def _write_overlay(self, contender: Contender, best: Trial) -> None:
         path = self.folder / contender.file

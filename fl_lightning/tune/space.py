@@ -48,6 +48,13 @@ class Range:
     log: bool = False
     whole: bool = False
 
+    @property
+    def most(self) -> float:
+        """How many different values there are."""
+        if self.values:
+            return len(self.values)
+        return int(self.high) - int(self.low) + 1 if self.whole else math.inf
+
     def points(self, count: int = 3) -> list[Any]:
         """The values of a grid: all of them, or `count` >= 2 evenly spaced ones, both ends among them.
 
@@ -218,7 +225,12 @@ def grid(contender: Contender, trials: int, seed: int = 0) -> list[Point]:
 
 
 def _density(contender: Contender, trials: int) -> int:
-    """Points of each open range, so that the grid has about `trials` of them."""
-    fixed = math.prod(len(own.values) for own in contender.space.values() if own.values)
-    open_ranges = sum(not own.values for own in contender.space.values())
-    return max(2, round((trials / fixed) ** (1 / open_ranges))) if open_ranges else 1
+    """Points of each open range, so that the grid has `trials` of them or a few more, if its values are so many."""
+    ranges = contender.space.values()
+    fixed = math.prod(len(own.values) for own in ranges if own.values)
+    open_ranges = sum(not own.values for own in ranges)
+    wanted = min(trials, math.prod(own.most for own in ranges))
+    count = max(2, math.ceil(round((trials / fixed) ** (1 / max(open_ranges, 1)), 9)))
+    while math.prod(len(own.points(count)) for own in ranges) < wanted and count < 8 * trials:
+        count += 1 + count // 16  # whole numbers are too few for so many
+    return count

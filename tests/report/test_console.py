@@ -359,6 +359,12 @@ def test_summary_table_says_over_how_many_rounds_a_short_run_is_averaged():
     assert "last 3" in str(summary_table(make_summary(rounds=3)).columns[2].header)
 
 
+def test_summary_table_counts_the_rounds_that_were_evaluated():
+    """Twelve rounds, every fourth one evaluated: the mean is over three."""
+    header = str(summary_table(make_summary(rounds=12, evaluated_rounds=3)).columns[2].header)
+    assert header == "mean of last\n3 evaluated"
+
+
 def test_accuracy_columns_keep_an_inference_whose_name_ends_like_a_spread():
     assert accuracy_columns(["Local-T", "Local-T/robust_std", "Local-T_std"]) == ["Local-T", "Local-T/robust_std"]
 

@@ -17,7 +17,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.files import save_tensors
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
-from fl_lightning.report.page.clients import hurt, spread
+from fl_lightning.report.page.clients import bars, hurt, spread
 from fl_lightning.report.page.curves import accuracies, communication
 from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
@@ -103,6 +103,15 @@ def test_curve_is_the_mean_with_both_spreads(comparison):
     assert last["ch"] - last["y"] == pytest.approx(100 * np.mean([row["Local-T_std"] for row in rows]), rel=1e-2)
 
 
+def test_one_seed_has_no_spread_over_seeds(comparison):
+    """An end of the band at 0 would make the axis begin there."""
+    lines = lines_of(comparison[0])
+    for figure in accuracies(lines):
+        for row in figure.rows(lines):
+            assert (row["sl"], row["sh"]) == (None, None)
+            assert row["cl"] is None or row["cl"] > 20
+
+
 def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
     lines = lines_of(*comparison)
     (figure,) = hurt(lines)
@@ -138,6 +147,21 @@ def test_worst_tenth_of_twenty_clients_is_two(tmp_path):
     values = sorted(row["Local-T"] for row in lines[0].runs[0].client_rows[-20:])
     assert by_kind["worst tenth"] == pytest.approx(100 * np.mean(values[:2]), rel=1e-4)
     assert by_kind["worst client"] == pytest.approx(100 * values[0], rel=1e-4)
+
+
+def test_newcomers_are_in_no_figure_of_clients(tmp_path):
+    folder = make_run(tmp_path / "a", clients=6)
+    config = json.loads((folder / "config.yaml").read_text())
+    config["federation"] = {"newcomers": {"clients": 2, "after": 1}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    lines = lines_of(folder)
+    founders = [row["Local-T"] for row in lines[0].runs[0].client_rows if row["round"] == 3]
+    assert len(founders) == 4
+    (figure,) = spread(lines)
+    means = [row["x"] for row in figure.rows(lines) if row["pick"] == 0 and row["kind"] == "mean"]
+    assert means == pytest.approx([100 * np.mean(founders)], rel=1e-4)
+    (figure,) = bars(lines)
+    assert {row["client"] for row in figure.rows(lines)} == {0, 1, 2, 3}
 
 
 def test_accuracy_is_drawn_against_all_bytes_so_far(comparison):

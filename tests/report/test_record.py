@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from fl_lightning.report.record import MetricsFile, read_rows, summarise
+from fl_lightning.report.record import MetricsFile, num_evaluated, read_rows, summarise
 
 NAN = float("nan")
 
@@ -116,6 +116,7 @@ def test_mean_is_over_the_last_ten_evaluated_rounds():
     rows = rows_of(*(round / 100 if round % 2 == 0 else None for round in range(1, 25)))
     summary = summarise(rows)
     assert summary["mean_last_10"]["Local-T"] == pytest.approx(0.15)
+    assert num_evaluated([{**row, "Local-T_std": None if row["round"] % 2 else 0.1} for row in rows]) == 12
     assert summary["last"]["Local-T"] == 0.24
 
 

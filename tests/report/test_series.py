@@ -10,8 +10,9 @@ from fl_lightning.report.recorded_run import RecordedRun, read_run
 from fl_lightning.report.series import Member, in_one_picture, series_of
 
 
-def member(method="A", seed=0, name="run", lr=0.1, beta=0.5, value=0.5):
+def member(method="A", seed=0, name="run", lr=0.1, beta=0.5, value=0.5, **federation):
     config = {
+        "federation": federation,
         "seed": seed,
         "name": name,
         "method": {"class_path": f"package.{method}"},
@@ -38,6 +39,25 @@ def test_lines_of_one_method_say_what_differs_and_share_its_color():
     assert [one.label, two.label, other.label] == ["A (lr 0.1)", "A (lr 0.2)", "B"]
     assert one.colour == two.colour != other.colour
     assert one.dash != two.dash
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other", "labels"),
+    [
+        ("rounds", 3, 6, ["A (rounds 3)", "A (rounds 6)"]),
+        ("early_stopping", None, {"patience": 2}, ["A (patience none)", "A (patience 2)"]),
+    ],
+)
+def test_runs_of_other_lengths_are_no_repeats(key, one, other, labels):
+    lines = series_of([member(seed=0, **{key: one}), member(seed=2, **{key: other})])
+    assert [line.label for line in lines] == labels
+
+
+def test_a_run_that_is_under_way_is_a_repeat_of_those_that_are_done():
+    done, begun = member(seed=0, rounds=2), member(seed=1, rounds=2)
+    begun.run.rows.pop()
+    (line,) = series_of([done, begun])
+    assert [run.seed for run in line.runs] == [0, 1]
 
 
 def test_lines_that_are_all_of_one_method_have_colors_of_their_own():

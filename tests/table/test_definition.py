@@ -1,7 +1,12 @@
 import pytest
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.parser import configured
 from fl_lightning.table.definition import Published, read_definition
+from fl_lightning.table.figures import Head, Value
+from fl_lightning.table.overlays import Overlay
+from fl_lightning.table.page import shown
+from fl_lightning.table.writing import latex, markdown
 
 GOOD = """
 title: T
@@ -38,7 +43,7 @@ def write(tmp_path):
 
 def test_a_file_says_rows_columns_figures_and_what_was_published(write):
     table = read_definition(write(GOOD))
-    assert (table.seeds, table.spread, table.scale) == ((0, 1), "seeds", 100.0)
+    assert (table.seeds, table.spread, table.scale) == ((0, 1), "seeds", None)
     assert table.name.endswith("-nine")
     assert [(column.name, name) for column, name in table.heads] == [("A", ""), ("B", "L"), ("B", "G")]
     assert str(table.columns[0].figures[""]) == "Server-T.last"
@@ -62,6 +67,48 @@ def test_figures_of_the_table_of_a_column_and_of_a_row(write):
     assert str(table.figure(ours, b, "G")) == "Global-T.mean_last_10"
     with pytest.raises(ConfigError, match=r"^rows\.Ours\.figures\.K: "):
         read_definition(write(text.replace("S: null", "K: null")))
+
+
+def test_published_figures_keep_all_their_digits(write):
+    """Numbers of values have eight."""
+    table = read_definition(write(GOOD.replace("66.24 ± 0.6", "16986640 ± 1234567.5")))
+    head = Head("A", "")
+    values = {("FedAvg", head): Value({0: 16986641.0}, published=table.published["FedAvg"]["A"][""])}
+    assert "| 16986641.00 [16986640 ± 1234567.5; +1.00] |" in markdown(table, values)
+    assert "{\\scriptsize 16986640}" in latex(table, values)
+    ((_, (cell,)), *_) = shown(table, values).rows
+    assert cell.published == "16986640 ± 1234567.5"
+    assert str(Published(66.20)) == "66.2"
+
+
+def resolved(label, **settings):
+    data = {"dataset": {"class_path": "CSVTable", "init_args": {"path": "a.csv", "label": label}}, "partition": "IID"}
+    overlay = Overlay((), {"method": "FedAvg", "model": "MLP", "data": data, **settings})
+    return configured("fit", "", list(overlay.words()))[1]
+
+
+@pytest.mark.parametrize("text", ["[a]", "a: b", "{x}", "[1, 2", "1", "null", "~", '"[a]"', "it's [a]", "a, b"])
+def test_a_text_of_a_table_is_that_text(text):
+    """As it is in a file; the command line would read some as lists."""
+    assert resolved(text)["data"]["dataset"]["init_args"]["label"] == text
+
+
+def test_a_list_of_a_table_may_stand_in_quotes():
+    assert resolved("y", **{"model.hidden": "[8, 8]"})["model"]["init_args"]["hidden"] == [8, 8]
+
+
+def test_a_table_says_what_its_figures_are_printed_in(write):
+    """Accuracies are in percent and losses are not, where the file says nothing."""
+    text = GOOD.replace("figure: Server-T.last", "figures: {L: Local-T.last, S: {of: seconds.mean, scale: 40}}")
+    text = text.replace("A: 66.24 ± 0.6, ", "").replace("{L: Local-T.best, G", "{L: eval_loss/Local-T.best, G")
+    table = read_definition(write(text))
+    figures = [column.figures[name] for column, name in table.heads]
+    assert [table.scale_of(figure) for figure in figures] == [100, 40, 1, 100]
+    said = "Global-T.mean_last_10 in percent, Local-T.last in percent, eval_loss/Local-T.best, seconds.mean × 40,"
+    assert said in markdown(table, {})
+    table = read_definition(write(f"{text}\nscale: 2"))
+    assert [table.scale_of(figure) for figure in figures] == [2, 40, 2, 2]
+    assert "eval_loss/Local-T.best × 2," in markdown(table, {})
 
 
 def test_rows_of_which_one_prints_a_loss_may_be_ranked_by_another_figure(write):

@@ -75,6 +75,11 @@ def test_what_is_less_and_what_is_of_clients():
         "Global-T_gini.last",
         "loss/x.last",
         "summary.communication.uplink_params",
+        "summary.last.Local-T_std",
+        "summary.mean_last_10.Local-T_gini",
+        "summary.last.Local-T_hurt",
+        "summary.final_received.Local-T_received_std",
+        "summary.best.eval_loss/Local-T.value",
     ]
     for text in less:
         figure = read_figure(text, "f")
@@ -82,6 +87,34 @@ def test_what_is_less_and_what_is_of_clients():
         assert figure.of_clients == "", text
     loss = read_figure("eval_loss/Local-T_weighted.last", "f")
     assert (loss.less_is_better, loss.of_clients) == (True, "eval_loss/Local-T")
+
+    assert not read_figure("summary.last.Local-T", "f").less_is_better
+    assert not read_figure("summary.best.Local-T.value", "f").less_is_better
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [
+        ("Local-T.last", 100),
+        ("Local-T_received_std.final_received", 100),
+        ("balanced_accuracy/Server-T.best", 100),
+        ("receive_drop.mean", 100),
+        ("summary.last.Local-T_hurt", 100),
+        ("summary.best.Local-T.value", 100),
+        ("summary.best.Local-T.round", 1),
+        ("eval_loss/Local-T.last", 1),
+        ("summary.last.eval_loss/Local-T", 1),
+        ("F1Score/Local-T.last", 1),
+        ("balanced_accuracy/Local-T_undefined.last", 1),
+        ("loss.mean", 1),
+        ("seconds.mean", 1),
+        ("summary.communication.uplink_params_Mi_per_round", 1),
+        ("summary.rounds", 1),
+        ("uplink_params.mean", 1),
+    ],
+)
+def test_what_is_no_share_is_printed_as_it_is(text, scale):
+    assert read_figure(text, "f").usual_scale == scale
 
 
 def test_a_figure_may_have_a_scale_of_its_own():

@@ -66,6 +66,44 @@ def test_clients_count_in_the_test_as_they_do_in_the_mean():
     assert low < 0 < high
 
 
+def run_of(folder, clients, config=None):
+    """A cell's run of one column, Local-T, from the rows of `clients.csv`: (round, client, Local-T, attacker)."""
+    folder.mkdir()
+    lines = [",".join(map(str, (*row, 10))) for row in clients]
+    (folder / "clients.csv").write_text("\n".join(["round,client,Local-T,attacker,num_test", *lines, ""]))
+    return SimpleNamespace(folder=folder, summary=dict, config=config or {})
+
+
+def test_attackers_and_newcomers_are_in_no_spread_and_no_test(tmp_path):
+    config = {"data": {"num_clients": 4}, "federation": {"newcomers": {"clients": 1, "after": 1}}}
+    run = run_of(tmp_path / "run", [(2, 0, 0.5, 0), (2, 1, 0.75, 0), (2, 2, 0.1, 1), (2, 3, 0.2, 0)], config)
+    rows = [{"round": 2, "Local-T": 0.625, "Local-T_newcomers": 0.2}]
+    assert _of_clients(run, Figure("Local-T", "last"), rows) == {0: (0.5, 0.5), 1: (0.75, 0.5)}
+
+
+def test_clients_count_as_often_as_they_were_tested(tmp_path):
+    """Round 1 is the mean of clients 0 and 1 (0.5), round 2 client 0's (0.8): 0.65 in all, of which 1 has a quarter."""
+    run = run_of(tmp_path / "run", [(1, 0, 0.6, 0), (1, 1, 0.4, 0), (2, 0, 0.8, 0)])
+    rows = [{"round": 1, "Local-T": 0.5}, {"round": 2, "Local-T": 0.8}]
+    found = _of_clients(run, Figure("Local-T", "mean_last_10"), rows)
+    assert {client: share for client, (_, share) in found.items()} == {0: 0.75, 1: 0.25}
+    assert sum(own * share for own, share in found.values()) == pytest.approx(0.65)
+
+
+def test_an_interval_is_around_the_gap_of_what_is_printed():
+    """Clients were tested so seldom that their plain mean says the opposite of the printed one."""
+    draw = np.random.default_rng(2)
+    weights = dict(enumerate([10.0] * 20 + [1.0] * 20))
+    clients = dict(enumerate([*draw.normal(1, 0.1, 20), *draw.normal(-3, 0.1, 20)]))
+    flat = dict.fromkeys(clients, 0.0)
+    printed = sum(clients[c] * weights[c] for c in clients) / sum(weights.values())
+    low, high = over_clients(Value({0: printed}, clients, weights), Value({0: 0.0}, flat, weights))
+    assert low < printed < high
+    fewer = {client: 5.0 for client in range(15)}  # the other row's clients are not all tested
+    low, high = over_clients(Value({0: printed}, clients, weights), Value({0: 5.0}, fewer))
+    assert low < printed - 5 < high
+
+
 def test_of_spreads_and_times_the_least_is_the_best():
     values = [Value(seeds={0: m, 1: m + 1, 2: m + 3}, less_is_better=True) for m in (9.0, 3.0, 6.0)]
     _mark(dict(zip("abc", values, strict=True)))
@@ -87,9 +125,9 @@ def test_validation_figures_weigh_clients_by_their_validation_samples(tmp_path):
         "round,client,num_test,Local-V,Local-V/tuned\n1,0,9,0.5,0.5\n1,1,7,0.75,0.75\n"
     )
     (tmp_path / "partition.json").write_text('{"clients": [{"validation": [1, 2, 3]}, {"validation": [4]}]}')
-    run = SimpleNamespace(folder=tmp_path, summary=dict)
+    run = SimpleNamespace(folder=tmp_path, summary=dict, config={})
     *weighted, plain = (Figure(f"Local-V{end}", "last") for end in ("_weighted", "/tuned_weighted", ""))
     rows = [{"round": 1, "Local-V_weighted": 0.5625, "Local-V/tuned_weighted": 0.5625, "Local-V": 0.625}]
     for figure in weighted:
-        assert _of_clients(run, figure, rows) == {0: (0.5, 3.0), 1: (0.75, 1.0)}
-    assert _of_clients(run, plain, rows) == {0: (0.5, 1.0), 1: (0.75, 1.0)}
+        assert _of_clients(run, figure, rows) == {0: (0.5, 0.75), 1: (0.75, 0.25)}
+    assert _of_clients(run, plain, rows) == {0: (0.5, 0.5), 1: (0.75, 0.5)}

@@ -3,7 +3,8 @@ import math
 import pytest
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.tune.space import Range, grid, read_search
+from fl_lightning.table.overlays import Overlay
+from fl_lightning.tune.space import Contender, Range, grid, read_search
 
 GOOD = """
 seeds: [0, 1]
@@ -41,6 +42,27 @@ def test_a_search_has_the_same_budget_for_every_method(write):
     assert sorted(point["optimizer.init_args.lr"] for point in first) == [0.001, 0.00464159, 0.0215443, 0.1]
     assert {point["method.init_args.mu"] for point in second} == {0.1, 1.0}
     assert second == grid(search.contenders[1], 4)  # the same order every time
+
+
+OPEN = Range(low=0.001, high=1.0, log=True)
+
+
+@pytest.mark.parametrize(
+    ("space", "size"),
+    [
+        ({"lr": OPEN}, 10),
+        ({"lr": OPEN, "mu": Range(values=(1, 2, 3))}, 10),  # 4 × 3, less two
+        ({"lr": OPEN, "mu": OPEN}, 10),
+        ({"lr": OPEN, "mu": OPEN, "beta": OPEN}, 10),
+        ({"lr": OPEN, "epochs": Range(low=1, high=2, whole=True)}, 10),  # which are two whatever is asked
+        ({"epochs": Range(low=1, high=20, log=True, whole=True)}, 10),
+        ({"mu": Range(values=(1, 2, 3))}, 3),
+        ({"epochs": Range(low=1, high=2, whole=True), "mu": Range(values=(1, 2, 3))}, 6),
+    ],
+)
+def test_a_grid_has_as_many_points_as_the_budget_if_it_can(space, size):
+    points = grid(Contender("A", Overlay(), space), 10)
+    assert len({tuple(point.values()) for point in points}) == len(points) == size
 
 
 def test_points_of_ranges():

@@ -86,7 +86,8 @@ def bars(lines: Sequence[Series]) -> Iterator[Figure]:
     header = {"labelAngle": 0, "labelAlign": "left", "labelAnchor": "start", "labelOrient": "top", "title": None}
     spec = {"facet": {"row": {"field": "label", "type": "nominal", "sort": LABELS, "header": header}}, "spec": single}
     text = (
-        "Local-T of every client in the last evaluated round; the worst tenth stands out, the dashed line is the mean. "
+        "Local-T of every client in the last evaluated round, but for attackers and newcomers, who count in no mean of "
+        "it; the worst tenth stands out, the dashed line is the mean. "
         "Bars above each other are the same client wherever the partition is the same."
     )
     heads = {"label": "run", "pick": "run and moment", "client": "client", "y": "Local-T, %", "worst": "worst tenth"}

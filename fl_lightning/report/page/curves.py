@@ -59,7 +59,8 @@ def accuracies(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def _sides(mean: float, std: float) -> tuple[float, float]:
-    return 100 * max(0.0, mean - std), 100 * min(1.0, mean + std) if np.isfinite(std) else np.nan
+    """Both ends of a band in percent; NaN where there is no spread."""
+    return (100 * max(0.0, mean - std), 100 * min(1.0, mean + std)) if np.isfinite(std) else (np.nan, np.nan)
 
 
 def _by_round(curve: Curve) -> dict[int, float]:
