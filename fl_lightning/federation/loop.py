@@ -93,8 +93,7 @@ class FederatedLoop:
             anew: whether a run that the folder holds is replaced, not continued.
         """
         settings = self.settings
-        self.data = data
-        self.seed = seed
+        self.data, self.seed = data, seed
         self.num_clients = len(data.clients)
         some = f"must be < data.num_clients ({self.num_clients})"
         left = self.num_clients - settings.newcomers.clients
@@ -103,8 +102,7 @@ class FederatedLoop:
         self.identity = dict(identity or {})
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
-        continues = storage.has_begun and not anew
-        settings.failures.check(self.num_clients, None if continues else settings.rounds)
+        settings.failures.check(self.num_clients, None if storage.has_begun and not anew else settings.rounds)
         settings.evaluate.check(self.num_clients, data.overlaps)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
