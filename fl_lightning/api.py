@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 from fl_lightning.configuration import Config
@@ -92,7 +95,8 @@ class Experiment:
             resume: ``auto`` goes on with the run that the folder holds, or a checkpoint of it; None starts anew.
             overwrite: replace the run that the folder holds.
             verbose: show rounds as they are done.
-            callbacks: told of every round, beside those of the configuration.
+            callbacks: told of every round, beside those of the configuration. Where the run has processes of its own,
+                copies are told in the main one, and their attributes come back to these.
 
         Raises:
             ConfigError: for anything that would stop the run, before it starts.
@@ -149,8 +153,11 @@ class Experiment:
         """The fit in several processes that are started here."""
         built.check(resume, overwrite)  # here, so that a mistake is answered by this process
         torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
-        arguments = self.config, resume, overwrite, verbose, tuple(callbacks)
-        code = launch.launch(_work, team, *arguments, advice=built.advice)
+        with TemporaryDirectory() as folder:
+            told = Path(folder, "callbacks")
+            arguments = self.config, resume, overwrite, verbose, tuple(callbacks), told
+            code = launch.launch(_work, team, *arguments, advice=built.advice)
+            _take_back(callbacks, told)
         if code == exit_code(signal.SIGINT):
             raise KeyboardInterrupt(f"stopped; {built.advice}")
         if code == 2:
@@ -170,12 +177,17 @@ def _showing(verbose: bool, callbacks: Sequence[FederationCallback]) -> Iterator
 
 
 def _work(
-    config: Config, resume: str | None, overwrite: bool, verbose: bool, callbacks: Sequence[FederationCallback]
+    config: Config,
+    resume: str | None,
+    overwrite: bool,
+    verbose: bool,
+    callbacks: Sequence[FederationCallback],
+    told: Path,
 ) -> int:
     """The fit in one of several processes; returns an exit code."""
     built = BuiltExperiment(config)
     try:
-        with _showing(verbose and launch.is_main(), callbacks) as shown:
+        with _showing(verbose and launch.is_main(), callbacks) as shown, _handing_over(callbacks, told):
             built.fit(resume, overwrite, callbacks=lambda: shown)
     except StoppedAtOnce as stopped:
         return exit_code(stopped.number)
@@ -188,3 +200,31 @@ def _work(
         return launch.end_all()
     loop = built.loop
     return exit_code(loop.agreement.asked_by) if built.stopped_by else 0
+
+
+@contextmanager
+def _handing_over(callbacks: Sequence[FederationCallback], told: Path) -> Iterator[None]:
+    """Write the attributes that callbacks end with into a file, in the one process where they are told of anything."""
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:
+            told.write_bytes(pickle.dumps([_attributes(callback) for callback in callbacks]))
+
+
+def _attributes(callback: FederationCallback) -> bytes:
+    """A callback's attributes, pickled; nothing, and one line, where they cannot be."""
+    try:
+        return pickle.dumps(vars(callback))
+    except Exception as error:  # whatever a user's object raises
+        said = f"{type(callback).__name__}: what it has seen stays in the run's own process"
+        say(f"callbacks: {said}, for an attribute cannot be pickled ({error})")
+        return b""
+
+
+def _take_back(callbacks: Sequence[FederationCallback], told: Path) -> None:
+    """Give callbacks the attributes that their copies ended with; a process that was killed has written none."""
+    if told.exists():
+        for callback, attributes in zip(callbacks, pickle.loads(told.read_bytes()), strict=True):
+            if attributes:
+                callback.__dict__ = pickle.loads(attributes)

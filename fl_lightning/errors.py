@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, get_args
 
 from fl_lightning.terminal import printable
@@ -127,6 +128,30 @@ def require(condition: bool, key: str, allowed: str, value: object = ...) -> Non
     """Raise `ConfigError` unless `condition` holds."""
     if not condition:
         raise ConfigError(key, allowed, value)
+
+
+@contextmanager
+def own_code(key: str, owner: object, what: str = "") -> Iterator[None]:
+    """Whatever a class of the user's own raises inside becomes one line; of one of ours it goes on as it is.
+
+    Args:
+        key: the configuration key that names the class.
+        owner: the object of that class.
+        what: of it was being done, e.g. ``arrays()``.
+
+    Raises:
+        ConfigError: naming the key, the class and the error.
+    """
+    kind = type(owner)
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if kind.__module__.startswith("fl_lightning."):
+            raise
+        who = f"{kind.__name__}.{what}" if what else kind.__name__
+        raise ConfigError(key, f"{who} raises {type(error).__name__}: {error}") from error
 
 
 def require_positive(owner: str, **options: float) -> None:

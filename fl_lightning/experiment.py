@@ -25,6 +25,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require, shortened
+from fl_lightning.federation.calendar import number_drawn
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
@@ -78,11 +79,12 @@ class BuiltExperiment:
         self.stopped_by = 0
         """The signal that stopped it; 0 for none."""
 
-    def setup(self, in_memory: bool = False) -> None:
+    def setup(self, in_memory: bool = False, anew: bool = False) -> None:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder.
 
         Args:
             in_memory: keep the loop out of the run's folder, too, when it runs.
+            anew: whether a run that the folder holds is replaced, not continued.
         """
         self.data.setup(self.seed)
         trainer = {"default_root_dir": str(self.folder), **self.trainer}
@@ -95,6 +97,7 @@ class BuiltExperiment:
             architecture=self.architecture,
             folder=None if in_memory else self.folder,
             identity=self.identity,
+            anew=anew,
         )
         if self.loop.settings.threads is None:
             choose_threads(self.loop.runner.modules, self.data.store, self.data.batch_size)
@@ -159,13 +162,13 @@ class BuiltExperiment:
         """
         if is_main():
             RunFolder(self.folder).claim(resume, overwrite, self.identity)
-        self.setup()
+        self.setup(anew=overwrite)
 
     def team(self) -> Team:
         """The processes of the run."""
         settings = self.loop.settings
         in_turn = settings.exchange is not None and settings.exchange.in_turn
-        participants = max(1, int(settings.participation * self.data.num_clients))
+        participants = number_drawn(settings.participation, self.data.num_clients)
         devices, samples = self.trainer.get("devices"), self.data.batch_size
         rule = f"must be at most data.batch_size ({samples}), over which they share a mini-batch"
         require(not isinstance(devices, int) or devices <= samples, "trainer.devices", rule, devices)

@@ -241,6 +241,37 @@ def test_several_workers_give_the_same_numbers(run, trial):
     assert shared.metrics["Local-T"].tolist() == run.metrics["Local-T"].tolist()[:2]
 
 
+class Best(FederationCallback):
+    """Remembers the best round, and whatever else it is told to."""
+
+    def __init__(self, keeps=None):
+        self.best = (0.0, 0)
+        self.keeps = keeps
+
+    def on_round_end(self, loop, row):
+        self.best = max(self.best, (row["Local-T"], row["round"]))
+        if self.keeps == "loop":
+            self.keeps = loop
+
+
+def test_a_callback_comes_back_from_the_processes_of_the_run(run, trial, capfd):
+    watch, greedy = Best(), Best("loop")
+    trial(name="watched", federation__rounds=2, federation__workers=2).fit(callbacks=[watch, greedy])
+    reached = run.metrics["Local-T"].tolist()[:2]
+    assert watch.best == (max(reached), 1 + reached.index(max(reached)))
+    assert greedy.best == (0.0, 0)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("callbacks: ")]
+    assert line.startswith("callbacks: Best: what it has seen stays in the run's own process, for an attribute cannot")
+
+
+def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
+    watch = Best()
+    options = {"name": "watched-stopped", "federation__rounds": 3, "federation__workers": 2}
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        trial(**options).fit(callbacks=[watch, Interrupt(1)])
+    assert watch.best[1] > 0
+
+
 def test_fit_shows_rounds_only_if_asked(trial, capsys):
     trial(name="quiet", federation__rounds=1).fit()
     assert capsys.readouterr().out == ""

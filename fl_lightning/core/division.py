@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fl_lightning.errors import require
+
 Place = tuple[str, dict[str, Any], str]
 """An entry's name, the dict that has it, and its key there."""
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -30,6 +32,9 @@ class Division:
     Args:
         method: a module that says what it shares and keeps.
         share_buffers: whether batch norm's running statistics travel with their layers; otherwise they are kept.
+
+    Raises:
+        ConfigError: naming an entry that is no tensor, or that is exchanged and complex.
     """
 
     def __init__(self, method: nn.Module, share_buffers: bool = True) -> None:
@@ -41,12 +46,17 @@ class Division:
             for prefix, module in method.named_modules()
             for name in (*module._parameters, *module._buffers)
         }
+        state = method.state_dict()
+        _check_tensors(state)
         tied = _tied(method)  # one tensor travels once, by the first of its names
-        entries = [(name, owners.get(name, method)) for name in method.state_dict() if name not in tied]
+        entries = [(name, owners.get(name, method)) for name in state if name not in tied]
         self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[arg-type]
         """Names of the entries that are exchanged."""
         self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[arg-type]
         """Names of the entries that are kept between rounds."""
+        odd = next((name for name in self.shared if state[name].is_complex()), None)
+        rule = f"{odd} is complex, and what is exchanged must be real; keep torch.view_as_real of it"
+        require(odd is None, "model", rule)
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
         """Names of the entries that every receive makes anew, the same for all clients."""
@@ -95,6 +105,12 @@ def _tied(module: nn.Module) -> set[str]:
                     found.add(f"{prefix}.{key}" if prefix else key)
                 known |= set() if tensor is None else {id(tensor)}
     return found
+
+
+def _check_tensors(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        rule = f"{name} of its state must be a tensor: what get_extra_state gives is swapped and sent, too"
+        require(isinstance(value, Tensor), "model", rule, type(value).__name__)
 
 
 def _places(module: nn.Module) -> list[Place] | None:

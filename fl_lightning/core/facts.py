@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fl_lightning.errors import require
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -133,6 +135,9 @@ class Fit:
             decays: at the present round's learning rate; false takes the first round's.
             part: of the phase.
             lr: learning rate before any decay; None takes the phase's, else the optimizer's own.
+
+        Raises:
+            ConfigError: if the optimizer has no learning rate.
         """
         make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
         assert make is not None, "a method outside a federation has no optimizer"
@@ -145,6 +150,8 @@ class Fit:
             del own["lr"]
         for group in optimizer.param_groups:
             group.update(own)
+            rule = f"{type(optimizer).__name__}'s parameter groups must have an 'lr', which a fit reads and sets"
+            require("lr" in group, "optimizer", rule)
             group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
         if phase is not None and phase.tune is not None:
             phase.tune(optimizer)

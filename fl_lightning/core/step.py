@@ -16,7 +16,7 @@ from fl_lightning.core.forward import Forward, LateMaps
 from fl_lightning.core.freezing import keeping_statistics, single_sample, training
 from fl_lightning.core.precision import widened
 from fl_lightning.core.recall import Memory, Recall
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from fl_lightning.core.descent import Descent, Machine
@@ -199,7 +199,7 @@ class Step:
         """The gradient of the terms that see weights alone, for a model that steps by itself."""
         with torch.enable_grad(), self._bench.machine.wide():
             values = {
-                n: widened(t(self._bench.method, None)) for n, t in self._bench.named_terms if t.sees == "weights"
+                n: _scalar(t, t(self._bench.method, None)) for n, t in self._bench.named_terms if t.sees == "weights"
             }
             total = self._sum(values)
         self._pulled = {name: value.detach() for name, value in values.items()}  # as they were before the model stepped
@@ -252,16 +252,20 @@ class Step:
         Args:
             out: the pass that they are of.
             terms: some terms; None takes all that count in the phase.
+
+        Raises:
+            ConfigError: for a term whose value is no scalar tensor.
         """
         bench, wide = self._bench, out.wide()
         method, named = bench.method, bench.named_terms if terms is None else [(term.name, term) for term in terms]
         if self._has_stepped:
             with bench.machine.wide():
-                return {n: self._pulled[n] if n in self._pulled else widened(term(method, wide)) for n, term in named}
+                made = {n: _scalar(term, term(method, wide)) for n, term in named if n not in self._pulled}
+                return {n: self._pulled[n] if n in self._pulled else made[n] for n, _ in named}
         if bench.precision is None:
-            return {name: widened(term(method, wide)) for name, term in named}
+            return {name: _scalar(term, term(method, wide)) for name, term in named}
         with bench.machine.wide():
-            return {name: widened(term(method, wide)) for name, term in named}
+            return {name: _scalar(term, term(method, wide)) for name, term in named}
 
     def task_loss(self, out: Forward) -> Tensor:
         """The task's own loss of a pass, the cross-entropy, in float32 or wider."""
@@ -349,3 +353,11 @@ class Step:
         """What the first device has drawn: random streams part where devices see parts of different sizes."""
         devices = self._bench.machine.devices
         return drawn if devices is None else devices.first(drawn)
+
+
+def _scalar(term: Any, value: Any) -> Tensor:
+    """What a term gave, in float32 or wider."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return widened(value)
+    got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise ConfigError(type(term).__name__, f"its forward must return a scalar tensor, not {got}")

@@ -106,13 +106,7 @@ class Arrays:
             self._check_range(name, self.x, self.vocabulary_size, "token")
         else:
             check(self.x.dtype == torch.float32, f"x must be uint8, int64 or float32, is {self.x.dtype}; convert it")
-            for start in range(0, len(self.x), 4096):
-                bad = ~torch.isfinite(self.x[start : start + 4096].flatten(1)).all(1)
-                if bad.any():
-                    sample = start + int(bad.nonzero()[0])
-                    values = self.x[sample].flatten()
-                    value = values[~torch.isfinite(values)][0].item()
-                    raise ConfigError(KEY, f"{name}: sample {sample} holds {value}; inputs must be finite")
+            require_finite(self.x, f"{name}: ")
 
     @staticmethod
     def _check_range(name: str, values: Tensor, limit: int, what: str) -> None:
@@ -125,6 +119,25 @@ class Arrays:
         raise ConfigError(
             KEY, f"{name}: {what} {value} of sample {index[0]} is out of range; allowed are 0 to {limit - 1}"
         )
+
+
+def require_finite(x: Tensor, owner: str = "") -> None:
+    """Refuse inputs [N, …] of which one is no number, or infinite; the first such sample is named.
+
+    Args:
+        x: floating-point inputs.
+        owner: what the message begins with.
+
+    Raises:
+        ConfigError: naming the sample and the value.
+    """
+    for start in range(0, len(x), 4096):
+        bad = ~torch.isfinite(x[start : start + 4096].flatten(1)).all(1)
+        if bad.any():
+            sample = start + int(bad.nonzero()[0])
+            values = x[sample].flatten()
+            value = values[~torch.isfinite(values)][0].item()
+            raise ConfigError(KEY, f"{owner}sample {sample} holds {value}; inputs must be finite")
 
 
 def _kind(tensor: Tensor) -> str:

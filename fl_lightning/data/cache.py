@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fl_lightning.archives import check_stored
-from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.errors import own_code, require
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
@@ -52,9 +53,12 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
         return cached
     outer = _FOLDER.set(folder)
     try:
-        arrays = dataset.arrays()
+        with own_code(KEY, dataset, "arrays()"):
+            arrays = dataset.arrays()
     finally:
         _FOLDER.reset(outer)
+    rule = f"{name}.arrays() must return one fl_lightning.data.arrays.Arrays(x, y, num_train, classes)"
+    require(isinstance(arrays, Arrays), KEY, rule, type(arrays).__name__)
     arrays.validate(name)
     arrays.digest = content_hash(arrays)
     if identity is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.arrays import KEY, Arrays, require_finite
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std
 from fl_lightning.errors import ConfigError, require
 
@@ -137,7 +137,7 @@ def arrays_of(
         vocabulary_size: of tokens; 0 takes the largest token and one.
 
     Raises:
-        ConfigError: for ``normalize: half`` of what is neither bytes nor tokens.
+        ConfigError: for ``normalize: half`` of what is neither bytes nor tokens, and for a feature that is not finite.
     """
     if x.dtype == torch.int64:
         size = vocabulary_size or (int(x.max()) + 1 if x.numel() else 0)
@@ -148,6 +148,7 @@ def arrays_of(
     rule = "is for images of bytes; numbers with a point take standard or none"
     require(normalize != "half", f"{KEY}.normalize", rule, normalize)
     if normalize != "none":
+        require_finite(x)  # before one of them makes all of its feature NaN
         x = scaled(x, x[:num_train])
     elif not _KEEPS_WIDE.get():
         x = x.float()

@@ -64,6 +64,9 @@ class TorchDataset(Dataset):
             except (TypeError, ValueError) as error:
                 rule = f"sample {index} of {type(part).__name__} must be (input, label)"
                 raise ConfigError(f"{KEY}.{name}", f"{rule} ({error})") from error
+            except Exception as error:  # whatever it raises: a file that cannot be read, a column that is not there
+                said = f"sample {index} of {type(part).__name__} raises {type(error).__name__}: {error}"
+                raise ConfigError(f"{KEY}.{name}", said) from error
             values = as_array(sample) if isinstance(sample, Tensor) else _pixels(sample, f"{KEY}.{name}", index)
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"

@@ -39,7 +39,7 @@ class Partition(ABC):
         """Share the samples out.
 
         Args:
-            labels: int64 [N], in [0, num_classes).
+            labels: int64 [N], in [0, num_classes); they are the run's own, and cannot be written to.
             num_clients: number of clients K.
             num_classes: number of classes C.
             rng: the only source of randomness.
@@ -60,7 +60,7 @@ class Partition(ABC):
             num_clients: number of clients K.
             rng: the only source of randomness.
         """
-        return self.assign(arrays.y.numpy()[:num_samples], num_clients, len(arrays.classes), rng)
+        return self.assign(_labels(arrays)[:num_samples], num_clients, len(arrays.classes), rng)
 
     def share_tests(self, arrays: Arrays, parts: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
         """Share official test samples out for the split ``matched``; by default `match`, by classes.
@@ -73,7 +73,7 @@ class Partition(ABC):
         Returns:
             For each client its indices into the test part.
         """
-        labels, num_classes = arrays.y.numpy(), len(arrays.classes)
+        labels, num_classes = _labels(arrays), len(arrays.classes)
         counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in parts])
         return self.match(labels[arrays.num_train :], counts, rng)
 
@@ -84,7 +84,7 @@ class Partition(ABC):
         (largest remainders): of a class that somebody holds every test sample is used once, of other classes none.
 
         Args:
-            test_labels: int64 [M].
+            test_labels: int64 [M], which cannot be written to.
             train_counts: training samples of each client and class, int64 [K, C].
             rng: the only source of randomness.
 
@@ -100,6 +100,13 @@ class Partition(ABC):
             if held.sum() > 0:
                 deal(indices, largest_remainders(len(indices), held), parts)
         return joined(parts)
+
+
+def _labels(arrays: Arrays) -> np.ndarray:
+    """The labels [N] without a copy; they cannot be written to, for they are those that the run trains on."""
+    labels = arrays.y.numpy()
+    labels.flags.writeable = False
+    return labels
 
 
 class IID(Partition):

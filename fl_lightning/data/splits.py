@@ -10,7 +10,7 @@ from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.listed import ListedPartition
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.shares import checked_shares
-from fl_lightning.errors import require
+from fl_lightning.errors import own_code, require
 from fl_lightning.seeding import numpy_generator
 
 
@@ -63,7 +63,8 @@ def matched(
     """
     require_test_part(arrays, "matched")
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
-    shared = partition.share_tests(arrays, parts, numpy_generator(seed, "partition/match"))
+    with own_code(KEY, partition):
+        shared = partition.share_tests(arrays, parts, numpy_generator(seed, "partition/match"))
     name, num_tests = type(partition).__name__, len(arrays.y) - arrays.num_train
     tests = checked_shares(shared, num_tests, num_clients, KEY, f"{name}'s test part")
     return [
@@ -99,7 +100,8 @@ def from_file(
     assert isinstance(partition, ListedPartition)
     rule = "must be 0 where the split is 'file': the file says what is for validation"
     require(validation_fraction == 0, "data.validation_fraction", rule, validation_fraction)
-    listed = partition.listed(num_clients)
+    with own_code(KEY, partition):
+        listed = partition.listed(num_clients)
     maker, size = f"{type(partition).__name__}'s file", len(arrays.y)
     parts = [checked_shares(own, size, num_clients, KEY, maker) for own in zip(*listed, strict=True)]
     everything = [np.concatenate(own) for own in zip(*parts, strict=True)]
@@ -108,7 +110,8 @@ def from_file(
 
 
 def _assign(partition: Partition, arrays: Arrays, num_samples: int, num_clients: int, seed: int) -> list[np.ndarray]:
-    made = partition.share(arrays, num_samples, num_clients, numpy_generator(seed, "partition"))
+    with own_code(KEY, partition):
+        made = partition.share(arrays, num_samples, num_clients, numpy_generator(seed, "partition"))
     return checked_shares(made, num_samples, num_clients, KEY, type(partition).__name__)
 
 

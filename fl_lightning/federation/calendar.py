@@ -52,7 +52,7 @@ class Calendar:
         there = self.num_present(round)
         if self.samples_independently:
             return self.settings.participation * there
-        return max(1, int(self.settings.participation * there + 1e-9))
+        return number_drawn(self.settings.participation, there)
 
     def num_present(self, round: int) -> int:
         """How many clients have joined by `round`; they are the first ones."""
@@ -87,3 +87,12 @@ class Calendar:
             if self.takes_part(client, round):
                 return False
         return True
+
+
+def number_drawn(participation: float, there: int) -> int:
+    """How many clients of those that are there take part in a round, rounded down and at least 1.
+
+    >>> number_drawn(0.29, 100)  # which is 28.999… in floating point
+    29
+    """
+    return max(1, int(participation * there + 1e-9))

@@ -19,6 +19,7 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_batches
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.fairness import read_reference
+from fl_lightning.federation.fit_checks import check_inputs
 from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
@@ -56,8 +57,10 @@ class Examiner:
             self.board.alone = found
         some = torch.arange(len(data.store.x))[:1]  # any one will do
         sample = data.store.gather(some)[0] if len(some) else None
-        if sample is not None and NAME in template.predictors:
-            check_tunable(template.method, sample)
+        if sample is not None:
+            check_inputs(runner.modules, sample)
+            if NAME in template.predictors:
+                check_tunable(template.method, sample)
         ways = list(template.predictors.values())
         travel = [sample is not None and rests_on_what_travels(template, way, sample) for way in ways]
         server = headline(template.predictors, "Server-T")

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.freezing import training
+from fl_lightning.core.method import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.workloads import cuts_epochs
+from fl_lightning.seeding import isolated_streams
 
 
 def check_interfaces(modules: Sequence[ClientModule], architecture: np.ndarray) -> None:
@@ -48,6 +51,33 @@ def check_whole_epochs(modules: Sequence[ClientModule], settings: Federation) ->
             raise ConfigError(key, rule)
 
 
+def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
+    """Predict one of the data set's samples by every model, so that one that cannot take them is refused at once.
+
+    Args:
+        modules: a client of each architecture.
+        x: [1, …] a sample, as the models get it.
+    """
+    for index, module in enumerate(modules):
+        with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
+            try:
+                for way in module.predictors.values():
+                    way.scores(Seen(x))
+            except Exception:  # whatever the method raises; whether it is the model's doing is seen by itself
+                _try_model(module.method.model, x, "model" if len(modules) == 1 else f"model.{index}")
+                raise
+
+
+def _try_model(model: nn.Module, x: Tensor, key: str) -> None:
+    try:
+        model(x)
+    except Exception as error:  # whatever a layer says of another type or shape
+        kind = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}"
+        tokens = "" if x.dtype != torch.int64 else "; whole numbers are tokens, features must be numbers with a point"
+        rule = f"{type(model).__name__} fails on a sample of the data set, {kind} ({error}){tokens}"
+        raise ConfigError(key, rule) from error
+
+
 def check_optimizer(module: ClientModule, device: torch.device) -> None:
     """Make the optimizers once, so that a bad hyperparameter is refused before any training starts.
 
@@ -66,14 +96,18 @@ def check_optimizer(module: ClientModule, device: torch.device) -> None:
 
 
 def _try_step(optimizer: Optimizer) -> None:
-    """Step once, without its hooks; what torch's own optimizers refuse only then would end every fit."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return
+    """Step once, without its hooks, as a fit does; what an optimizer refuses only then would end every fit."""
+    own = not type(optimizer).__module__.startswith("torch.optim.")
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         hooks.clear()
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer.step()
+        if own:
+            optimizer.step(closure=lambda: None)  # type: ignore[arg-type, return-value]
+        else:
+            optimizer.step()
     except Exception as error:  # an assertion, a missing argument, a runtime error
-        raise ConfigError("optimizer", f"{type(optimizer).__name__} cannot step in a fit: {error}") from error
+        said = f"{error}" if str(error) else type(error).__name__
+        needs = "; it must define step(closure=None)" if own else ""
+        raise ConfigError("optimizer", f"{type(optimizer).__name__} cannot step in a fit: {said}{needs}") from error

@@ -78,6 +78,7 @@ class FederatedLoop:
         architecture: Sequence[int] | None = None,
         folder: Path | None = None,
         identity: Mapping[str, Any] | None = None,
+        anew: bool = False,
     ) -> None:
         """Build the resident modules and the Trainer. Writes nothing.
 
@@ -90,10 +91,10 @@ class FederatedLoop:
             architecture: [N] each client's architecture; None gives all the same.
             folder: the run's folder, for checkpoints; None keeps everything in memory.
             identity: what makes this run this run (its configuration); a checkpoint of another is refused.
+            anew: whether a run that the folder holds is replaced, not continued.
         """
         settings = self.settings
-        self.data = data
-        self.seed = seed
+        self.data, self.seed = data, seed
         self.num_clients = len(data.clients)
         some = f"must be < data.num_clients ({self.num_clients})"
         left = self.num_clients - settings.newcomers.clients
@@ -102,7 +103,7 @@ class FederatedLoop:
         self.identity = dict(identity or {})
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
-        settings.failures.check(self.num_clients, None if storage.has_begun else settings.rounds)
+        settings.failures.check(self.num_clients, None if storage.has_begun and not anew else settings.rounds)
         settings.evaluate.check(self.num_clients, data.overlaps)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)

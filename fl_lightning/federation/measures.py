@@ -167,9 +167,10 @@ class Reading:
         for part in metric.modules():  # every process reads for itself
             if hasattr(part, "_to_sync"):
                 part.sync_on_compute = part._to_sync = False
-        counts = isinstance(metric, (MulticlassStatScores, MulticlassConfusionMatrix))
+        theirs = type(metric).__module__.startswith("torchmetrics.")  # what derives from one may look at anything
+        counts = theirs and isinstance(metric, (MulticlassStatScores, MulticlassConfusionMatrix))
         self.sees_scores = not counts or getattr(metric, "top_k", 1) != 1
-        area = next((_AREAS[own.__name__] for own in type(metric).__mro__ if own.__name__ in _AREAS), None)
+        area = _AREAS.get(type(metric).__name__) if theirs else None
         self.over_present = area is not None and getattr(metric, area[0]) == "macro"
         self.needs_others = area is not None and area[1]
         if area is not None and self.over_present:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.transport import Waiting
+from fl_lightning.files import tensors_as_bytes
 from fl_lightning.identity import CONTENTS
 
 
@@ -27,12 +29,23 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "partition": loop.data.partition_hash,
         "rounds": loop.settings.rounds,
         "on_client_error": loop.settings.on_client_error,
-        "callbacks": {name: own for name, callback in _named(loop) if (own := callback.state_dict())},
+        "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback.state_dict()))},
         "exchange": loop.exchange.state_dict(),
         "board": loop.board.state_dict(),
         "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
+
+
+def _checked(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """What a callback wants to keep, if it can be written down and read again."""
+    try:
+        if state:
+            torch.load(BytesIO(tensors_as_bytes(state)), weights_only=True)
+    except Exception as error:  # pickle and torch raise half a dozen types
+        rule = f"{name}.state_dict() must give plain containers of numbers, texts and tensors"
+        raise ConfigError("federation.callbacks", f"{rule} ({error})") from error
+    return state
 
 
 def save(loop: Loop) -> None:

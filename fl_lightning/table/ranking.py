@@ -18,7 +18,7 @@ from fl_lightning.table.figures import LEAST_SEEDS, LEVEL, Head, Value, Values, 
 EXPLAINED = (
     "Places are those that paired tests at 5 % leave open: 1 and one more for each row that is told to be ahead, to "
     "the last and one less for each that is told to be behind. The gap to the first has a 95 % interval over the same "
-    "seeds (Student's t from three seeds on, else a bootstrap over clients). Nothing is corrected for the number of "
+    "seeds (Student's t, from three seeds on over them, else over clients). Nothing is corrected for the number of "
     "rows: of the pairs of {rows} rows, {chance} would be told apart by chance if all were alike."
 )
 

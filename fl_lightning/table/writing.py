@@ -19,8 +19,8 @@ DASH = "–"
 RANKING = "ranking.csv"
 """Who is ahead, where the table's file wants it ranked."""
 LEGEND = (
-    "**Best** and _second best_ are marked only where a paired test at 5 % tells them from the next row (t-test over "
-    "three seeds or more, else a bootstrap over clients), without a correction for the number of rows."
+    "**Best** and _second best_ are marked only where a paired t-test at 5 % tells them from the next row (over three "
+    "seeds or more, else over the clients of the same runs), without a correction for the number of rows."
 )
 
 

@@ -375,6 +375,14 @@ def test_bad_input_leaves_the_run_alone_that_would_have_been_overwritten(occupie
     assert "federation.participation" in refused(occupied, "--overwrite", "--federation.participation", "2")
 
 
+def test_what_a_fresh_folder_refuses_is_refused_where_a_run_is_replaced(occupied):
+    """A schedule that begins after the last round: a run that is continued may have one, for it may end earlier."""
+    late = ("--federation.rounds", "2", "--federation.failures", "{schedule: {'9': [0]}}")
+    fresh = refused(occupied, *late, "--name", "fresh")
+    assert "federation.failures.schedule" in fresh
+    assert refused(occupied, *late, "--overwrite") == fresh
+
+
 def test_folder_with_foreign_files_is_refused_even_with_overwrite(workplace):
     workplace.write("runs/run/thesis.tex", "years of work")
     for argv in ([], ["--overwrite"]):

@@ -5,6 +5,7 @@ import torch
 
 from fl_lightning.core.division import Division, division_of, load_entries, matches, overlap
 from fl_lightning.core.method import Method
+from fl_lightning.errors import ConfigError
 
 
 class OnlyHead(Method):
@@ -137,3 +138,40 @@ def test_names_overlap_where_one_lies_inside_the_other():
     assert overlap("model.head", "model")
     assert overlap("", "terms.1")
     assert not overlap("model.body", "model.head")
+
+
+class Odd(torch.nn.Linear):
+    """A head with a state that is no tensor, or a complex buffer."""
+
+    def __init__(self, *sizes, extra=None):
+        super().__init__(*sizes)
+        if extra is None:
+            self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.extra = extra
+
+    def get_extra_state(self):
+        return torch.zeros(()) if self.extra is None else self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [({"k": 1}, r"_extra_state of its state must be a tensor.*, got 'dict'$"), (None, r"phase is complex, and what")],
+    ids=["no tensor", "complex"],
+)
+def test_entries_that_cannot_travel_are_refused_by_name(mlp, extra, said):
+    model = mlp()
+    model.head = Odd(5, 4, extra=extra)
+    with pytest.raises(ConfigError, match=rf"^model: model\.head\.{said}"):
+        Division(OnlyHead(model))
+
+
+def test_a_complex_entry_may_stay(mlp):
+    class OnlyBody(Method):
+        shared = ("model.body",)
+
+    model = mlp()
+    model.head = Odd(5, 4)
+    assert "model.head.phase" in Division(OnlyBody(model)).kept

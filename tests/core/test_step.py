@@ -13,6 +13,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import Term
+from fl_lightning.errors import ConfigError
 
 X, Y = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3, 0, 1])
 
@@ -22,6 +23,17 @@ class Constant(Term):
 
     def forward(self, host, out):
         return torch.tensor(2.0)
+
+
+class Returns(Term):
+    """A term of somebody's own, that returns something."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, host, out):
+        return self.value
 
 
 class Backward:
@@ -154,6 +166,17 @@ def test_values_are_float32_whatever_the_precision(mlp, make_client):
 
 
 # --- descending ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(torch.ones(6), r"a tensor \[6\]"), (0.5, "float"), ("a", "str")],
+    ids=["vector", "float", "text"],
+)
+def test_a_term_that_returns_no_scalar_tensor_is_named(mlp, value, said):
+    _, step = in_a_fit(Method(mlp(), extra_terms=[Returns(value)]))
+    with pytest.raises(ConfigError, match=rf"^Returns: its forward must return a scalar tensor, not {said}$"):
+        step().take()
 
 
 def test_descend_steps_on_the_weighted_sum_and_logs_the_values(mlp):

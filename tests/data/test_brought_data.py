@@ -201,6 +201,30 @@ def test_a_torch_data_set():
         TorchDataset(TensorDataset(x)).arrays()
 
 
+def test_a_torch_data_set_that_cannot_give_a_sample_names_it():
+    class Torn(TensorDataset):
+        def __getitem__(self, index):
+            if index == 5:
+                raise OSError("cannot read 5.png")
+            return super().__getitem__(index)
+
+    said = r"^data\.dataset\.train: sample 5 of Torn raises OSError: cannot read 5\.png$"
+    with pytest.raises(ConfigError, match=said):
+        TorchDataset(Torn(torch.randn(12, 4), torch.arange(12) % 3)).arrays()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_sample_is_named_that_holds_what_is_no_number(tmp_path, value):
+    """It is looked for before features are scaled: one of them makes all of its column NaN."""
+    x, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+    x[7, 2] = value
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    inputs = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    for dataset in (ArrayFile(str(tmp_path / "a.npz")), ArrayFile(str(tmp_path / "a.npz"), 5), TorchDataset(inputs)):
+        with pytest.raises(ConfigError, match=rf"^data\.dataset: sample 7 holds {value}; inputs must be finite$"):
+            dataset.arrays()
+
+
 def test_parts_of_a_torch_data_set_that_do_not_go_together():
     """An empty training part leaves the test part where it is."""
     x, y = torch.randn(12, 4), torch.arange(12) % 3

@@ -165,6 +165,20 @@ def test_nothing_invalid_is_cached(tmp_path):
     assert files(tmp_path) == []
 
 
+def test_an_own_data_set_that_raises_or_returns_something_else_is_one_line(tmp_path, monkeypatch):
+    def missing(self):
+        raise FileNotFoundError("no readings.bin")
+
+    monkeypatch.setattr(Counted, "arrays", missing)
+    said = r"^data\.dataset: Counted\.arrays\(\) raises FileNotFoundError: no readings\.bin$"
+    with pytest.raises(ConfigError, match=said):
+        load(Counted(), tmp_path)
+    monkeypatch.setattr(Counted, "arrays", lambda self: (torch.zeros(3, 2), torch.zeros(3)))
+    said = r"^data\.dataset: Counted\.arrays\(\) must return one .*Arrays.*, got 'tuple'$"
+    with pytest.raises(ConfigError, match=said):
+        load(Counted(), tmp_path)
+
+
 def test_cache_that_cannot_be_written_is_a_warning(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet
+from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Partition
 from fl_lightning.data.splits import holdout, matched, server_only
 from fl_lightning.errors import ConfigError
 
@@ -89,3 +89,40 @@ def test_validation_does_not_move_the_test_samples(make_arrays):
     for a, b in zip(plain, other, strict=True):
         assert np.array_equal(a.test, b.test)
         assert np.array_equal(a.train, np.sort(np.concatenate([b.train, b.validation])))
+
+
+class Own(Partition):
+    """Somebody's own, which does something to the labels before it shares out equally."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def assign(self, labels, num_clients, num_classes, rng):
+        self.first(labels)
+        return np.array_split(np.arange(len(labels)), num_clients)
+
+    def match(self, test_labels, train_counts, rng):
+        return self.assign(test_labels, len(train_counts), train_counts.shape[1], rng)
+
+
+def write(labels):
+    labels[:] = 0
+
+
+@pytest.mark.parametrize("split", [holdout, server_only, matched])
+def test_an_own_partition_cannot_write_to_the_labels_of_the_run(make_arrays, split):
+    arrays = make_arrays([20, 20], [10, 10])
+    before = arrays.y.clone()
+    with pytest.raises(ConfigError, match=r"^data\.partition: Own raises ValueError: .*read-only"):
+        split(Own(write), arrays, 2, seed=0)
+    assert (arrays.y == before).all()
+    assert len(split(Own(lambda labels: labels.copy().sort()), arrays, 2, seed=0)) == 2
+    arrays.y[0] = 1 - arrays.y[0]  # the run itself still may, as a shift does
+
+
+def test_whatever_an_own_partition_raises_is_one_line(make_arrays):
+    def fail(labels):
+        raise KeyError("sites")
+
+    with pytest.raises(ConfigError, match=r"^data\.partition: Own raises KeyError: 'sites'$"):
+        holdout(Own(fail), make_arrays([20, 20]), 2, seed=0)

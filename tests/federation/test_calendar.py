@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from fl_lightning import Experiment
+from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.settings import Federation, Newcomers
@@ -27,6 +29,13 @@ def test_as_many_take_part_as_the_fraction_says(fraction, clients, count):
         assert len(drawn) == len(set(drawn)) == count
         assert drawn == sorted(drawn)
         assert set(drawn) <= set(range(clients))
+
+
+def test_workers_are_planned_for_as_many_as_take_part():
+    """0.29 · 100 is 28.999… in floating point; int of it alone would refuse the 29th worker."""
+    options = {"data__num_clients": 100, "federation__participation": 0.29, "federation__workers": 29}
+    built = BuiltExperiment(Experiment("quickstart", **options, trainer__accelerator="cpu").config)
+    assert built.team().size == len(calendar(100, participation=0.29).participants(1)) == 29
 
 
 def test_participants_depend_on_seed_and_round_alone():

@@ -10,6 +10,7 @@ from torch import nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.examiner import holds
 from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.federation.settings import EvaluationPolicy
@@ -341,3 +342,31 @@ def test_without_test_parts_the_global_model_is_tested_on_validation_parts(mlp, 
     assert loop.examiner.has_global_model
     assert 0 < loop.diary.rows[-1]["Server-V"] <= 1
     assert loop.diary.rows[-1]["Server-T"] is None
+
+
+def tokens(arrays):
+    """Whole numbers, which are tokens."""
+    arrays.x, arrays.vocabulary_size = (arrays.x.flatten(1) * 10).long().clamp(0, 9), 10
+
+
+@pytest.mark.parametrize(("models", "key"), [(1, "model"), (2, r"model\.1")])
+def test_a_model_that_cannot_take_the_data_is_refused_before_training(mlp, make_data, set_up_federation, models, key):
+    class Reads(nn.Module):
+        """Takes whole numbers and those with a point."""
+
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.head = nn.Linear(64, 5), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.head(self.hidden(x.float().flatten(1)))
+
+    def wrapped():
+        return WrappedModel((64,), 4, Reads(), "head")
+
+    def method(architecture):
+        return Local(mlp(shape=(64,)) if architecture == models - 1 else wrapped())
+
+    said = rf"^{key}: MLP fails on a sample of the data set, int64 \[64\] \(.*whole numbers are tokens"
+    with pytest.raises(ConfigError, match=said):
+        set_up_federation(method, data=make_data(edit=tokens), architecture=[client % models for client in range(4)])

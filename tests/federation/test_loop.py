@@ -344,3 +344,22 @@ def test_heterogeneous_clients_keep_their_architectures(mlp, run_federation):
     )
     widths = [len(loop.runner.pool.get(client)["model.body.stages.0.1.bias"]) for client in range(4)]
     assert widths == [8, 6, 8, 6]
+
+
+class Keeps(FederationCallback):
+    """Wants to keep something from round to round."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def state_dict(self):
+        return {"what": self.what}
+
+
+@pytest.mark.parametrize("what", [lambda: 1, Keeps(1)], ids=["cannot be pickled", "cannot be read again"])
+def test_a_callback_whose_state_is_not_plain_is_named(mlp, run_federation, tmp_path, what):
+    said = r"^federation\.callbacks: Keeps\.state_dict\(\) must give plain containers of numbers, texts and tensors"
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: FedAvg(mlp()), rounds=1, callbacks=[Keeps(what)], folder=tmp_path)
+    plain = {"a": [1, 2.0, None, "b", torch.zeros(2)], "c": (True, {3})}
+    run_federation(lambda: FedAvg(mlp()), rounds=1, callbacks=[Keeps(plain)], folder=tmp_path / "plain")

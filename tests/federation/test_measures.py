@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from fl_lightning.core.method import Seen
 from fl_lightning.errors import ConfigError
@@ -131,6 +131,40 @@ def test_a_metric_of_ones_own_is_named_by_its_class_and_arguments(predicted):
     ]
     share = float((scores.argmax(1) == 0).double().mean())
     assert measured(scores, y, other)["ShareOfTheFirst"] == pytest.approx(2 * share)
+
+
+class ConfidentAccuracy(MulticlassAccuracy):
+    """Accuracy over the samples whose largest score is above a half."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, average="micro")
+
+    def update(self, scores, y):
+        sure = scores.max(1).values > 0.5
+        super().update(scores[sure], y[sure])
+
+
+class Gini(MulticlassAUROC):
+    """2 AUROC − 1, of torchmetrics' macro average."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, average="macro")
+
+    def compute(self):
+        assert self.average == "macro"
+        return 2 * super().compute() - 1
+
+
+def test_what_derives_from_a_metric_of_torchmetrics_is_given_scores_and_left_as_it_is(predicted):
+    scores, y = predicted
+    found = measured(scores, y, *({"class_path": f"{__name__}.{own}"} for own in ("ConfidentAccuracy", "Gini")))
+    sure = scores.softmax(1).max(1).values > 0.5
+    assert 0 < sure.sum() < len(y)
+    assert found["ConfidentAccuracy"] == pytest.approx((scores.argmax(1) == y)[sure].double().mean().item())
+    areas = MulticlassAUROC(CLASSES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the last class does not occur
+        assert found["Gini"] == pytest.approx(2 * areas(scores.softmax(1), y).item() - 1)
 
 
 class Cost(ShareOfTheFirst):

@@ -208,6 +208,37 @@ def test_optimizer_that_cannot_step_is_refused_before_training(mlp, set_up_feder
         set_up_federation(lambda: Local(mlp()), optimizer=make)
 
 
+class Own(torch.optim.Optimizer):
+    """Somebody's own, which lacks something."""
+
+    def __init__(self, parameters, rate=0.1, lr=None, fails=False):
+        super().__init__(parameters, {"rate": rate} if lr is None else {"lr": lr})
+        self.fails = fails
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ArithmeticError("no such slope")
+
+
+class Stepless(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Own, r"Own's parameter groups must have an 'lr', which"),
+        (lambda own: Own(own, lr=0.1, fails=True), r"Own cannot step in a fit: no such slope; it must define step\("),
+        (Stepless, r"Stepless cannot step in a fit: NotImplementedError; it must define step\(closure=None\)$"),
+    ],
+    ids=["no lr", "raises", "no step"],
+)
+def test_own_optimizer_that_lacks_something_is_refused_before_training(mlp, set_up_federation, make, said):
+    with pytest.raises(ConfigError, match=f"^optimizer: {said}"):
+        set_up_federation(lambda: Local(mlp()), optimizer=make)
+
+
 def test_models_are_kept_when_a_client_is_last_fitted(mlp, run_federation, tmp_path, assert_identical):
     loop = run_federation(lambda: FedRep(mlp()), rounds=4, participation=0.5, folder=tmp_path)
     last = {client: round for round, client in loop.diary.sent}
