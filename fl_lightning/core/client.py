@@ -351,8 +351,8 @@ class ClientModule(L.LightningModule):
         self.method.on_fit_end()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bundles are gathered on the training device already."""
-        return batch
+        """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""
+        return batch.as_batch() if self.trainer.callbacks else batch  # type: ignore[attr-defined]
 
 
 def _rests(model: SplitModel, trained: Collection[int]) -> bool:

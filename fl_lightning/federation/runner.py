@@ -38,7 +38,7 @@ from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer
+from fl_lightning.federation.trainers import check_callbacks, make_trainer, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -93,7 +93,7 @@ class Runner:
         self.trainer = make_trainer(flags)
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        by_batch = not self.single_device or bool(limits(flags))
+        by_batch = not self.single_device or bool(limits(flags)) or sees_batches(self.trainer)
         fewest, size = int(data.num_train.min()), data.batch_size
         check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
