@@ -246,23 +246,25 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None
         several = self.trainer.world_size > 1
         devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
-        plain = not several and self.private is None and is_plain(self.trainer)
+        own = self.own
+        plain = not several and self.private is None and not own.watches and is_plain(self.trainer)
         goes_back = backward if plain else self.manual_backward
-        self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, goes_back)
+        watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
+        self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, *watch)
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
         by_part = [{name: next(waiting) for name in planned.parts} for planned in self._plan]
         own_steps = partial(PlainDescent, self.method.fit, self.trainer) if plain else Descent
         descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
-        self._descents = [descent(self._machine, own, self.settings) for own in by_part]
+        self._descents = [descent(self._machine, parts, self.settings) for parts in by_part]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
         self._weights = self.method.term_weights()
         self._waiting = 0
         self._resting: list[nn.Module] = []
         if self._machine.careful is not None:
             self._machine.careful.start_fit(self.method)
-        self.own.start_fit()
+        own.start_fit()
         self.method.on_fit_start()
 
     def on_train_epoch_start(self) -> None:
@@ -351,8 +353,8 @@ class ClientModule(L.LightningModule):
         self.method.on_fit_end()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bundles are gathered on the training device already."""
-        return batch
+        """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""
+        return batch.as_batch() if self.trainer.callbacks else batch  # type: ignore[attr-defined]
 
 
 def _rests(model: SplitModel, trained: Collection[int]) -> bool:

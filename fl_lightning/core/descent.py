@@ -49,6 +49,7 @@ class Machine:
         plugin: the trainer's precision plugin; None outside a trainer.
         devices: those that share the fit; None for one.
         backward: Lightning's backward pass; None outside a trainer.
+        before_step: shown every optimizer whose gradients are whole, before they are clipped; None shows nobody.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Machine:
         plugin: Precision | None = None,
         devices: SharedFit | None = None,
         backward: Callable[..., None] | None = None,
+        before_step: Callable[[Any], None] | None = None,
     ) -> None:
         self.device = device
+        self.before_step = before_step
         self.devices = devices
         self.backward = backward
         self.autocasts = isinstance(plugin, MixedPrecision)
@@ -157,10 +160,18 @@ class Descent:
         for optimizer in optimizers:
             if self.machine.careful is not None:
                 self.machine.careful.prepare_step(optimizer.optimizer)
+            if self.machine.before_step is not None:
+                self.machine.before_step(optimizer.optimizer)
             if self.settings.clip_value is not None:
                 self._clip(optimizer)
             optimizer.step()
             optimizer.zero_grad()
+
+    def skip(self, steps_now: bool) -> None:
+        """A mini-batch adds nothing: step on what those before it have accumulated, if it is time."""
+        optimizers = list(self.optimizers.values())
+        if steps_now and any(parameter.grad is not None for parameter in _parameters(optimizers)):
+            self.step(optimizers)
 
     def end_bundle(self) -> None:
         """Several consecutive steps are done."""

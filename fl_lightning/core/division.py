@@ -11,6 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.errors import require
 
+from fl_lightning.models.split import SplitModel
+
 Place = tuple[str, dict[str, Any], str]
 """An entry's name, the dict that has it, and its key there."""
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -24,6 +26,29 @@ class Divided(Protocol):
 
     def is_kept(self, name: str, module: nn.Module) -> bool:
         """Whether an entry stays with the client between rounds."""
+
+
+class LooseBuffers:
+    """The non-persistent buffers of a method's models as they are now, which no state dict holds.
+
+    Those of the method and its terms are not among them: every receive makes them anew.
+
+    Args:
+        places: the dicts that have them, and their keys there.
+    """
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
+        self._taken = [(home, key, None if home[key] is None else home[key].detach().clone()) for home, key in places]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let them be what they were; one that a model has made, or grown, since is again what it was before."""
+        for home, key, value in self._taken:
+            own = home[key]
+            if own is not None and value is not None and own.shape == value.shape and not own.is_inference():
+                own.copy_(value)
+            else:
+                home[key] = None if value is None else value.clone()
 
 
 class Division:
@@ -41,6 +66,7 @@ class Division:
         self._method = method
         self._share_buffers = share_buffers
         self._places = _places(method)
+        self._loose = _loose_places(method)
         owners = {
             f"{prefix}.{name}" if prefix else name: module
             for prefix, module in method.named_modules()
@@ -75,6 +101,10 @@ class Division:
         if self._places is None:
             return self._method.state_dict()
         return {name: home[key].detach() for name, home, key in self._places if home[key] is not None}
+
+    def loose(self) -> LooseBuffers:
+        """What no entry holds of the method's models."""
+        return LooseBuffers(self._loose)
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the entries that are exchanged."""
@@ -125,6 +155,14 @@ def _places(module: nn.Module) -> list[Place] | None:
             found += [(start + key, home, key) for key in home if key not in part._non_persistent_buffers_set]
     there = [name for name, home, key in found if home[key] is not None]
     return found if there == list(module.state_dict()) else None
+
+
+def _loose_places(method: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the non-persistent buffers of a method's models stand."""
+    own = (part for name, part in method.named_children() if name != "terms")
+    models = {id(part): part for each in own for part in each.modules() if isinstance(part, SplitModel)}
+    layers = {id(layer): layer for model in models.values() for layer in model.modules()}
+    return [(layer._buffers, key) for layer in layers.values() for key in sorted(layer._non_persistent_buffers_set)]
 
 
 def division_of(method: nn.Module, share_buffers: bool | None = None) -> Division:

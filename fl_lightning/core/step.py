@@ -17,6 +17,7 @@ from fl_lightning.core.freezing import keeping_statistics, single_sample, traini
 from fl_lightning.core.precision import widened
 from fl_lightning.core.recall import Memory, Recall
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.own_training import SkippedBatch
 
 if TYPE_CHECKING:
     from fl_lightning.core.descent import Descent, Machine
@@ -115,7 +116,7 @@ class Step:
         self._logged: dict[str, Tensor] = {}
         self._total: Tensor | None = None
         self._descents = 0
-        self._has_stepped = False
+        self._has_stepped = self._lacks_loss = False
         self._pulled: dict[str, Tensor] = {}
         self._batch = part.y.shape[0]
         self._size = self._batch if part.counts else 0
@@ -136,14 +137,20 @@ class Step:
     def take(self) -> None:
         """Let the method do its step, and take its losses down."""
         bench = self._bench
-        if self._batch == 1 or bench.precision is not None:
-            with single_sample(bench.layers, self._batch), bench.machine.wide():
+        try:
+            if self._batch == 1 or bench.precision is not None:
+                with single_sample(bench.layers, self._batch), bench.machine.wide():
+                    self.act()
+            else:
                 self.act()
-        else:
-            self.act()
+        except SkippedBatch:
+            _skip(bench, self.steps_now)
         if self._logged and bench.meter is not None:
             total = self._total if self._descents == 1 and self._total is not None else self._sum(self._logged)
-            bench.meter.add({"loss": total, **self._logged}, self._size)
+            logged = {"loss": total, **self._logged}
+            if self._lacks_loss:
+                logged = {n: v for n, v in logged.items() if n not in ("loss", bench.method.terms.cross_entropy.name)}
+            bench.meter.add(logged, self._size)
 
     def act(self) -> None:
         """What the method does with the mini-batch."""
@@ -192,7 +199,8 @@ class Step:
         bench = self._bench
         with single_sample(bench.layers, len(y)), bench.machine.precision():
             z, logits, loss = own.training_pass(x, y, self._pull)
-        self._has_stepped = own.steps_itself
+        self._has_stepped, self._lacks_loss = own.steps_itself, loss is None
+        loss = torch.zeros((), device=y.device) if loss is None else loss
         return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss, recall=recall)
 
     def _pull(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -361,3 +369,11 @@ def _scalar(term: Any, value: Any) -> Tensor:
         return widened(value)
     got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ConfigError(type(term).__name__, f"its forward must return a scalar tensor, not {got}")
+
+
+def _skip(bench: Bench, steps_now: bool) -> None:
+    """Leave a mini-batch out that the model has no loss of."""
+    rule = "must be 1 where training_step leaves mini-batches out (returns None), which other devices do not know"
+    require(bench.machine.devices is None, "trainer.devices", rule)
+    if bench.descent is not None:
+        bench.descent.skip(steps_now)

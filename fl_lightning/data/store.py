@@ -153,11 +153,36 @@ class Bundle(NamedTuple):
         """The mini-batches in order, as views."""
         return zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
 
+    def as_batch(self) -> Bundle | Batch:
+        """The same, as ``[x, y]`` where it holds one mini-batch."""
+        return Batch(self) if len(self.y.split(self.batch_size)) == 1 else self
+
     def step_rows(self) -> Sequence[Tensor | None]:
         """The places of each mini-batch's samples; None where they are not known, or a callback has changed inputs."""
         if self.rows is None or self.x._version != self.version:
             return [None] * len(self.y.split(self.batch_size))
         return self.rows.split(self.batch_size)
+
+
+class Batch(list[Tensor]):
+    """A bundle of one mini-batch, as callbacks of Lightning's know a batch: ``[x, y]``.
+
+    Args:
+        bundle: the bundle.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__([bundle.x, bundle.y])
+        self.is_last, self.num_rows = bundle.is_last, bundle.num_rows
+        self._bundle = bundle
+
+    def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The one mini-batch, as a callback left it."""
+        yield self[0], self[1]
+
+    def step_rows(self) -> Sequence[Tensor | None]:
+        """The places of its samples; None where they are not known, or a callback has changed inputs."""
+        return self._bundle.step_rows() if self[0] is self._bundle.x else [None]
 
 
 class Epoch(Sequence[Bundle]):

@@ -297,7 +297,7 @@ def _thrown_away(
 
     They do so, too, where a client falls sick while it adapts.
     """
-    saved = {name: tensor.detach().clone() for name, tensor in module.entries.items()}
+    saved, loose = {name: tensor.detach().clone() for name, tensor in module.entries.items()}, module.division.loose()
     # The same in every round: who sits out keeps its figures, and `evaluate` need not know when they were made.
     streams = isolated_streams(evaluator.seed, f"adapt/{moment}", client=client)
     try:
@@ -307,6 +307,7 @@ def _thrown_away(
             yield
     finally:
         module.load(saved)
+        loose.put_back()
 
 
 Whose = Literal["own", "all"]

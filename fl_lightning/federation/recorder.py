@@ -122,7 +122,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             row |= {"skipped": int(client in loop.ward.skipped)} if loop.ledger.skips else {}
             row |= {"attacker": int(client in loop.ledger.hostile)} if loop.ledger.hostile else {}
             row |= {name: _known(values[place]) for name, values in loop.scores.items() if evaluated}
-            rows.append({**row, "loss": float(loop.board.losses[place]) if client in taking_part else None})
+            rows.append({**row, "loss": _known(loop.board.losses[place]) if client in taking_part else None})
         return rows
 
     @override

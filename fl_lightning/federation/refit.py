@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loops.utilities import _select_data_fetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -46,14 +46,14 @@ class Fits:
         self.shortens = plain and not limits(flags) and not others
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
-        stoppers = (each for each in trainer.callbacks if isinstance(each, EarlyStopping))  # type: ignore[attr-defined]
-        self._stoppers = [(each, copy.deepcopy(each.state_dict())) for each in stoppers]
+        own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
+        self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0."""
         start_anew(self.trainer)
-        for stopper, unused in self._stoppers:  # or one client's losses would end the next one's fit
-            stopper.load_state_dict(copy.deepcopy(unused))
+        for callback, unused in self._callbacks:  # or one client's losses would end the next one's fit
+            callback.load_state_dict(copy.deepcopy(unused))
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
@@ -106,6 +106,13 @@ class Fits:
         iter(loop._data_fetcher)
         loop.max_batches = trainer.val_check_batch = length
         loop._last_train_dl_reload_epoch = 0
+
+
+def _has_state(callback: Callback) -> bool:
+    """Whether a callback's state follows a fit; Lightning's others keep in it what the Trainer does."""
+    kind = type(callback)
+    own = kind.state_dict is not Callback.state_dict and not kind.__module__.startswith("lightning.")
+    return own or isinstance(callback, EarlyStopping)
 
 
 def start_anew(trainer: L.Trainer) -> None:

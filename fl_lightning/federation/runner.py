@@ -35,10 +35,11 @@ from fl_lightning.federation.model_files import full_state
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.reports import ClientReport
+from fl_lightning.federation.scores import loss_column
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer
+from fl_lightning.federation.trainers import check_callbacks, make_trainer, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -93,7 +94,7 @@ class Runner:
         self.trainer = make_trainer(flags)
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
-        by_batch = not self.single_device or bool(limits(flags))
+        by_batch = not self.single_device or bool(limits(flags)) or sees_batches(self.trainer)
         fewest, size = int(data.num_train.min()), data.batch_size
         check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
@@ -101,11 +102,11 @@ class Runner:
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
         self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         check_interfaces(self.modules, self.architecture)
-        total, *parts = self.modules[0].loss_names
-        check_callbacks(self.trainer, (total, *(f"{total}/{part}" for part in parts)))
+        check_callbacks(self.trainer, [loss_column(name) for name in self.modules[0].loss_names])
         check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]
+        self._initial_loose = [module.division.loose() for module in self.modules]
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
@@ -161,6 +162,7 @@ class Runner:
     def load(self, client: int) -> ClientModule:
         """Swap the client's own last state in; its initial one if it never took part."""
         module = self.module(client)
+        self._initial_loose[self.architecture[client]].put_back()
         state = self.pool.get(client)
         own = self._own = self._initial_state(client) if state is None else state
         self._memory = {name: tensor for name, tensor in own.items() if name.startswith(MEMORY)}
@@ -266,6 +268,7 @@ class Runner:
     def load_global(self, message: Message) -> ClientModule:
         """The global model: the first architecture's initial state with the global message's weights."""
         module = self.modules[0]
+        self._initial_loose[0].put_back()
         module.load({**self._initial[0], **self._initial_shared[0]})
         module.load(self.global_entries(message))
         return module

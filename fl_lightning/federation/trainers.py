@@ -131,6 +131,12 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 
 
+def sees_batches(trainer: L.Trainer) -> bool:
+    """Whether a callback that is not Lightning's looks at single mini-batches."""
+    hooks = [getattr(type(each), f"on_train_batch_{end}") for each in trainer.callbacks for end in ("start", "end")]  # type: ignore[attr-defined]
+    return any(not hook.__module__.startswith("lightning.") for hook in hooks)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fl_lightning.errors import require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.head_cut import CutBody, Joined, are_same, head_of, reached
+from fl_lightning.models.module_hooks import build, hooks_of
 from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.split import SplitModel
@@ -24,7 +25,8 @@ class WrappedLightningModule(SplitModel):
     What the method adds (a proximal term, phases that train head or body alone) is added to that. Optimizers,
     schedulers and momentum begin anew in every local fit; `self.trainer` stands for one fit. Predictions are the
     module's `forward`; `validation_step` and `test_step` are not called, the run tests by itself. `training_step` is
-    given ``[x, y]``.
+    given ``[x, y]``. `setup("fit")` and `configure_model` are called once, here; hooks that would change the training,
+    and that no local fit calls, are refused.
 
     The module is split at its head, the layer that gives the logits: what the layer takes is z [B, D]. Behind it there
     may be a softmax or its logarithm, and nothing else. This is tried out once, on two made-up samples.
@@ -39,7 +41,7 @@ class WrappedLightningModule(SplitModel):
 
     Raises:
         ConfigError: if the module does not take such samples, gives no logits, cannot be split there, or its training
-            step fails.
+            step fails, or it overrides a hook that is not called.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class WrappedLightningModule(SplitModel):
         require_size("num_classes", num_classes)
         module = copy.deepcopy(module)
         name = type(module).__name__
+        hooks_of(module)
+        build(module)
         x, out = try_out(module, input_shape, KEY)
         fits = isinstance(out, Tensor) and out.shape == (len(x), num_classes)
         rule = f"{name}'s forward must return logits of shape [B, {num_classes}] for {num_classes} classes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,13 @@ from typing_extensions import override
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.head_cut import Joined
+from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
-from fl_lightning.models.module_view import FitView, PulledOptimizer
-from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull
+from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer
+from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
+_REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward")
 
 
 class ModuleTraining(OwnTraining):
@@ -36,37 +37,40 @@ class ModuleTraining(OwnTraining):
         self.configured = configured
         self.has_optimizer = not configured
         self.steps_itself = not joined.module.automatic_optimization
+        self.hooks = hooks_of(joined.module)
+        self.watches = not self.steps_itself and not self.hooks.isdisjoint(STEPS)
         rule = "configured needs a module of automatic optimization, which makes no optimizer steps itself"
         require(not (configured and self.steps_itself), "model.optimizer", rule)
         self.stretches: list[Stretch] = []
         self.present = Stretch()
-        self.epoch, self.batch, self.done = 0, 0, 0
-        self.logged: dict[str, list[float]] = {}
+        self.epoch, self.batch, self.num_steps = 0, 0, 0
+        self.logged = Logged()
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
+        self._skips = False  # the rest of the epoch
 
     # --- the module, whole, in its fit --------------------------------------------------------------------------------
 
     def __enter__(self) -> L.LightningModule:
         module = self.joined.__enter__().module
         module.trainer = FitView(self)  # type: ignore[assignment]
-        own = (self.log, self.log_dict, self.optimizers, self.lr_schedulers, self.manual_backward)
-        module.__dict__.update({method.__name__: method for method in own})
+        own = (self.logged.log, self.logged.log_dict, self.optimizers, self.lr_schedulers, self.manual_backward)
+        module.__dict__.update(zip(_REPLACED, own, strict=True))
         return module
 
     def __exit__(self, *exception: object) -> None:
         module = self.joined.module
-        for name in ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward"):
+        for name in _REPLACED:
             module.__dict__.pop(name, None)
         module.trainer = None  # type: ignore[assignment]
         self.joined.__exit__()
 
-    def _call(self, hook: str, *arguments: Any) -> None:
-        """Call one of the module's hooks, with as many arguments as it takes."""
-        method = getattr(self.joined.module, hook)
-        if method.__func__ is not getattr(L.LightningModule, hook, None):
+    def _call(self, hook: str, *arguments: Any) -> Any:
+        """Call one of the module's hooks, with as many arguments as it takes; None where it has none of its own."""
+        if hook in self.hooks:
             with self as module:
-                _with_fitting(getattr(module, hook), arguments)
+                return with_fitting(getattr(module, hook), arguments)
+        return None
 
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +116,8 @@ class ModuleTraining(OwnTraining):
         stretch.scale(self._lr_factor)
         if not self.steps_itself:
             stretch.step_with_optimizer()
+        for optimizer in stretch.optimizers:
+            optimizer.register_step_post_hook(self._after_step)
         self.present.optimizers += stretch.optimizers
         self.present.schedulers += stretch.schedulers
         return stretch.optimizers[0]
@@ -138,14 +144,14 @@ class ModuleTraining(OwnTraining):
 
     @override
     def start_fit(self) -> None:
-        self.batch = self.done = 0
-        self._reset_metrics()
+        self.batch = self.num_steps = 0
+        reset_metrics(self.joined.module)
         self._call("on_fit_start")
         self._call("on_train_start")
 
     @override
     def start_epoch(self, phase: int, epoch: int) -> None:
-        self.epoch, self.batch, self.logged = epoch, 0, {}
+        self.epoch, self.batch, self.logged, self._skips = epoch, 0, Logged(), False
         self.present = self.stretches[phase] if self.stretches else Stretch()
         self._call("on_train_epoch_start")
 
@@ -154,8 +160,8 @@ class ModuleTraining(OwnTraining):
         self._end_batch()
         self._call("on_train_epoch_end")
         if not self.steps_itself:
-            self.present.end_epoch(self.epoch, self.means())
-        self._reset_metrics()
+            self.present.end_epoch(self.epoch, self.logged.means())
+        reset_metrics(self.joined.module)
 
     @override
     def end_fit(self) -> None:
@@ -168,39 +174,61 @@ class ModuleTraining(OwnTraining):
             self._call("on_train_batch_end", *self._waits_for_end)
             self._waits_for_end = ()
 
-    def _reset_metrics(self) -> None:
-        """One resident module serves all clients: what torchmetrics has counted of one must not reach the next."""
-        from torchmetrics import Metric
+    @override
+    def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
+        def go_back(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self._call("on_before_backward", loss)
+            backward(loss, *args, **kwargs)
+            self._call("on_after_backward")
 
-        for part in self.joined.module.modules():
-            if isinstance(part, Metric):
-                part.reset()
+        return go_back
+
+    @override
+    def before_step(self, optimizer: Any) -> None:
+        if any(optimizer is own for own in self.present.optimizers):
+            self._call("on_before_optimizer_step", optimizer)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        self.num_steps += 1
+        if not self.steps_itself:  # else the module calls zero_grad by itself, as in Lightning
+            self._call("on_before_zero_grad", optimizer)
 
     @override
     def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
         self._end_batch()
         self._pull = pull
-        batch, index = [x, y], self.batch
-        self._call("on_train_batch_start", batch, index)
+        batch, index = self._transferred([x, y]), self.batch
+        self._skips = self._skips or self._call("on_train_batch_start", batch, index) == -1
+        if self._skips:
+            raise SkippedBatch
+        self.logged.loss = None
         seen: list[tuple[Tensor, Tensor]] = []
         with self as module:
             handle = self.joined.head.register_forward_hook(lambda head, args, out: seen.append((args[0], out)))
             try:
-                said = _with_fitting(module.training_step, (batch, index))
+                said = with_fitting(module.training_step, (batch, index))
             finally:
                 handle.remove()
         self.batch += 1
-        self.done += 1
         self._waits_for_end = said, batch, index
         loss = said.get("loss") if isinstance(said, Mapping) else said
-        if loss is None or self.steps_itself:
-            loss = torch.zeros((), device=x.device) if loss is None else loss.detach()
+        if self.steps_itself:
+            loss = self.logged.loss if loss is None else loss
+            loss = None if loss is None else loss.detach().to(x.device)
+        elif loss is None:
+            raise SkippedBatch
         z, logits = next((pair for pair in seen if len(pair[0]) == len(y)), (None, None))
         if z is None or logits is None:  # a step that does not classify: the run's own terms may ask for it still
             with torch.no_grad():
                 z = self.joined.embed(x)
                 logits = self.joined.head(z)
         return Pass(z, logits, loss)
+
+    def _transferred(self, batch: Any) -> Any:
+        """A mini-batch as the module's hooks of the transfer make it; it is on the training device already."""
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            batch = self._call(hook, batch, 0) if hook in self.hooks else batch
+        return batch
 
     def rehearse(self, x: Tensor, y: Tensor) -> None:
         """Try the training step out on a copy, so that a mistake is answered before any training.
@@ -224,28 +252,16 @@ class ModuleTraining(OwnTraining):
                 loss = double.training_pass(x, y, lambda parameters: [torch.zeros_like(p) for p in parameters]).loss
         except ConfigError:
             raise
+        except SkippedBatch:
+            loss = None
         except Exception as error:  # whatever a module of the user's own raises
             said = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise ConfigError(KEY, f"{name}'s training step fails ({type(error).__name__}: {said})") from error
         rule = f"{name}'s training_step must return a loss with a gradient (a scalar, or a dict with loss)"
-        require(self.steps_itself or (loss.dim() == 0 and loss.requires_grad), KEY, rule)
+        learns = loss is not None and loss.dim() == 0 and loss.requires_grad
+        require(self.steps_itself or learns, KEY, rule)
 
     # --- what the module calls ----------------------------------------------------------------------------------------
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of Lightning's: kept for `trainer.callback_metrics` and for schedulers, until the next epoch."""
-        value = value.detach() if isinstance(value, Tensor) else value
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            self.logged.setdefault(name, []).append(float(value))
-
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """The same of several values."""
-        for name, value in dictionary.items():
-            self.log(name, value)
-
-    def means(self) -> dict[str, float]:
-        """What was logged in the present epoch, each value's mean."""
-        return {name: sum(values) / len(values) for name, values in self.logged.items()}
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """In place of Lightning's: the present phase's."""
@@ -260,7 +276,7 @@ class ModuleTraining(OwnTraining):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In place of Lightning's."""
         if loss.requires_grad:  # a phase may have frozen all that it reaches
-            loss.backward(*args, **kwargs)
+            self.watched(Tensor.backward)(loss, *args, **kwargs)
 
     def pull(self, parameters: Sequence[Tensor]) -> None:
         """Add what the method's terms add to the gradients of some parameters."""
@@ -295,12 +311,3 @@ class OwnOptimizers:
 
 def _none(parameters: Iterable[nn.Parameter]) -> Any:
     return torch.optim.SGD(parameters, lr=0.0)
-
-
-def _with_fitting(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call a function with as many of the arguments as it takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
-        return function(*arguments)
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return function(*arguments[: len(places)])

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from fl_lightning.models.module_optimizers import Stretch
+
+
+class Logged:
+    """What a module logs: kept for `trainer.callback_metrics` and for schedulers, until the next epoch.
+
+    A loss under one of the names that `LOSSES` has stands for that of a step which returns none.
+    """
+
+    LOSSES = ("loss", "train_loss")
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self.loss: Tensor | None = None
+        """The present mini-batch's, if it was logged."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """In place of Lightning's."""
+        value = value.detach() if isinstance(value, Tensor) else value
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            self._values.setdefault(name, []).append(float(value))
+            if name in self.LOSSES:
+                self.loss = torch.as_tensor(value).reshape(())
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """The same of several values."""
+        for name, value in dictionary.items():
+            self.log(name, value)
+
+    def means(self) -> dict[str, float]:
+        """What was logged in the present epoch, each value's mean."""
+        return {name: sum(values) / len(values) for name, values in self._values.items()}
 
 
 class LocalFit(Protocol):
@@ -17,12 +49,13 @@ class LocalFit(Protocol):
     present: Stretch
     epoch: int
     batch: int
-    done: int
+    num_steps: int
     steps: int
     accumulate: int
+    logged: Logged
 
-    def means(self) -> dict[str, float]:
-        """What was logged in the present epoch, each value's mean."""
+    def before_step(self, optimizer: Any) -> None:
+        """One of the module's optimizers is about to step."""
         ...
 
     def pull(self, parameters: Sequence[Tensor]) -> None:
@@ -48,6 +81,7 @@ class PulledOptimizer:
             with torch.enable_grad():
                 closure()
         self._training.pull([p for group in self.optimizer.param_groups for p in group["params"]])
+        self._training.before_step(self.optimizer)
         return self.optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
@@ -65,6 +99,9 @@ class FitView:
     loggers: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
     max_steps = -1
+    gradient_clip_val = gradient_clip_algorithm = None
+    precision_plugin = Precision()
+    """What `self.clip_gradients` clips by; what autocasts is around the whole step."""
     world_size = num_devices = num_nodes = 1
     global_rank = local_rank = node_rank = 0
     training = is_global_zero = True
@@ -95,8 +132,8 @@ class FitView:
 
     @property
     def global_step(self) -> int:
-        """Mini-batches of the fit so far."""
-        return self._own.done
+        """Optimizer steps of the fit so far, of all optimizers."""
+        return self._own.num_steps
 
     @property
     def num_training_batches(self) -> int:
@@ -119,7 +156,7 @@ class FitView:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """What was logged in the present epoch."""
-        return {name: torch.tensor(value) for name, value in self._own.means().items()}
+        return {name: torch.tensor(value) for name, value in self._own.logged.means().items()}
 
     logged_metrics = progress_bar_metrics = callback_metrics
 

@@ -14,18 +14,22 @@ Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Parameters -> the gradient that the method's terms add to the model's own."""
 
 
+class SkippedBatch(Exception):
+    """A model that has a loss of its own leaves a mini-batch out: nothing is trained on it, nothing is taken down."""
+
+
 class Pass(NamedTuple):
     """A mini-batch's way through a model that computes its loss by itself.
 
     Args:
         z: [B, D] embedding.
         logits: [B, C].
-        loss: scalar; without a graph where the model has stepped on it already.
+        loss: scalar; without a graph where the model has stepped on it already, None where it has not said which.
     """
 
     z: Tensor
     logits: Tensor
-    loss: Tensor
+    loss: Tensor | None
 
 
 class OwnTraining:
@@ -37,6 +41,8 @@ class OwnTraining:
     """Whether optimizers are the model's own, whatever the configuration says."""
     steps_itself = False
     """Whether a training pass makes optimizer steps (manual optimization)."""
+    watches = False
+    """Whether `watched` and `before_step` do anything: whether a module looks at gradients on their way."""
     steps = 1
     """Mini-batches of an epoch, as the runner says before a fit."""
 
@@ -84,6 +90,17 @@ class OwnTraining:
     def end_fit(self) -> None:
         """The fit ends."""
 
+    def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """A backward pass with the model's own hooks around it.
+
+        Args:
+            backward: without them.
+        """
+        return backward
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to step: gradients are accumulated, not yet clipped."""
+
     def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
         """A mini-batch of a fit, where the model has a loss of its own.
 
@@ -91,5 +108,8 @@ class OwnTraining:
             x: [B, …] inputs.
             y: [B] int64 classes.
             pull: for models that step by themselves.
+
+        Raises:
+            SkippedBatch: where the model leaves the mini-batch out.
         """
         raise NotImplementedError

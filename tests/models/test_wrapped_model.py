@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.wrapped import WrappedModel
 
 SHAPE = (1, 8, 8)
@@ -186,3 +189,54 @@ def test_wrapped_model_rejects_what_it_cannot_split(module, options, message):
 def test_wrapped_model_rejects_a_head_that_shares_weights_with_the_body():
     with pytest.raises(ConfigError, match=r'^model.head: "fc" must not share weights with the rest'):
         WrappedModel((4,), 4, Tied(), head="fc")
+
+
+# --- buffers that are in no state dict --------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean of its inputs, which no state dict holds; a cache beside it grows with the batch."""
+
+    def __init__(self, persistent=False):
+        super().__init__()
+        self.flatten, self.hidden, self.fc = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(64), persistent=persistent)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x):
+        x = self.flatten(x)
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
+            self.cache = torch.arange(len(x)) if self.cache is None else self.cache
+        shift = 0 if self.cache is None else 0.1 * len(self.cache)
+        return self.fc((self.hidden(x - self.mean) + shift).relu())
+
+
+def centred(**options):
+    return FedRep(WrappedModel((1, 8, 8), 4, Centred(**options), "fc"))
+
+
+def test_buffers_in_no_state_dict_are_no_other_clients(set_up_federation):
+    loop = set_up_federation(centred, rounds=1)
+    runner, module = loop.runner, loop.runner.module(0).method.model.body.neck
+    runner.fit(runner.load(0), loop.data.clients[0], 1)
+    assert module.mean.any()
+    runner.load(1)
+    assert (module.mean.any().item(), module.cache) == (False, None)
+    module.mean.fill_(1.0)
+    runner.load_global(loop.exchange.global_message())
+    assert not module.mean.any()
+
+
+def test_a_model_with_such_buffers_resumes_exactly(assert_resumes):
+    assert_resumes(centred, stopped_after=1)
+
+
+def test_a_trial_of_an_adapted_copy_leaves_such_buffers_alone(set_up_federation):
+    plain, tuned = (
+        set_up_federation(centred, rounds=2, evaluate=EvaluationPolicy(fine_tune=fine_tune))
+        for fine_tune in (None, FineTune(1))
+    )
+    plain.run(), tuned.run()
+    rows = zip(plain.diary.rows, tuned.diary.rows, strict=True)
+    assert all(one["loss"] == other["loss"] for one, other in rows)

@@ -1,0 +1,87 @@
+"""Which hooks a user's own LightningModule overrides: those that a federated fit calls, and those that it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.models.module_optimizers import KEY
+
+CALLED = (
+    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
+    "on_before_batch_transfer", "on_after_batch_transfer", "on_train_batch_start", "on_train_batch_end",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad",
+)  # fmt: skip
+"""Hooks that are called in a local fit; `setup` and `configure_model` are once, before it."""
+STEPS = CALLED[-4:]
+"""Those around a backward pass and an optimizer's step."""
+
+_STEPS_BY_HAND = "on_before_optimizer_step is called, and manual optimization steps by itself"
+REFUSED: Mapping[str, str] = {
+    "backward": "on_before_backward and on_after_backward are",
+    "manual_backward": "on_before_backward and on_after_backward are",
+    "optimizer_step": _STEPS_BY_HAND,
+    "optimizer_zero_grad": "on_before_zero_grad is",
+    "configure_gradient_clipping": "use trainer.gradient_clip_val, or on_before_optimizer_step",
+    "lr_scheduler_step": "use a scheduler whose step() takes nothing",
+    "optimizers": _STEPS_BY_HAND,
+    "lr_schedulers": "use manual optimization, which steps schedulers by itself",
+    "transfer_batch_to_device": "on_after_batch_transfer is",
+    "configure_callbacks": "use trainer.callbacks",
+    "configure_sharded_model": "configure_model is",
+    "on_save_checkpoint": "keep in parameters or persistent buffers what a client must keep",
+}
+"""Hooks that would change the training and are not called, and what to do instead."""
+
+
+def hooks_of(module: L.LightningModule) -> frozenset[str]:
+    """Names of the hooks in a fit that a module overrides.
+
+    Raises:
+        ConfigError: for one that a federated fit does not call.
+    """
+    for hook, instead in REFUSED.items():
+        if _overrides(module, hook):
+            raise ConfigError(KEY, f"{type(module).__name__} overrides {hook}, which is not called here; {instead}")
+    return frozenset(hook for hook in CALLED if _overrides(module, hook))
+
+
+def _overrides(module: L.LightningModule, hook: str) -> bool:
+    return getattr(type(module), hook) is not getattr(L.LightningModule, hook, None)
+
+
+def build(module: L.LightningModule) -> None:
+    """Let a module make what it makes in `setup` and `configure_model`, in Lightning's order.
+
+    Raises:
+        ConfigError: if that fails.
+    """
+    for hook, arguments in (("setup", ["fit"]), ("configure_model", [])):
+        try:
+            with_fitting(getattr(module, hook), arguments)
+        except Exception as error:  # whatever a module of the user's own raises
+            said = (str(error).splitlines() or [""])[0]
+            rule = f"{type(module).__name__}'s {hook} fails ({type(error).__name__}: {said})"
+            raise ConfigError(KEY, rule) from error
+
+
+def reset_metrics(module: L.LightningModule) -> None:
+    """One resident module serves all clients: what torchmetrics has counted of one must not reach the next."""
+    from torchmetrics import Metric
+
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.reset()
+
+
+def with_fitting(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call a function with as many of the arguments as it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
+        return function(*arguments)
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return function(*arguments[: len(places)])

@@ -1,0 +1,97 @@
+"""Lightning callbacks of a user's own in clients' fits: what they see of a mini-batch, what state they start from."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedrep import FedRep
+
+
+class Decays(Callback):
+    """Divides the learning rate by the mini-batches it has seen, which it says are its state."""
+
+    def __init__(self):
+        self.seen = 0
+        self.starts = []
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+    def on_fit_start(self, trainer, pl_module):
+        self.starts.append(self.seen)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / self.seen
+
+
+class Fresh(list):
+    """What a configuration says of callbacks: every Trainer has its own."""
+
+    def __iter__(self):
+        return iter([Decays()])
+
+    def __len__(self):
+        return 1
+
+
+class Sees(Callback):
+    """Notes what it is given of mini-batches."""
+
+    def __init__(self):
+        self.batches, self.counts = [], set()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        x, y = batch
+        assert len(x) == len(y)
+        self.batches.append(len(y))
+        self.counts.add(trainer.num_training_batches)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert batch_idx + 1 == trainer.global_step
+
+
+class Blanks(Callback):
+    """Puts other inputs in the place of a mini-batch's."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        batch[0] = torch.zeros_like(batch[0])
+
+
+def test_every_clients_fit_starts_from_the_state_that_was_configured(set_up_federation, mlp):
+    own = Decays()
+    set_up_federation(lambda: FedAvg(mlp()), rounds=2, trainer={"callbacks": [own]}).run()
+    assert own.starts == [0] * 8
+    assert own.seen > 0
+
+
+def test_a_run_with_such_a_callback_resumes_exactly(assert_resumes, mlp):
+    assert_resumes(lambda: FedAvg(mlp()), trainer={"callbacks": Fresh()})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_callback_sees_every_mini_batch_as_inputs_and_classes(precision, set_up_federation, mlp):
+    own, trainer = Sees(), {"precision": precision}
+    plain = set_up_federation(lambda: FedAvg(mlp()), rounds=1, trainer=trainer)
+    seen = set_up_federation(lambda: FedAvg(mlp()), rounds=1, trainer={**trainer, "callbacks": [own]})
+    plain.run(), seen.run()
+    steps = [client.num_steps(4) for client in seen.data.clients]
+    assert (len(own.batches), max(own.batches)) == (sum(steps), 4)
+    assert own.counts == set(steps)
+    weights = [loop.exchange.global_message().weights for loop in (plain, seen)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_what_a_callback_puts_in_a_mini_batch_is_trained_on(set_up_federation, mlp):
+    loop = set_up_federation(
+        lambda: FedRep(mlp(), head_epochs=2), rounds=1, local_epochs=2, trainer={"callbacks": [Blanks()]}
+    )
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    first = next(name for name, tensor in before.items() if tensor.ndim == 2)
+    assert torch.equal(loop.exchange.global_message().weights[first], before[first])

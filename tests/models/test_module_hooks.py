@@ -1,0 +1,344 @@
+"""What a user's own LightningModule overrides: what a local fit calls, and what is refused."""
+
+import csv
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fl_lightning.errors import ConfigError
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.models.lightning_module import WrappedLightningModule
+from fl_lightning.models.module_hooks import CALLED, REFUSED
+
+SHAPE = (1, 8, 8)
+
+
+class Plain(L.LightningModule):
+    """Cross-entropy and SGD."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.fc = nn.Linear(64, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.hidden(x.flatten(1)).relu())
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.5)
+
+
+class Manual(Plain):
+    """The same by hand; it returns nothing, as the documentation's examples do."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip(optimizer)
+        optimizer.step()
+
+    def clip(self, optimizer):
+        pass
+
+
+def wrapped(module, **options):
+    return WrappedLightningModule(SHAPE, 4, module, "fc", **options)
+
+
+def final(loop):
+    return {name: tensor.clone() for name, tensor in loop.exchange.global_message().weights.items()}
+
+
+def are_equal(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+# --- hooks that are called --------------------------------------------------------------------------------------------
+
+
+class Zeroed(Plain):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x * 0, y
+
+
+class ZeroedBefore(Plain):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] * 0, batch[1]]
+
+
+@pytest.mark.parametrize("module", [Zeroed, ZeroedBefore])
+def test_mini_batches_are_what_the_hooks_of_the_transfer_make_of_them(module, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(module())), rounds=1)
+    before = loop.runner.modules[0].entries["model.body.neck.hidden.weight"].clone()
+    loop.run()
+    assert torch.equal(final(loop)["model.body.neck.hidden.weight"], before)
+
+
+def cleared(self):
+    for parameter in self.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+class ClearsBeforeStep(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        cleared(self)
+
+
+class ClearsAfterBackward(Plain):
+    def on_after_backward(self):
+        cleared(self)
+
+
+class ManualClears(Manual):
+    def on_before_optimizer_step(self, optimizer):
+        cleared(self)
+
+
+@pytest.mark.parametrize("module", [ClearsBeforeStep, ClearsAfterBackward, ManualClears])
+def test_gradients_are_what_the_hooks_of_a_step_make_of_them(module, set_up_federation):
+    loop = set_up_federation(lambda: FedProx(wrapped(module()), mu=1.0), rounds=1)
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final(loop).items())
+
+
+class Watches(Plain):
+    """Notes the hooks around its steps, and the largest gradient that it sees before one."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.norms = [], []
+
+    def on_before_backward(self, loss):
+        self.called.append("before backward")
+        assert loss.requires_grad
+
+    def on_after_backward(self):
+        self.called.append("after backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.called.append("before step")
+        self.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
+
+    def on_before_zero_grad(self, optimizer):
+        self.called.append("before zero_grad")
+        assert optimizer is self.optimizers().optimizer
+
+
+def test_hooks_of_a_step_come_in_order_before_clipping_and_change_no_bit(set_up_federation):
+    flags = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    plain, watched = (
+        set_up_federation(lambda kind=kind: FedAvg(wrapped(kind())), rounds=1, trainer=flags, local_steps=4)
+        for kind in (Plain, Watches)
+    )
+    plain.run(), watched.run()
+    module = watched.runner.modules[0].own.joined.module
+    backwards = ["before backward", "after backward"]
+    assert module.called[:12] == [*backwards, *backwards, "before step", "before zero_grad"] * 2
+    assert max(module.norms) > 0.11
+    assert are_equal(final(plain), final(watched))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_without_such_hooks_keeps_the_plain_step(precision, set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(Plain())), rounds=1, trainer={"precision": precision})
+    assert not loop.runner.modules[0].own.watches
+    loop.run()
+    assert loop.runner.modules[0]._machine.before_step is None
+
+
+class BuiltLate(Plain):
+    """Its layers are made in the hooks that may make them."""
+
+    def __init__(self):
+        L.LightningModule.__init__(self)
+        self.calls = []
+
+    def setup(self, stage):
+        self.calls.append(f"setup {stage}")
+        self.hidden = nn.Linear(64, 8)
+
+    def configure_model(self):
+        self.calls.append("configure_model")
+        self.fc = nn.Linear(8, 4)
+
+
+def test_layers_are_made_once_in_setup_and_configure_model(run_federation):
+    loop = run_federation(lambda: FedAvg(wrapped(BuiltLate())), rounds=1)
+    assert loop.runner.modules[0].own.joined.module.calls == ["setup fit", "configure_model"]
+    assert len(final(loop)) == 4
+
+
+class NeedsTrainer(Plain):
+    def setup(self, stage):
+        self.steps = self.trainer.estimated_stepping_batches
+
+
+def test_a_setup_that_fails_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"model\.module: NeedsTrainer's setup fails \(RuntimeError: NeedsTrainer"):
+        wrapped(NeedsTrainer())
+
+
+# --- hooks that are refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", REFUSED)
+def test_hooks_that_are_not_called_are_refused_in_one_line(hook):
+    kind = type("Own", (Plain,), {hook: lambda self, *arguments, **options: None})
+    with pytest.raises(
+        ConfigError, match=rf"^model\.module: Own overrides {hook}, which is not called here; "
+    ) as caught:
+        wrapped(kind())
+    assert len(str(caught.value)) < 160
+
+
+def test_what_the_federation_does_by_itself_may_be_overridden_and_is_not_called(run_federation):
+    def fails(self, *arguments):
+        raise AssertionError
+
+    ignored = ("train_dataloader", "prepare_data", "validation_step", "test_step", "predict_step", "teardown")
+    kind = type("Own", (Plain,), dict.fromkeys((*ignored, "on_validation_epoch_end", "on_load_checkpoint"), fails))
+    run_federation(lambda: FedAvg(wrapped(kind())), rounds=1)
+
+
+def test_every_hook_of_lightning_is_called_refused_or_left_to_the_federation():
+    """A hook that a later Lightning adds must be decided on."""
+    left = ("validation", "test", "predict", "dataloader", "prepare_data", "setup", "teardown", "configure_model")
+    hooks = [name for name in vars(L.LightningModule) if name.startswith(("on_", "configure_", "optimizer"))]
+    for base in L.LightningModule.__mro__[1:]:
+        if base.__module__.startswith("lightning.pytorch.core.hooks"):
+            hooks += [name for name in vars(base) if not name.startswith("_")]
+    own = ("configure_optimizers", "on_gpu", "on_load_checkpoint")
+    open_ones = {name for name in hooks if not any(word in name for word in left)} - {*CALLED, *REFUSED, *own}
+    assert open_ones == set()
+
+
+# --- mini-batches that are left out -----------------------------------------------------------------------------------
+
+
+class Skips(Plain):
+    """Has a loss of the first mini-batch of an epoch alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = []
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if batch_idx == 0 else None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.after.append((self.trainer.global_step, self.hidden.weight.detach().clone()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_nothing_is_trained_on_a_mini_batch_without_a_loss(accumulate, set_up_federation):
+    trainer = {"accumulate_grad_batches": accumulate}
+    loop = set_up_federation(lambda: FedProx(wrapped(Skips()), mu=5.0), rounds=1, trainer=trainer)
+    loop.run()
+    counts, weights = zip(*loop.runner.modules[0].own.joined.module.after, strict=True)
+    size = loop.data.clients[0].num_steps(4)
+    first = range(accumulate - 1, size)
+    assert [counts[step] for step in first] == [1] * len(first)
+    assert all(torch.equal(weights[step], weights[accumulate - 1]) for step in first)
+    assert {report.num_steps for report in loop.diary.reports.values()} == {1}
+    assert loop.diary.rows[0]["loss"] > 0.5
+
+
+class Ends(Plain):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx))
+
+
+def test_minus_one_ends_the_epoch(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(Ends())), rounds=1, local_epochs=2)
+    loop.run()
+    assert loop.runner.modules[0].own.joined.module.seen == [(0, 0), (0, 1), (1, 0), (1, 1)] * 4
+
+
+class Logs(Manual):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.log("train_loss", torch.tensor(2.5))
+
+
+def test_a_loss_that_manual_optimization_does_not_return_is_empty(trial):
+    """What does not apply is empty in a run's files, never 0."""
+    rows = {}
+    for name in ("Manual", "Logs"):
+        module = {"class_path": f"{__name__}.Ten{name}"}
+        model = {"class_path": "WrappedLightningModule", "init_args": {"module": module}}
+        run = trial(name=name, model=model, method="FedProx", method__mu=0.1, federation__rounds=1).fit()
+        with open(run.folder / "metrics.csv") as file:
+            rows[name] = list(csv.DictReader(file))[-1]
+        with open(run.folder / "clients.csv") as file:
+            rows[name]["client"] = next(iter(csv.DictReader(file)))["loss"]
+    own = rows["Manual"]
+    assert (own["loss"], own["loss/cross_entropy"], own["client"]) == ("", "", "")
+    assert float(own["loss/proximal"]) > 0
+    assert float(rows["Logs"]["loss/cross_entropy"]) == 2.5
+
+
+class TenManual(Manual):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 10)
+
+
+class TenLogs(Logs):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 10)
+
+
+# --- the trainer's place ----------------------------------------------------------------------------------------------
+
+
+class Counts(Plain):
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def on_train_end(self):
+        self.counts.append((self.global_step, self.trainer.estimated_stepping_batches))
+
+
+def test_global_step_counts_optimizer_steps(set_up_federation):
+    loop = set_up_federation(
+        lambda: FedAvg(wrapped(Counts())), rounds=1, trainer={"accumulate_grad_batches": 2}, local_steps=7
+    )
+    loop.run()
+    counts = loop.runner.modules[0].own.joined.module.counts
+    assert all(done == expected for done, expected in counts)
+    assert counts[0][0] < 7
+
+
+class Clips(Manual):
+    def clip(self, optimizer):
+        self.clip_gradients(optimizer, gradient_clip_val=1e-12, gradient_clip_algorithm="norm")
+
+
+def test_manual_optimization_clips_by_lightnings_own_call(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(Clips())), rounds=1)
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    assert all(torch.allclose(tensor, before[name], atol=1e-8) for name, tensor in final(loop).items())
