@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.errors import require
-
 from fl_lightning.models.split import SplitModel
 
 Place = tuple[str, dict[str, Any], str]
