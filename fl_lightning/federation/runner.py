@@ -110,9 +110,6 @@ class Runner:
         self._initial_anew = _copy(self.modules[0], self.modules[0].division.anew)
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
-        self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
-        samples, policy = self.attackers.samples, settings.evaluate
-        self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)
         self.pool, self.stopwatch = ClientPool(None), Stopwatch()
         self.keeps_shared = self.keeps_start = False
         self._passes: dict[tuple[int, Workload], float] = {}
@@ -124,6 +121,9 @@ class Runner:
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)
+        self.attackers = Attackers(settings.attack, data, seed, settings.newcomers.clients)
+        samples, policy = self.attackers.samples, settings.evaluate  # of copies of the store as it serves by now
+        self.evaluator = Evaluator(data, policy, self._autocast, seed, measures, samples)
         own, size = settings.record_privacy, data.batch_size
         self.private = None if own is None else PrivateFits(own, self.modules, trainer, data.store, size, seed)
 
