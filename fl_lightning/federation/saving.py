@@ -29,7 +29,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "partition": loop.data.partition_hash,
         "rounds": loop.settings.rounds,
         "on_client_error": loop.settings.on_client_error,
-        "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback.state_dict()))},
+        "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback))},
         "exchange": loop.exchange.state_dict(),
         "board": loop.board.state_dict(),
         "patience": loop.patience.state_dict(),
@@ -37,11 +37,12 @@ def state_of(loop: Loop) -> dict[str, Any]:
     }
 
 
-def _checked(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """What a callback wants to keep, if it can be written down and read again."""
+def _checked(name: str, callback: FederationCallback) -> dict[str, Any]:
+    """What a callback wants to keep, if it can be written down and read again; ours can."""
+    state = callback.state_dict()
     try:
-        if state:
-            torch.load(BytesIO(tensors_as_bytes(state)), weights_only=True)
+        if state and not type(callback).__module__.startswith("fl_lightning."):
+            torch.load(BytesIO(tensors_as_bytes(state)), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and torch raise half a dozen types
         rule = f"{name}.state_dict() must give plain containers of numbers, texts and tensors"
         raise ConfigError("federation.callbacks", f"{rule} ({error})") from error

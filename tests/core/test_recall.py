@@ -321,7 +321,7 @@ class Noisy(Watched):
 
 class NoiseOnBatches(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        batch.x.add_(1)
+        batch[0].add_(1)
 
 
 @pytest.mark.parametrize("way", ["in place", "another tensor", "callback"])

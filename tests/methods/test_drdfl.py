@@ -63,9 +63,10 @@ class Recorder:
         return Remembering(parameters, lr=self.lr)
 
     def named(self, module):
-        """The steps in order: (part, gradients by name)."""
+        """The steps of its fits in order: (part, gradients by name); optimizers are tried on a copy before."""
         names = {id(p): name for name, p in module.method.named_parameters()}
-        steps = [{names[key]: gradient for key, gradient in step.items()} for step in self.steps]
+        fits = [step for step in self.steps if step.keys() <= names.keys()]
+        steps = [{names[key]: gradient for key, gradient in step.items()} for step in fits]
         return [(next(iter(step), "").partition(".")[0], step) for step in steps]
 
 
