@@ -7,7 +7,6 @@ from typing import Any
 
 from fl_lightning.errors import require
 from fl_lightning.identity import contents as contents
-from fl_lightning.identity import folders as folders
 from fl_lightning.identity import identity as identity
 from fl_lightning.reading import read_yaml
 

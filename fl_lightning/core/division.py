@@ -132,7 +132,8 @@ def _tied(module: nn.Module) -> set[str]:
             for key, tensor in home.items():
                 if id(tensor) in known:
                     found.add(f"{prefix}.{key}" if prefix else key)
-                known |= set() if tensor is None else {id(tensor)}
+                elif tensor is not None:
+                    known.add(id(tensor))
     return found
 
 

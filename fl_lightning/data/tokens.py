@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.delimited import lines_in, read_columns, text_of
 from fl_lightning.data.normalising import arrays_of, as_groups, as_labels
-from fl_lightning.data.own_files import lines_in, read_columns, text_of
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
 from fl_lightning.errors import ConfigError, require
 

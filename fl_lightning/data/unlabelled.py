@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.delimited import lines_in, text_of
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.normalising import as_inputs, scaled, wide
-from fl_lightning.data.own_files import lines_in, read_arrays, text_of
+from fl_lightning.data.own_files import read_arrays
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.tokens import read_table
 from fl_lightning.errors import ConfigError, require

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,28 +51,26 @@ def move_towards(module: nn.Module, other: nn.Module, keep: Tensor) -> None:
         p.copy_(torch.lerp(w.to(wide), p.to(wide), keep.to(wide)) if p.is_floating_point() else w)
 
 
-class _Whole(nn.Module):
-    """A split model, of which a call gives all that it makes on the way."""
+class _Calls(nn.Module):
+    """A split model, of which a call gives what a function makes of it and the inputs."""
 
-    def __init__(self, model: SplitModel) -> None:
+    def __init__(self, model: SplitModel, way: Callable[[SplitModel, Tensor], Any]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.way = model, way
 
-    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        features, z = self.model.forward_features(x)
-        return features, z, self.model.head(z)
+    def forward(self, x: Tensor) -> Any:
+        return self.way(self.model, x)
 
 
-class _Head(nn.Module):
-    """A split model, of which a call gives what its head makes."""
+def _with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor, way: Callable[..., Any]) -> Any:
+    """What a function makes of a model with other parameters."""
+    named = {f"model.{name}": tensor for name, tensor in parameters.items()}
+    return functional_call(_Calls(model, way), named, (x,))
 
-    def __init__(self, model: SplitModel) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, z: Tensor) -> Tensor:
-        logits: Tensor = self.model.head(z)
-        return logits
+def _whole(model: SplitModel, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    features, z = model.forward_features(x)
+    return features, z, model.head(z)
 
 
 def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -83,8 +81,7 @@ def pass_with(model: SplitModel, parameters: Mapping[str, Tensor], x: Tensor) ->
         parameters: by name; gradients reach what they were made of.
         x: [B, …] inputs.
     """
-    result: tuple[list[Tensor], Tensor, Tensor] = functional_call(_Whole(model), _named(parameters), (x,))
-    return result
+    return _with(model, parameters, x, _whole)  # type: ignore[no-any-return]
 
 
 def head_with(model: SplitModel, parameters: Mapping[str, Tensor], z: Tensor) -> Tensor:
@@ -95,8 +92,7 @@ def head_with(model: SplitModel, parameters: Mapping[str, Tensor], z: Tensor) ->
         parameters: the whole model's, by name.
         z: [B, D].
     """
-    logits: Tensor = functional_call(_Head(model), _named(parameters), (z,))
-    return logits
+    return _with(model, parameters, z, lambda model, z: model.head(z))  # type: ignore[no-any-return]
 
 
 def summed(model: SplitModel, share: Tensor, others: Tensor) -> dict[str, Tensor]:
@@ -111,7 +107,3 @@ def summed(model: SplitModel, share: Tensor, others: Tensor) -> dict[str, Tensor
     whole = others + share * torch.cat([w.to(others.dtype).reshape(-1) for _, w in own])
     parts = whole.split([w.numel() for _, w in own])
     return {name: part.view_as(w).to(w.dtype) for (name, w), part in zip(own, parts, strict=True)}
-
-
-def _named(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in parameters.items()}

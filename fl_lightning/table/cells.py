@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.configuration import Config, contents, folders, identity, read_config, short_name
+from fl_lightning.configuration import Config, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
-from fl_lightning.identity import data_files, last_change
+from fl_lightning.identity import contents, data_files, folders, identity, last_change
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.columns import is_validated

@@ -124,11 +124,9 @@ def _conclude(
     unfinished = [cell for cell in kept if not cell.finished]
     notes += [f"{len(unfinished)} of {len(kept)} runs are not finished"] if unfinished else []
     for (then, now), own in of_other_folders(kept).items():
-        runs = own[0].title if len(own) == 1 else f"{own[0].title} and {len(own) - 1} more runs"
-        notes.append(f"{runs} read the images in {then}, not in {now}, and were not run again")
+        notes.append(f"{_runs(own)} read the images in {then}, not in {now}, and were not run again")
     for edited, own in of_edited_folders(kept).items():
-        runs = own[0].title if len(own) == 1 else f"{own[0].title} and {len(own) - 1} more runs"
-        notes.append(f"{runs} ended before something changed in {edited}, and were not run again")
+        notes.append(f"{_runs(own)} ended before something changed in {edited}, and were not run again")
     values = values_of(definition, kept)
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)
@@ -137,6 +135,11 @@ def _conclude(
     written += _with_page(folder, definition, values, kept, notes)
     console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+
+
+def _runs(cells: Sequence[Cell]) -> str:
+    """What some runs are called in a note."""
+    return cells[0].title if len(cells) == 1 else f"{cells[0].title} and {len(cells) - 1} more runs"
 
 
 def _with_page(
