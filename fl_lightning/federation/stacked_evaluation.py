@@ -1,9 +1,9 @@
-"""What several clients' models make of the same samples, in one pass."""
+"""What several clients' models make of the same samples, read off all of them at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -101,13 +101,13 @@ def outcomes_together(
         for indices in part.union.split(evaluator.batch_size):
             x, y = evaluator.data.store.gather(indices)
 
-            def one(tensors: list[Tensor], x: Tensor = x) -> tuple[Tensor, ...]:
+            def one(tensors: Sequence[Tensor], x: Tensor = x) -> tuple[Tensor, ...]:
                 with rows.layout.swapped(tensors, aliases):
                     seen = Seen(x)
                     return tuple(way.scores(seen) for way in ways.values())
 
             with training(module, False), evaluator.context():
-                stacked = vmap(one, randomness="error")(rows.views(count))
+                stacked = _of_all(one, rows.views(count))
             for name, scores in zip(ways, stacked, strict=True):
                 broken |= scores.isnan().flatten(1).any(1)
                 outcome = evaluator.measures.outcome(scores.flatten(0, 1), y.repeat(count))
@@ -119,6 +119,22 @@ def outcomes_together(
         None if sick else [{name: join_batches([batches[name]]) for name in ways} for batches in parts]
         for sick, parts in zip(broken.tolist(), found, strict=True)
     ]
+
+
+def _of_all(one: Callable[[Sequence[Tensor]], tuple[Tensor, ...]], views: Sequence[Tensor]) -> list[Tensor]:
+    """What every client's tensors give, stacked.
+
+    Batches of tests are large. A CPU multiplies one client's by its weights faster than all clients' by all weights,
+    whose products leave its cache (the quickstart's first layer: 1.5 ms for 20 clients, where `vmap` takes 7.3).
+
+    Args:
+        one: from a client's tensors to a number of tensors.
+        views: [n, …] every tensor of the clients.
+    """
+    if views[0].device.type != "cpu":
+        return list(vmap(one, randomness="error")(views))
+    of_each = [one(tensors) for tensors in zip(*(view.unbind() for view in views), strict=True)]
+    return [torch.stack(own) for own in zip(*of_each, strict=True)]
 
 
 def _split(outcome: Outcome, count: int) -> list[Outcome]:
