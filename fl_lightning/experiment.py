@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,12 @@ class BuiltExperiment:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder.
 
         Args:
-            in_memory: keep the loop out of the run's folder, too, when it runs.
+            in_memory: keep the loop out of the run's folder, too, when it runs, and so clients' states off the disk.
             anew: whether a run that the folder holds is replaced, not continued.
         """
         self.data.setup(self.seed)
+        if in_memory:
+            self.loop.settings = replace(self.loop.settings, pool="memory")
         trainer = {"default_root_dir": str(self.folder), **self.trainer}
         self.loop.setup(
             self._make_method,

@@ -140,19 +140,22 @@ def search(target: Target, attack: Attack, seed: int, truth: Tensor, report: Cal
         report: told of every step that was done.
     """
     low, high = target.bounds
-    with torch.random.fork_rng(devices=[]):
+    gpus = [low.device] if low.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed)
-        guess = low + (high - low) * torch.rand(target.shape, dtype=low.dtype)
+        guess = low + (high - low) * torch.rand(target.shape, dtype=low.dtype).to(low.device)
         x = guess.clone().requires_grad_(True)
         optimizer, curves = _optimizer(attack, x), []
         at = [attack.steps * eighths // 8 for eighths in (3, 5, 7)]  # Geiping et al.'s schedule
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, at, gamma=0.1 if attack.objective == "cosine" else 1)
         with as_in_a_fit(target.module):
             for step in range(attack.steps):
-                draws = torch.random.get_rng_state()
+                draws = torch.random.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
 
-                def closure(draws: Tensor = draws) -> Tensor:
-                    torch.random.set_rng_state(draws)  # what a step draws stays the same, so that there is a minimum
+                def closure(draws: tuple[Tensor, list[Tensor]] = draws) -> Tensor:
+                    torch.random.set_rng_state(draws[0])  # what a step draws stays the same: so there is a minimum
+                    for gpu, state in zip(gpus, draws[1], strict=True):
+                        torch.cuda.set_rng_state(state, gpu)
                     optimizer.zero_grad()
                     distance = _distance(target, attack, x)
                     (gradient,) = torch.autograd.grad(distance, [x], allow_unused=True)
@@ -166,9 +169,8 @@ def search(target: Target, attack: Attack, seed: int, truth: Tensor, report: Cal
                     x.copy_(torch.where(x.isfinite(), x, guess).clamp(low, high))
                 curves.append(psnr(_shown(x.detach(), target), truth, target.y))
                 report(step)
-    return Found(
-        _shown(x.detach(), target)[best_order(_shown(x.detach(), target), truth, target.y)], torch.stack(curves)
-    )
+    images = _shown(x.detach(), target)
+    return Found(images[best_order(images, truth, target.y)].cpu(), torch.stack(curves).cpu())
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,8 @@ class Found:
     """What a search found.
 
     Args:
-        images: [B, …] in [0, 1], in the order of the real ones.
-        curves: [steps, B] the peak signal-to-noise ratio after every step, in dB.
+        images: [B, …] in [0, 1], in the order of the real ones, on the CPU.
+        curves: [steps, B] the peak signal-to-noise ratio after every step, in dB, on the CPU.
     """
 
     images: Tensor

@@ -169,8 +169,11 @@ class ClientModule(L.LightningModule):
         self.method.receive(message, self.bound(source))
 
     def send(self, source: Any) -> Message:
-        """What the method sends after its fit."""
-        return self.method.send(self.bound(source))
+        """What the method sends after its fit; what it has counted on the CPU goes with the rest."""
+        message = self.method.send(self.bound(source))
+        if self.device.type != "cpu":
+            message.artifacts = {name: value.to(self.device) for name, value in message.artifacts.items()}
+        return message
 
     def adapt(self, source: Any, fine_tunes: bool = False) -> None:
         """Let the method personalise itself, or fine-tune it; the state that this is done to is thrown away."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fl_lightning.core.moving import moved
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
@@ -181,6 +182,9 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """
     division = module.__dict__.get("_division")
     entries = module.state_dict() if division is None else division.entries()
+    device = next((own.device for own in entries.values()), None)
+    if device is not None and device.type != "cpu":
+        weights = moved(weights, device)
     for name, tensor in weights.items():
         own = entries.get(name)
         if own is None or own.shape != tensor.shape:

@@ -66,7 +66,10 @@ class LossMeter:
         """All values by name, on the CPU: one wait for the device."""
         if not self.losses:
             return {}
-        every = torch.stack([value for own in self.losses.values() for value, _ in own]).cpu()
+        values = [value for own in self.losses.values() for value, _ in own]
+        if len({value.device for value in values}) > 1:  # a term's own zero may lie on the CPU
+            values = [value.cpu() for value in values]
+        every = torch.stack(values).cpu()
         return dict(zip(self.losses, every.split([len(own) for own in self.losses.values()]), strict=True))
 
     def _counts(self, name: str) -> bool:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fl_lightning.core.moving import moved
 from fl_lightning.errors import require
 from fl_lightning.federation.segments import KEY, Record, SegmentLog, State, load_state
 from fl_lightning.federation.state_index import sparse_segments
+
+_CPU = torch.device("cpu")
 
 
 class ClientPool:
@@ -50,15 +54,17 @@ class ClientPool:
             return
         if self._log is not None:
             self._log.round = round
+        here = moved(state, _CPU)
         if self.on_disk:
-            self._write(client, {name: tensor.detach().cpu() for name, tensor in state.items()})
+            self._write(client, {name: tensor.detach() for name, tensor in here.items()})
             return
         self._records.pop(client, None)
         own = self._states.get(client)
-        if own is None or own.keys() != state.keys():
-            self._states[client] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        if own is None or own.keys() != here.keys():
+            kept = {name: tensor.detach().clone() if tensor is state[name] else tensor for name, tensor in here.items()}
+            self._states[client] = kept
             return
-        for name, tensor in state.items():
+        for name, tensor in here.items():
             own[name].copy_(tensor.detach())
 
     def flush(self, round: int) -> dict[int, Record]:

@@ -88,9 +88,10 @@ def mosaic(x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
     sources = order[:, :4] if enough else torch.randint(count, (count, 4))
     rows = torch.randint(height - tall + 1, (count, 1)) + torch.arange(tall)  # [B, H/2]
     columns = torch.randint(width - wide + 1, (count, 1)) + torch.arange(wide)  # [B, W/2]
+    # Drawn on the CPU, on every device alike; moved once, without waiting.
+    sources, rows, columns = (drawn.to(x.device, non_blocking=True) for drawn in (sources, rows, columns))
     out = x.clone()
     for quarter, (top, left) in enumerate(((0, 0), (0, wide), (tall, 0), (tall, wide))):
-        picked = sources[:, quarter, None, None]
-        cut = x[picked.to(x.device), :, rows[:, :, None].to(x.device), columns[:, None, :].to(x.device)]
+        cut = x[sources[:, quarter, None, None], :, rows[:, :, None], columns[:, None, :]]
         out[:, :, top : top + tall, left : left + wide] = cut.permute(0, 3, 1, 2)  # [B, H/2, W/2, C] before
     return out

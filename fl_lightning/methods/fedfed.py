@@ -250,7 +250,7 @@ class FedFed(Method):
         x, y = step.x, step.y
         both = torch.full((2,), self.mixup, dtype=torch.float32)  # Beta draws exist in no narrower type
         share = float(torch.distributions.Beta(*both).sample())
-        other = torch.randperm(len(y)).to(y.device)
+        other = torch.randperm(len(y)).to(y.device, non_blocking=True)
         logits = step.through(self.model, share * x + (1 - share) * x[other])
         return None, {"mixup": mixup_cross_entropy(logits, y, y[other], share)}
 
@@ -321,7 +321,7 @@ def class_balanced_draw(labels: Tensor, num_classes: int, size: int) -> Tensor:
     picked = [_some(rows, share) for rows in by_class if len(rows)]
     rest = size - sum(map(len, picked))
     drawn = torch.cat([*picked, _some(torch.arange(len(labels), device=labels.device), rest)])
-    return drawn[torch.randperm(size).to(labels.device)]
+    return drawn[torch.randperm(size).to(labels.device, non_blocking=True)]
 
 
 def _some(rows: Tensor, size: int) -> Tensor:

@@ -147,7 +147,7 @@ class HeadServer(TrainingServer):
         """`epochs` passes of mini-batch SGD over all (class mean, class) that came in."""
         v, y, n = pooled(messages.values())
         for _ in range(self.epochs):
-            for batch in torch.randperm(len(y)).to(y.device).split(self.batch_size):
+            for batch in torch.randperm(len(y)).to(y.device, non_blocking=True).split(self.batch_size):
                 self.network.train(len(batch) > 1)  # batch norm cannot normalise a batch of one
                 losses = F.cross_entropy(self.network(v[batch]), y[batch], reduction="none")
                 self.network_optimizer.zero_grad()

@@ -191,7 +191,7 @@ class PrototypeServer(TrainingServer):
         margin = min(prototype_gap(by_class.mean[by_class.valid], self.gap), self.max_margin)
         self.network_optimizer = self.make_optimizer(self.network.parameters())
         for _ in range(self.epochs):
-            for batch in torch.randperm(len(y)).to(self.device).split(self.batch_size):
+            for batch in torch.randperm(len(y)).to(self.device, non_blocking=True).split(self.batch_size):
                 self.network_optimizer.zero_grad()
                 prototype_margin_loss(u[batch], y[batch], self.network(), margin).backward()
                 self.network_optimizer.step()

@@ -3,11 +3,13 @@
 import json
 import math
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from emulation import emulator
 
 from fl_lightning.audit.canaries import audit_canaries, directions, estimate, told_apart
 from fl_lightning.audit.command import run_audit
@@ -176,6 +178,17 @@ def test_audit_repeats_bit_for_bit_and_writes_nothing_into_runs(run_folder, tmp_
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("data:image/png;base64,") == 6
     assert "no ClipAndNoise" in page
+
+
+def test_audit_of_a_run_on_a_gpu_with_states_on_disk(run_folder, tmp_path):
+    """As it is on the CPU: on an emulated GPU the search comes to the same, and states need no folder."""
+    audited = []
+    for accelerator, place in (("cpu", nullcontext()), ("gpu", emulator.emulated_gpu())):
+        options = ["--method=FedProto", f"--trainer.accelerator={accelerator}", "--federation.pool=disk"]
+        with place:
+            audited.append(run_audit([run_folder(accelerator, *options)], tmp_path / "audit", Attack(3), 2, 1.0, 0))
+    here, there = ([run["psnr"] for run in own["inversion"]] for own in audited)
+    assert here == there
 
 
 def test_other_images_are_not_compared(run_folder, tmp_path):
