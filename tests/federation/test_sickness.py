@@ -15,6 +15,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.recorder import communication
 from fl_lightning.federation.sickness import ClientError, ServerError
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
@@ -340,6 +341,8 @@ def test_round_of_which_nobody_is_left_changes_nothing(mlp, run_federation, caps
 
     loop = run_federation(lambda: Epidemic(mlp()), on_client_error="skip", evaluate_every=1)
     rows = loop.diary.rows
+    cost, size = communication(loop.traffic, rows), loop.diary.reports[1, 0].uplink.num_params
+    assert (cost["uplink_params_per_client"], cost["downlink_params_per_client"]) == (size, size)  # the sick heard, too
     assert [(row["participants"], row["skipped"]) for row in rows] == [(4, 0), (0, 4), (4, 0)]
     assert rows[1]["Local-T"] == rows[0]["Local-T"]
     assert_identical(loop.diary.received[3, 0].weights, loop.diary.received[2, 0].weights)
