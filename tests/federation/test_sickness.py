@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -358,3 +359,19 @@ def test_client_that_is_sick_at_once_starts_when_it_is_well(mlp, run_federation)
     assert [row["skipped"] for row in loop.diary.rows] == [1, 0, 0]
     assert loop.diary.rows[0]["Local-T"] is not None
     assert loop.board.took_part.all()
+
+
+def test_client_that_is_only_tested_was_sent_nothing(mlp, set_up_federation, monkeypatch):
+    """What it would hear is not at hand on a worker that fits it in no round yet."""
+    loop = set_up_federation(lambda: FedAvg(mlp()), on_client_error="skip")
+    test = loop.runner.evaluate_resting
+
+    def evaluate(client):
+        if client == 2:
+            raise ValueError("went wrong")
+        return test(client)
+
+    monkeypatch.setattr(loop.exchange, "inbox", {}.__getitem__)
+    monkeypatch.setattr(loop.runner, "evaluate_resting", evaluate)
+    loop.examiner.test_strangers(1)
+    assert np.isnan(loop.scores["Local-T"]).tolist() == [False, False, True, False]
