@@ -12,6 +12,8 @@ from fl_lightning.errors import ConfigError
 Accountant = Literal["rdp", "prv"]
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
 """Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
+LOW_ORDERS = tuple(2 - tenth / 10 for tenth in range(1, 10))
+"""Those below, whose moments take some ten milliseconds each: for so little noise that the least whole one is best."""
 FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 100))}))
 """Without sampling, where every order's moment is α / (2 σ²)."""
 PRV_ERROR, PRV_SHARE = 2e-4, 2e-5
@@ -47,7 +49,7 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
     Raises:
         ConfigError: if Opacus is not installed.
     """
-    accountants, analysis = _opacus()
+    accountants, _ = _opacus()
     if mechanism.times == 0:
         return 0.0
     if mechanism.noise_multiplier == 0:
@@ -64,22 +66,32 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
                 return min(loose, float(prv.get_epsilon(delta, eps_error=max(PRV_ERROR, PRV_SHARE * loose))))
             except MemoryError:
                 return loose
-    spent = [mechanism.times * one for one in _moments(mechanism.noise_multiplier, mechanism.sampling_rate)]
+    if mechanism.sampling_rate == 1:
+        return max(0.0, _best(mechanism, delta, FINE_ORDERS)[0])
+    spent, best = _best(mechanism, delta, ORDERS)
+    for order in LOW_ORDERS if best == ORDERS[0] else ():
+        lower, _ = _best(mechanism, delta, (order,))
+        if not lower < spent:
+            break
+        spent = lower
+    return max(0.0, spent)
+
+
+def _best(mechanism: Mechanism, delta: float, orders: tuple[float, ...]) -> tuple[float, float]:
+    """ε at δ by the best of some orders, and that order."""
+    _, analysis = _opacus()
+    moments = _moments(mechanism.noise_multiplier, mechanism.sampling_rate, orders)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the best order is the first or the last
-        orders = _orders(mechanism.sampling_rate)
-        return max(0.0, float(analysis.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0]))
-
-
-def _orders(sampling_rate: float) -> list[float]:
-    return list(FINE_ORDERS if sampling_rate == 1 else ORDERS)
+        spent = [mechanism.times * one for one in moments]
+        found, best = analysis.get_privacy_spent(orders=list(orders), rdp=spent, delta=delta)
+    return float(found), float(best)
 
 
 @lru_cache(4096)
-def _moments(noise_multiplier: float, sampling_rate: float) -> list[float]:
+def _moments(noise_multiplier: float, sampling_rate: float, orders: tuple[float, ...]) -> list[float]:
     _, analysis = _opacus()
-    orders = _orders(sampling_rate)
-    found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
+    found = analysis.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
     return [float(one) for one in found]
 
 

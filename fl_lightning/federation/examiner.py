@@ -196,7 +196,7 @@ class Examiner:
         own = strangers[self.workers.rank :: self.workers.size]
         scores = {}
         for client in own:
-            with self.ward.care(client), at(round, client, "evaluation before its first round"):
+            with self.ward.care(client, takes_part=False), at(round, client, "evaluation before its first round"):
                 scores[client] = self.runner.evaluate_resting(client)
         if strangers:
             self.ward.agree()
@@ -225,7 +225,7 @@ class Examiner:
             self.global_outcomes()
         own = {}
         for client in (client for client in holders if holders[client] == self.workers.rank):
-            with self.ward.care(client), at(round, client, "receive"):
+            with self.ward.care(client, takes_part=False), at(round, client, "receive"):
                 own[client] = self._received(client, inbox(client), round)
         self.ward.agree()
         scores = {name: np.full(len(self.board.clients), np.nan) for name in self.columns if is_received(name)}

@@ -82,8 +82,9 @@ class Quantize(WireFilter):
     s = (max − min) / (2^bits − 1),  code = round((x − min) / s),  x̂ = min + s · code.
 
     Rounding is deterministic, so that an entry is off by s/2 at most; QSGD's is random and without bias. With error
-    feedback, on the way up, a client adds to a weight what its last message left out of it, x ← x + e, and keeps
-    e ← x − x̂, so that messages add up to what was meant. Artifacts have none: they are no sums over rounds.
+    feedback, on the way up, a client adds to a trained weight what its last message left out of it, x ← x + e, and
+    keeps e ← x − x̂, so that messages add up to what was meant. Running statistics and artifacts have none: they are no
+    sums over rounds.
 
     A code counts as one value of 1 or 2 bytes; scale and offset are 8 bytes a tensor (16 for float64), and no values. A
     tensor that this makes no smaller crosses as it is, among them scalars and empty ones, and so does one that holds
@@ -121,7 +122,7 @@ class Quantize(WireFilter):
         )
 
     def _fed_back(self, name: str, packed: Packed, memory: dict[str, Tensor]) -> Packed:
-        if not self.error_feedback:
+        if not (self.error_feedback and packed.adds_up):
             return self._narrowed(packed, packed.values)
         wanted = owed(name, packed, memory)
         sent = self._narrowed(packed, wanted)
@@ -145,7 +146,8 @@ class TopK(WireFilter):
     server, which knows r, goes on with r. A client sends the value x and not the difference, so what is sent arrives
     exactly. Of equal ones the first are sent, NaN before all. At share 1 nothing changes.
 
-    With error feedback x ← x + e, and e keeps what was not sent: e ← x − x̂. It grows until it is the largest.
+    With error feedback x ← x + e, and e keeps what was not sent: e ← x − x̂. It grows until it is the largest. Running
+    statistics have none: what they lack of a client's own is the same in every round, and would be added up.
 
     Costs k values, and for every tensor their places: 4 bytes each, or one bit for each of its entries, whichever is
     less. Entries that the client did not receive, integers and artifacts cross as they are. Before `Quantize` the k
@@ -173,16 +175,17 @@ class TopK(WireFilter):
         told = {name: own for name, own in packet.weights.items() if own.known is not None and own.num_params}
         if self.share == 1 or not told:
             return packet
-        wanted = {name: owed(name, own, memory) if self.error_feedback else own.values for name, own in told.items()}
+        feeds_back = {name: self.error_feedback and own.adds_up for name, own in told.items()}
+        wanted = {name: owed(name, own, memory) if feeds_back[name] else own.values for name, own in told.items()}
         changes = {name: (wanted[name] - own.known_there.to(wanted[name].dtype)).abs() for name, own in told.items()}
         everything = torch.cat(list(changes.values()))
         kept = largest(everything, max(1, round(self.share * len(everything))))
         by_tensor = kept.split([own.num_params for own in told.values()])
         sent = {}
         for (name, own), chosen in zip(told.items(), by_tensor, strict=True):
-            whole = own.carrying(wanted[name]) if self.error_feedback else own
+            whole = own.carrying(wanted[name]) if feeds_back[name] else own
             sent[name] = whole.only(chosen)
-            if self.error_feedback:
+            if feeds_back[name]:
                 settle(name, own, wanted[name] - torch.where(chosen, whole.values, own.known_there), memory)
         return replace(packet, weights={**packet.weights, **sent})
 

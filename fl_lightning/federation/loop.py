@@ -128,7 +128,7 @@ class FederatedLoop:
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
         exchange = EXCHANGES[template.method.exchange]() if settings.exchange is None else settings.exchange
-        self.wire = Wire(settings.wire or (), exchange)
+        self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names)
         exchange.setup(template, facts)
         self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -23,6 +24,8 @@ class Packed:
         places: [k] int64, ascending, the values' places; None where all n are sent.
         bits: what one value takes.
         extra: bytes that travel beside values and places.
+        adds_up: whether its changes add up over rounds, as a trained weight's do. A running statistic goes where the
+            client's data are, wherever it starts: of it nothing is owed.
     """
 
     values: Tensor
@@ -31,12 +34,13 @@ class Packed:
     places: Tensor | None
     bits: int
     extra: int = 0
+    adds_up: bool = False
 
     @classmethod
-    def whole(cls, tensor: Tensor, known: Tensor | None = None) -> Packed:
+    def whole(cls, tensor: Tensor, known: Tensor | None = None, adds_up: bool = False) -> Packed:
         """A tensor as it is."""
         at_both_ends = None if known is None else known.to(tensor).reshape(-1)
-        return cls(tensor.detach().reshape(-1), tensor.numel(), at_both_ends, None, _bits(tensor))
+        return cls(tensor.detach().reshape(-1), tensor.numel(), at_both_ends, None, _bits(tensor), adds_up=adds_up)
 
     @property
     def num_params(self) -> int:
@@ -104,16 +108,19 @@ class Packet:
     artifacts: dict[tuple[str, str], Packed]
 
     @classmethod
-    def of(cls, message: Message, received: Message | None = None) -> Packet:
+    def of(cls, message: Message, received: Message | None = None, trained: Collection[str] | None = None) -> Packet:
         """Pack a message.
 
         Args:
             message: on its way.
             received: what its sender has received from where it goes; None if that is not remembered there.
+            trained: names of the weights that are parameters; None for all.
         """
         known = {} if received is None else received.weights
         weights = {
-            name: Packed.whole(tensor, known[name] if _alike(tensor, known.get(name)) else None)
+            name: Packed.whole(
+                tensor, known[name] if _alike(tensor, known.get(name)) else None, trained is None or name in trained
+            )
             for name, tensor in message.weights.items()
             if tensor.is_floating_point()
         }

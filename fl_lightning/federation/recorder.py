@@ -155,7 +155,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             **summarise(rows, loop.patience.monitor, loop.patience.less),
             "best_on": "validation" if chosen_by(rows) or loop.data.evaluate_on == "validation" else "test",
             "final_received": dict(final_received),
-            "communication": communication(loop.traffic, rows),
+            "communication": communication(loop.traffic, rows, sent_to_skipped=not loop.exchange.between_clients),
             "parameters": num_parameters(loop.runner),
             "clients_without_test": without_test,
             **({} if loop.account is None else {"privacy": loop.account.summary(loop.round)}),
@@ -167,22 +167,26 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         return summary
 
 
-def communication(traffic: Mapping[str, int], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What was sent in all, by one client in one round, and under the convention of published tables.
+def communication(
+    traffic: Mapping[str, int], rows: Sequence[Mapping[str, Any]], sent_to_skipped: bool = True
+) -> dict[str, float]:
+    """What was sent in all, by or to one client in one round, and under the convention of published tables.
 
     Args:
         traffic: values and bytes sent up and down in the whole run.
         rows: rows of `metrics.csv`, with the number of participants of each round.
+        sent_to_skipped: whether clients that fell sick in a round had been sent something in it, as a server does.
 
     Returns:
         `traffic`; ``…_params_per_client``, the mean over rounds and participants; ``…_params_Mi_per_round``, the values
         that all participants send in one round and one direction over 2^20, which tables print as "# Comm. Params (M)".
     """
     messages, rounds = sum(row["participants"] for row in rows), len(rows)
+    skipped = sum(row.get("skipped") or 0 for row in rows) if sent_to_skipped else 0
     figures: dict[str, float] = dict(traffic)
-    for direction in ("uplink", "downlink"):
+    for direction, clients in (("uplink", messages), ("downlink", messages + skipped)):
         values = traffic[f"{direction}_params"]
-        figures[f"{direction}_params_per_client"] = values / max(messages, 1)
+        figures[f"{direction}_params_per_client"] = values / max(clients, 1)
         figures[f"{direction}_params_Mi_per_round"] = values / max(rounds, 1) / 2**20
     return figures
 

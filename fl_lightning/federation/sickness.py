@@ -79,15 +79,21 @@ class Ward:
         return bool(self._errors) and fatal
 
     @contextmanager
-    def care(self, client: int) -> Iterator[None]:
-        """Take down what happens to a client, and go on behind the block."""
+    def care(self, client: int, takes_part: bool = True) -> Iterator[None]:
+        """Take down what happens to a client, and go on behind the block.
+
+        Args:
+            client: 0-based.
+            takes_part: whether it does so in the open round; a client that is only tested was sent nothing, and what
+                it would hear is known to nobody but the main process.
+        """
         try:
             yield
         except RoundError as error:
             self._errors[client] = error
-            if not self.exchange.between_clients:
+            if takes_part and not self.exchange.between_clients:
                 self._sizes[client] = heard(self.exchange, client, self.wire.down(self.exchange.inbox(client)))
-            if self.exchange.in_turn and not self.ends_round:  # who comes next must not wait for this one
+            if takes_part and self.exchange.in_turn and not self.ends_round:  # who comes next must not wait for it
                 self.exchange.withdraw([client])
 
     def agree(self) -> dict[int, Size]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -75,12 +75,16 @@ class Wire:
     Args:
         filters: in their order on the way up and down.
         exchange: what carries the messages.
+        trained: names of the weights that are parameters; None for all.
 
     Raises:
         ConfigError: for a filter that needs a server where there is none, or that stands in the wrong place.
     """
 
-    def __init__(self, filters: Sequence[WireFilter], exchange: Exchange) -> None:
+    def __init__(
+        self, filters: Sequence[WireFilter], exchange: Exchange, trained: Collection[str] | None = None
+    ) -> None:
+        self._trained = trained
         named = list(enumerate(filters))
         for _, own in named:
             if own.needs_server and exchange.between_clients:
@@ -105,7 +109,7 @@ class Wire:
             message = whole.change(message, received)
         if not self._up:
             return message
-        packet = Packet.of(message, received)
+        packet = Packet.of(message, received, self._trained)
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}

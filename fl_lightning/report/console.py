@@ -244,7 +244,9 @@ def _communication_table(summary: Mapping[str, Any], width: int) -> Table:
         table.add_column(header)
     for label, direction in (("up", "uplink"), ("down", "downlink")):
         amounts = total[f"{direction}_params"], total[f"{direction}_bytes"]
-        each = f"{amounts[0] / messages:,.0f} values, {human(amounts[1] / messages, 'B')}" if messages else "-"
+        of_one = total.get(f"{direction}_params_per_client")
+        times = amounts[0] / of_one if of_one else messages  # down, those that fell sick in a round count, too
+        each = f"{amounts[0] / times:,.0f} values, {human(amounts[1] / times, 'B')}" if times else "-"
         of_a_round = total[f"{direction}_params_Mi_per_round"]
         table.add_row(*[label, _amounts(*amounts), each, f"{of_a_round:.2f} x 2^20 values"][:shown])
     return table

@@ -277,6 +277,17 @@ def test_two_accountants_agree_within_a_thousandth(case):
     assert epsilon(Mechanism(*case), 1e-5) == pytest.approx(other.get_epsilon(1e-5), abs=1e-3)
 
 
+@pytest.mark.parametrize(("case", "at_whole_orders"), [((0.5, 0.1, 100), 53.04), ((0.3, 0.01, 20), 50.93)])
+def test_little_noise_is_accounted_for_by_orders_below_two(case, at_whole_orders):
+    """As Opacus' own accountant does, which knows orders from 1.1 on: at whole ones ε would be half as large again."""
+    accountants = pytest.importorskip("opacus").accountants
+    other = accountants.RDPAccountant()
+    other.history = [case]
+    spent = epsilon(Mechanism(*case), 1e-5)
+    assert spent == pytest.approx(other.get_epsilon(1e-5), rel=1e-3)
+    assert spent < 0.75 * at_whole_orders
+
+
 @pytest.mark.parametrize("case", [(1.0, 1.0, 1), (1.0, 0.1, 100), (1.0, 0.5, 12)])
 def test_two_tight_accountants_agree_within_a_thousandth(case):
     """Privacy-loss random variables of Opacus against privacy-loss distributions of dp-accounting."""

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
+from fl_lightning.federation.recorder import communication
 from fl_lightning.federation.sickness import ClientError, ServerError
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
@@ -340,6 +342,8 @@ def test_round_of_which_nobody_is_left_changes_nothing(mlp, run_federation, caps
 
     loop = run_federation(lambda: Epidemic(mlp()), on_client_error="skip", evaluate_every=1)
     rows = loop.diary.rows
+    cost, size = communication(loop.traffic, rows), loop.diary.reports[1, 0].uplink.num_params
+    assert (cost["uplink_params_per_client"], cost["downlink_params_per_client"]) == (size, size)  # the sick heard, too
     assert [(row["participants"], row["skipped"]) for row in rows] == [(4, 0), (0, 4), (4, 0)]
     assert rows[1]["Local-T"] == rows[0]["Local-T"]
     assert_identical(loop.diary.received[3, 0].weights, loop.diary.received[2, 0].weights)
@@ -355,3 +359,19 @@ def test_client_that_is_sick_at_once_starts_when_it_is_well(mlp, run_federation)
     assert [row["skipped"] for row in loop.diary.rows] == [1, 0, 0]
     assert loop.diary.rows[0]["Local-T"] is not None
     assert loop.board.took_part.all()
+
+
+def test_client_that_is_only_tested_was_sent_nothing(mlp, set_up_federation, monkeypatch):
+    """What it would hear is not at hand on a worker that fits it in no round yet."""
+    loop = set_up_federation(lambda: FedAvg(mlp()), on_client_error="skip")
+    test = loop.runner.evaluate_resting
+
+    def evaluate(client):
+        if client == 2:
+            raise ValueError("went wrong")
+        return test(client)
+
+    monkeypatch.setattr(loop.exchange, "inbox", {}.__getitem__)
+    monkeypatch.setattr(loop.runner, "evaluate_resting", evaluate)
+    loop.examiner.test_strangers(1)
+    assert np.isnan(loop.scores["Local-T"]).tolist() == [False, False, True, False]

@@ -247,6 +247,24 @@ def test_changes_add_up_to_the_truth():
     torch.testing.assert_close(sent + memory[f"{MEMORY}0.w"], meant, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("own", [TopK(0.5), Quantize(error_feedback=True)], ids=["TopK", "Quantize"])
+def test_nothing_is_owed_of_running_statistics(own):
+    """A variance of 0.1 after every fit from 0.4: what is held back grows to 0.3 a round, and 0.1 − 0.9 is none."""
+    chain, memory = Wire([own], Star(), trained={"w"}), {}
+    message = Message({"w": torch.rand(100) + 1, "var": torch.cat([torch.full((99,), 0.1), torch.tensor([7.0])])})
+    received = Message({"w": torch.zeros(100), "var": torch.cat([torch.full((99,), 0.4), torch.tensor([7.0])])})
+    for _ in range(9):
+        arrived = chain.up(message, received, memory).weights["var"]
+        assert (arrived[:99] - 0.1).abs().max() < 0.02 or torch.equal(arrived, received.weights["var"])
+    assert list(memory) == [f"{MEMORY}0.w"]
+
+
+def test_federation_says_which_weights_are_trained(run_federation, fedavg):
+    loop = run_federation(fedavg, rounds=1, wire=[TopK(0.1)])
+    owed = {name.removeprefix(f"{MEMORY}0.") for name in loop.runner.pool.get(0)}
+    assert owed == {name for name, _ in loop.runner.modules[0].method.named_parameters()}
+
+
 def test_without_error_feedback_nothing_is_remembered():
     memory = {}
     for _ in range(2):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.methods.fedcp import FedCP
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.wrapped import WrappedModel
 
@@ -197,10 +198,10 @@ def test_wrapped_model_rejects_a_head_that_shares_weights_with_the_body():
 class Centred(nn.Module):
     """Subtracts a running mean of its inputs, which no state dict holds; a cache beside it grows with the batch."""
 
-    def __init__(self, persistent=False):
+    def __init__(self):
         super().__init__()
         self.flatten, self.hidden, self.fc = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 4)
-        self.register_buffer("mean", torch.zeros(64), persistent=persistent)
+        self.register_buffer("mean", torch.zeros(64), persistent=False)
         self.register_buffer("cache", None, persistent=False)
 
     def forward(self, x):
@@ -212,8 +213,8 @@ class Centred(nn.Module):
         return self.fc((self.hidden(x - self.mean) + shift).relu())
 
 
-def centred(**options):
-    return FedRep(WrappedModel((1, 8, 8), 4, Centred(**options), "fc"))
+def centred(method=FedRep):
+    return method(WrappedModel((1, 8, 8), 4, Centred(), "fc"))
 
 
 def test_buffers_in_no_state_dict_are_no_other_clients(set_up_federation):
@@ -228,8 +229,10 @@ def test_buffers_in_no_state_dict_are_no_other_clients(set_up_federation):
     assert not module.mean.any()
 
 
-def test_a_model_with_such_buffers_resumes_exactly(assert_resumes):
-    assert_resumes(centred, stopped_after=1)
+@pytest.mark.parametrize("method", [FedRep, FedCP])
+def test_a_model_with_such_buffers_resumes_exactly(assert_resumes, method):
+    """FedCP has a copy of the body that is no model of its own, and trains beside it in train mode."""
+    assert_resumes(lambda: centred(method), stopped_after=1)
 
 
 def test_a_trial_of_an_adapted_copy_leaves_such_buffers_alone(set_up_federation):

@@ -411,6 +411,14 @@ def test_summary_gives_communication_in_all_and_per_client_and_round():
     assert re.search(r"down +6\.00 M values, 24\.0 MB +20,000 values, 80\.0 KB +0\.19 x 2\^20 values", text)
 
 
+def test_summary_counts_what_clients_heard_that_fell_sick():
+    """6,000,000 values to 30 rounds of 20 clients, half of which sent nothing back."""
+    there = {**make_summary()["communication"], "uplink_params_per_client": 41152.0, "downlink_params_per_client": 1e4}
+    text = printed(make_summary(communication=there))
+    assert "41,152 values, 165 KB" in text
+    assert "10,000 values, 40.0 KB" in text
+
+
 def test_summary_of_a_method_that_shares_nothing():
     nothing = dict.fromkeys(make_summary()["communication"], 0)
     assert re.search(r"up +0 values, +0 B", printed(make_summary(communication=nothing)))
