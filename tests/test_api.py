@@ -149,8 +149,11 @@ def test_without_pandas_a_table_names_the_extra(run, monkeypatch):
 def test_pictures_and_page(run, trial):
     assert run.plot()._repr_png_().startswith(b"\x89PNG")
     other = trial(name="other", method="FedAvg", federation__rounds=1).fit()
-    both = run.plot(other, columns=("Local-T", "loss"))
-    assert [axes.get_title(loc="left") for axes in both.axes[:2]] == ["Local-T, %", "loss"]
+    both = run.plot(other, columns=("Local-T", "loss", "eval_loss/Local-T", "receive_drop"))
+    titles = [axes.get_title(loc="left") for axes in both.axes]
+    assert titles == ["Local-T, %", "loss", "eval_loss/Local-T", "receive_drop, %"]
+    drawn = both.axes[2].lines[0].get_ydata()
+    assert drawn.tolist() == [row["eval_loss/Local-T"] for row in run.rounds]
     page = run.report(other)
     assert page == run.folder / "report.html"
     assert "FedAvg" in page.read_text()
