@@ -78,7 +78,11 @@ def has_any(columns: Sequence[str], runs: Sequence[Series]) -> bool:
 
 
 def _label(line: Series) -> str:
-    return line.label if len(line.runs) == 1 else f"{line.label}, {len(line.runs)} seeds"
+    """Its name, and how many seeds it is of; where one has come further than another, how far."""
+    if len(line.runs) == 1:
+        return line.label
+    ends = {run.rows[-1]["round"] for run in line.runs}
+    return f"{line.label}, {len(line.runs)} seeds" + (f" of {min(ends)} to {max(ends)} rounds" if len(ends) > 1 else "")
 
 
 def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], factor: float) -> None:

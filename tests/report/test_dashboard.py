@@ -101,6 +101,20 @@ def test_picture_of_four_methods_and_three_seeds_draws_four_lines_with_bands(tmp
     assert matplotlib.image.imread(path).shape[1] == 1280
 
 
+def test_picture_says_that_seeds_have_come_to_other_rounds(tmp_path, monkeypatch):
+    """From where one of them ends on, the mean is that of the others."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        "fl_lightning.report.picture.add_legend", lambda axes, handles, labels, **kept: said.extend(labels)
+    )
+    for seed in range(2):
+        run = make_run(tmp_path / str(seed), "One", ROWS[: len(ROWS) - seed])
+        config = {"seed": seed, "method": {"class_path": "m.One"}, "data": {"num_clients": 2}}
+        (run / "config.yaml").write_text(json.dumps(config))
+    dashboard.draw([tmp_path / "0", tmp_path / "1"], tmp_path / "picture.png")
+    assert said[-1] == f"One, 2 seeds of {len(ROWS) - 1} to {len(ROWS)} rounds"
+
+
 def test_picture_leaves_out_what_no_run_has(tmp_path, monkeypatch):
     drawn, legend = [], Figure.legend
     monkeypatch.setattr(Figure, "legend", lambda self, **kept: drawn.append(self) or legend(self, **kept))
