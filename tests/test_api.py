@@ -71,6 +71,8 @@ def test_short_forms_and_lists_are_those_of_the_command_line():
     made = Experiment("quickstart", federation__failures={3: (0, 4)}, federation__wire=["TopK"], logger=None, name="1")
     options = ("--federation.failures={3: [0, 4]}", "--federation.wire=[TopK]", "--logger=null", "--name=1")
     assert made.config == resolved("--config=quickstart", *options)
+    whole = {"failures": {3: (0, 4)}, "wire": ["TopK"]}  # a whole section by keyword is what a file would say
+    assert Experiment("quickstart", federation=whole, logger=None, name="1").config == made.config
 
 
 def test_what_is_resolved_is_taken_as_it_is():
