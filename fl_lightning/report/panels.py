@@ -111,7 +111,7 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
         if high >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if not log_if_wide(axes, drawn) and low >= 0 and high > 0:
-            axes.set_ylim(0, 1.08 * high)
+            axes.set_ylim(bottom=0)  # and as high as values and bands reach
 
 
 def _draw_line(axes: Axes, line: Series, column: str, styles: Mapping[str, str], factor: float) -> np.ndarray:
