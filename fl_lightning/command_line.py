@@ -210,6 +210,7 @@ def _option(option: str, value: str) -> Part:
     parsed = read_value(value)
     if isinstance(parsed, str) and parsed != value and is_nested(parsed):
         value = parsed  # in quotes: a text, where the key takes one, and no list
+    parsed = parsed if path else written_out(section, parsed)
     content: Any = parsed if isinstance(parsed, (Mapping, list)) and section not in ("name", "output") else Text(value)
     if key in SHORT_FORMS:
         content = _long_form(key, parsed, value)
@@ -226,11 +227,16 @@ def _option(option: str, value: str) -> Part:
 def _sections(content: Mapping[str, Any]) -> Iterator[Part]:
     """A file's sections, short forms written out."""
     for section, value in content.items():
-        whole = value
-        if isinstance(value, Mapping):
-            short = {name: f"{section}.{name}" for name in value if f"{section}.{name}" in SHORT_FORMS}
-            whole = {**value, **{name: _long_form(key, value[name], value[name]) for name, key in short.items()}}
+        whole = written_out(str(section), value)
         yield Part(str(section), whole, list(flatten({str(section): whole})))
+
+
+def written_out(section: str, value: Any) -> Any:
+    """A whole section with its short forms written out."""
+    if not isinstance(value, Mapping):
+        return value
+    short = {name: f"{section}.{name}" for name in value if f"{section}.{name}" in SHORT_FORMS}
+    return {**value, **{name: _long_form(key, value[name], value[name]) for name, key in short.items()}}
 
 
 def _content(path: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.configuration import Config, read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
+from fl_lightning.report.columns import is_share
 from fl_lightning.report.record import Row, read_rows
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, in_one_picture
@@ -117,7 +118,7 @@ class Run:
         from fl_lightning.report.panels import draw_panel_grid
 
         lines, title = in_one_picture((read_run(run.folder, "run.plot") for run in (self, *others)), "Runs")
-        panels = [(name, (name,), "-T" in name) for name in columns]
+        panels = [(name, (name,), is_share(name)) for name in columns]
         return draw_panel_grid(panels, lines, title)
 
     def report(self, *others: Run, path: str | Path | None = None) -> Path:

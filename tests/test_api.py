@@ -71,6 +71,8 @@ def test_short_forms_and_lists_are_those_of_the_command_line():
     made = Experiment("quickstart", federation__failures={3: (0, 4)}, federation__wire=["TopK"], logger=None, name="1")
     options = ("--federation.failures={3: [0, 4]}", "--federation.wire=[TopK]", "--logger=null", "--name=1")
     assert made.config == resolved("--config=quickstart", *options)
+    whole = {"failures": {3: (0, 4)}, "wire": ["TopK"]}  # a whole section by keyword is what a file would say
+    assert Experiment("quickstart", federation=whole, logger=None, name="1").config == made.config
 
 
 def test_what_is_resolved_is_taken_as_it_is():
@@ -149,8 +151,11 @@ def test_without_pandas_a_table_names_the_extra(run, monkeypatch):
 def test_pictures_and_page(run, trial):
     assert run.plot()._repr_png_().startswith(b"\x89PNG")
     other = trial(name="other", method="FedAvg", federation__rounds=1).fit()
-    both = run.plot(other, columns=("Local-T", "loss"))
-    assert [axes.get_title(loc="left") for axes in both.axes[:2]] == ["Local-T, %", "loss"]
+    both = run.plot(other, columns=("Local-T", "loss", "eval_loss/Local-T", "receive_drop"))
+    titles = [axes.get_title(loc="left") for axes in both.axes]
+    assert titles == ["Local-T, %", "loss", "eval_loss/Local-T", "receive_drop, %"]
+    drawn = both.axes[2].lines[0].get_ydata()
+    assert drawn.tolist() == [row["eval_loss/Local-T"] for row in run.rounds]
     page = run.report(other)
     assert page == run.folder / "report.html"
     assert "FedAvg" in page.read_text()

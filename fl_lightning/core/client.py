@@ -21,6 +21,7 @@ from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
+from fl_lightning.core.naming import check_names
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
@@ -120,6 +121,7 @@ class ClientModule(L.LightningModule):
         self._machine = Machine()
         self.memory: Memory | None = None
         self._plan = Plan()
+        check_names(method)
         check_extra_terms(method)
         check_own_steps(method)
         check_statistics(method)

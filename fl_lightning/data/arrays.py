@@ -93,7 +93,9 @@ class Arrays:
             check(int(self.groups.min()) >= 0, "groups must be >= 0")
         if self.x.dtype == torch.uint8:
             check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")
-            channels = self.x.shape[1]
+            channels, height, width = self.x.shape[1:]
+            last = channels == height != width and width in (1, 3)  # square images as NumPy and PIL hold them
+            check(not last, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}: permute(0, 3, 1, 2)")
             check(
                 len(self.mean) == len(self.std) and len(self.mean) in (0, channels),
                 f"mean and std need {channels} values, one a channel; they have {len(self.mean)} and {len(self.std)}",

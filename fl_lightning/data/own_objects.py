@@ -59,10 +59,15 @@ class TorchDataset(Dataset):
         require(hasattr(part, "__len__"), f"{KEY}.{name}", "must have a length; a stream has none", type(part).__name__)
         found: list[tuple[np.ndarray, Any]] = []
         for index in range(len(part)):  # type: ignore[arg-type]
+            rule = f"sample {index} of {type(part).__name__} must be (input, label)"
             try:
-                sample, label = part[index]
+                pair = part[index]
+                named = isinstance(pair, (Mapping, str))  # of which the two names would be taken, or two letters
+                require(not named, f"{KEY}.{name}", rule, type(pair).__name__)
+                sample, label = pair
+            except ConfigError:
+                raise
             except (TypeError, ValueError) as error:
-                rule = f"sample {index} of {type(part).__name__} must be (input, label)"
                 raise ConfigError(f"{KEY}.{name}", f"{rule} ({error})") from error
             except Exception as error:  # whatever it raises: a file that cannot be read, a column that is not there
                 said = f"sample {index} of {type(part).__name__} raises {type(error).__name__}: {error}"

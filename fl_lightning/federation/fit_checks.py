@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Seen
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.workloads import cuts_epochs
+from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 
 
@@ -54,28 +55,38 @@ def check_whole_epochs(modules: Sequence[ClientModule], settings: Federation) ->
 def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """Predict one of the data set's samples by every model, so that one that cannot take them is refused at once.
 
+    So is one whose embedding or logits have other sizes than it says, with which classes would be missing.
+
     Args:
         modules: a client of each architecture.
         x: [1, …] a sample, as the models get it.
     """
     for index, module in enumerate(modules):
+        key = "model" if len(modules) == 1 else f"model.{index}"
         with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
             try:
                 for way in module.predictors.values():
                     way.scores(Seen(x))
             except Exception:  # whatever the method raises; whether it is the model's doing is seen by itself
-                _try_model(module.method.model, x, "model" if len(modules) == 1 else f"model.{index}")
+                _try_model(module.method.model, x, key)
                 raise
+            _try_model(module.method.model, x, key)
 
 
-def _try_model(model: nn.Module, x: Tensor, key: str) -> None:
+def _try_model(model: SplitModel, x: Tensor, key: str) -> None:
     try:
-        model(x)
+        z = model.embed(x)
+        made = [tuple(z.shape), tuple(model.head(z).shape)]
     except Exception as error:  # whatever a layer says of another type or shape
         kind = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape[1:])}"
         tokens = "" if x.dtype != torch.int64 else "; whole numbers are tokens, features must be numbers with a point"
         rule = f"{type(model).__name__} fails on a sample of the data set, {kind} ({error}){tokens}"
         raise ConfigError(key, rule) from error
+    said = [(len(x), model.embedding_size), (len(x), model.num_classes)]
+    rule = (
+        f"{type(model).__name__} must make what it says of {len(x)} sample, an embedding {said[0]} and logits {said[1]}"
+    )
+    require(made == said, key, rule, " and ".join(map(str, made)))
 
 
 def check_optimizer(module: ClientModule, device: torch.device) -> None:

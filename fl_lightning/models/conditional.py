@@ -47,7 +47,7 @@ class ConditionalPolicy(nn.Module):
 
     def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
         """R and s of embeddings z [B, D] of a client that v [D] describes."""
-        scores = self.layers(z * F.normalize(context, dim=0).to(z.dtype)).view(len(z), 2, -1)
+        scores = self.layers(z * F.normalize(context, dim=0).to(z.dtype)).unflatten(1, (2, -1))
         if self.training and self.noisy:
             scores = scores - torch.empty_like(scores).exponential_().log()
         r, s = scores.softmax(1).unbind(1)

@@ -78,7 +78,11 @@ def has_any(columns: Sequence[str], runs: Sequence[Series]) -> bool:
 
 
 def _label(line: Series) -> str:
-    return line.label if len(line.runs) == 1 else f"{line.label}, {len(line.runs)} seeds"
+    """Its name, and how many seeds it is of; where one has come further than another, how far."""
+    if len(line.runs) == 1:
+        return line.label
+    ends = {run.rows[-1]["round"] for run in line.runs}
+    return f"{line.label}, {len(line.runs)} seeds" + (f" of {min(ends)} to {max(ends)} rounds" if len(ends) > 1 else "")
 
 
 def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], factor: float) -> None:
@@ -107,7 +111,7 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
         if high >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if not log_if_wide(axes, drawn) and low >= 0 and high > 0:
-            axes.set_ylim(0, 1.08 * high)
+            axes.set_ylim(bottom=0)  # and as high as values and bands reach
 
 
 def _draw_line(axes: Axes, line: Series, column: str, styles: Mapping[str, str], factor: float) -> np.ndarray:

@@ -100,6 +100,9 @@ def read_run(path: Path, command: str) -> RecordedRun:
     partition = _mapping(path / "partition.json", notes, left_out="clients")
     if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
         notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
+    done, planned = rows[-1]["round"], _entry(config, "federation", "rounds")
+    if isinstance(planned, int) and done < planned and not summary.get("stopped"):
+        notes.append(f"it is not finished: {done} of its {planned} rounds are done")
     return RecordedRun(path, config, summary, partition, rows, tuple(notes))
 
 

@@ -207,7 +207,7 @@ def _difference(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
         for key in dict.fromkeys(key for one in (run, *others) for key in one.identity)
         if any(other.identity.get(key) != run.identity.get(key) for other in others) and not key.endswith(".length")
     ]
-    named = {key: f"{_tail(key)} {run.identity.get(key, 'none')}" for key in keys}
+    named = {key: f"{short} {run.identity.get(key, 'none')}" for key, short in short_keys(keys).items()}
     for section in _SECTIONS:
         own = [key for key in keys if key.startswith(f"{section}.")]
         if len(own) > 1 or f"{section}.class_path" in own:  # shown as it is called where more than one number differs
@@ -218,6 +218,21 @@ def _difference(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
     return ", ".join(named.values())
 
 
-def _tail(key: str) -> str:
-    *ahead, last = key.split(".")
-    return last if not last.isdigit() else f"{ahead[-1]}.{last}"
+def short_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Keys of a configuration by their last words, as many of them as they need to differ.
+
+    >>> list(short_keys(["optimizer.init_args.lr", "model.init_args.hidden.0"]).values())
+    ['lr', 'hidden.0']
+    >>> list(short_keys(["optimizer.lr", "federation.server_optimizer.init_args.lr", "method.mu"]).values())
+    ['optimizer.lr', 'server_optimizer.lr', 'mu']
+    """
+    words = {key: [word for word in key.split(".") if word != "init_args"] for key in keys}
+    counts = {key: 2 if own[-1].isdigit() else 1 for key, own in words.items()}
+    while True:
+        short = {key: ".".join(own[-counts[key] :]) for key, own in words.items()}
+        alike = [key for key, text in short.items() if list(short.values()).count(text) > 1]
+        longer = [key for key in alike if counts[key] < len(words[key])]
+        if not longer:
+            return short
+        for key in longer:
+            counts[key] += 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, flatten, is_nested, merged
-from fl_lightning.errors import require, suggest
+from fl_lightning.command_line import SECTIONS, flatten, is_nested, merged, written_out
+from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import read_yaml
 from fl_lightning.shipped import path_of
 
@@ -113,7 +113,10 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     paths = tuple(path if path.is_file() else path_of(Path(file)) for file, path in zip(files, own, strict=True))
     for file, found in zip(files, paths, strict=True):
         require(found.is_file(), f"{key}.files", f"there is no such file beside {beside}", file)
-    return Overlay(paths, settings)
+    try:
+        return Overlay(paths, {name: written_out(str(name), section) for name, section in settings.items()})
+    except ConfigError as error:
+        raise error.at(f"{key}.set.{error.key}") from error
 
 
 def split_options(argv: Sequence[str], seeds: str) -> tuple[list[str], list[str]]:

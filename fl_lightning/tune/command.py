@@ -19,6 +19,7 @@ from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
+from fl_lightning.report.series import short_keys
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
@@ -259,7 +260,7 @@ def _speaks_of(line: str, keys: Iterable[str]) -> bool:
 
 
 def _said(point: Point) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+    return ", ".join(f"{short} {point[key]}" for key, short in short_keys(point).items())
 
 
 def tune(argv: Sequence[str], command: Command) -> int:

@@ -32,7 +32,7 @@ class TwoPhases(Method):
     def phases(self):
         return [
             Phase("head", trains=("model.head",), epochs=2),
-            Phase("nothing", trains=("model.absent",)),
+            Phase("nothing", trains=("terms",)),  # which have no parameters
             Phase("off", epochs=0),
             Phase("body", trains=("model.body",)),
         ]
@@ -227,7 +227,7 @@ class InParts(Method):
     """One phase of three parts, one of which has nothing to train."""
 
     def phases(self):
-        parts = {"head": ("model.head",), "absent": ("model.absent",), "body": ("model.body",)}
+        parts = {"head": ("model.head",), "absent": ("terms",), "body": ("model.body",)}
         return [Phase("all", parts=parts)]
 
 
@@ -310,3 +310,56 @@ def test_every_running_statistic_may_stay_at_home():
 def test_batch_norm_without_statistics_is_refused():
     with pytest.raises(ConfigError, match=r"^model: model\.body\.stages\.0\.1 \(BatchNorm2d\) has no running"):
         ClientModule(Method(with_layer(nn.BatchNorm2d(4, track_running_stats=False))))
+
+
+class Letters(Method):
+    shared = "model"
+
+
+class Misspelt(Method):
+    shared = ("model.bodi",)
+
+
+class TrainsLetters(Method):
+    def phases(self):
+        return [Phase("head", trains="model.head")]
+
+
+class TrainsNothing(Method):
+    def phases(self):
+        return [Phase("all", parts={"own": ("model.heat",)})]
+
+
+class Raises(Method):
+    def phases(self):
+        return [Phase("all", trains=self.trained)]
+
+
+class PredictsNothing(Method):
+    def predictors(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Letters, r"Letters's shared must be names of submodules, as in \('model.head',\) with its comma, got 'model'"),
+        (Misspelt, r"Misspelt's shared names 'model.bodi', which it does not have; did you mean model.body\?"),
+        (TrainsLetters, r"TrainsLetters's phase 'head' \(trains\) must be names of .*, got 'model.head'"),
+        (TrainsNothing, r"TrainsNothing's phase 'all' \(part 'own'\) names 'model.heat', .* did you mean model.head\?"),
+        (Raises, r"Raises.phases\(\) raises AttributeError: "),
+        (PredictsNothing, r"PredictsNothing.predictors\(\) must give at least one Predictor by its name"),
+    ],
+)
+def test_names_of_nothing_are_refused_before_anything_is_trained(mlp, kind, said):
+    """Such a method would share, train or be tested on nothing, and say nothing."""
+    with pytest.raises(ConfigError, match=f"^method: {said}"):
+        ClientModule(kind(mlp()))
+
+
+def test_a_term_that_shares_what_it_does_not_have_is_refused(mlp):
+    class Sends(Constant):
+        shared = ("layer",)
+
+    with pytest.raises(ConfigError, match=r"^method: Method's Sends.shared names 'terms.1.layer', which it does not"):
+        ClientModule(Method(mlp(), extra_terms=[Sends(1.0)]))

@@ -202,6 +202,13 @@ def test_a_torch_data_set():
         TorchDataset(TensorDataset(x)).arrays()
 
 
+@pytest.mark.parametrize("sample", [{"pixels": torch.zeros(4), "label": 1}, "ab"])
+def test_two_names_are_no_input_and_label(sample):
+    """Of a mapping Python unpacks the keys: the line was that the inputs are no numbers."""
+    with pytest.raises(ConfigError, match=rf"sample 0 of list must be \(input, label\), got '{type(sample).__name__}'"):
+        TorchDataset([sample]).arrays()
+
+
 def test_a_torch_data_set_that_cannot_give_a_sample_names_it():
     class Torn(TensorDataset):
         def __getitem__(self, index):

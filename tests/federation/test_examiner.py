@@ -20,6 +20,7 @@ from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.wrapped import WrappedModel
 
 BOTH = ("Local-T", "Global-T")
@@ -370,3 +371,16 @@ def test_a_model_that_cannot_take_the_data_is_refused_before_training(mlp, make_
     said = rf"^{key}: MLP fails on a sample of the data set, int64 \[64\] \(.*whole numbers are tokens"
     with pytest.raises(ConfigError, match=said):
         set_up_federation(method, data=make_data(edit=tokens), architecture=[client % models for client in range(4)])
+
+
+@pytest.mark.parametrize(("classes", "embedding"), [(3, 5), (5, 5), (4, 6)])
+def test_a_model_that_makes_other_sizes_than_it_says_is_refused(set_up_federation, make_data, classes, embedding):
+    """Of too few logits a class would be none; a traceback in round 1 said so, and of too many nothing did."""
+
+    def method():
+        body = Body([], nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+        return Local(SplitModel(body, nn.Linear(5, classes), embedding, 4, (1, 8, 8)))
+
+    said = rf"an embedding \(1, {embedding}\) and logits \(1, 4\), got '\(1, 5\) and \(1, {classes}\)'"
+    with pytest.raises(ConfigError, match=rf"^model: SplitModel must make what it says of 1 sample, {said}"):
+        set_up_federation(method, data=make_data())

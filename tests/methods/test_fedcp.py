@@ -87,3 +87,13 @@ def test_context_is_the_sum_of_the_classes_vectors(mlp):
 def test_ranges_are_checked(mlp):
     with pytest.raises(ConfigError, match=r"method\.weight: must be >= 0"):
         FedCP(mlp(), weight=-1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:FutureWarning")
+def test_policy_can_be_traced_for_any_number_of_samples():
+    """A run's model could not be exported: the number of samples that it was traced with was a constant."""
+    policy = ConditionalPolicy(3).eval()
+    traced = torch.jit.trace(policy, (torch.randn(2, 3), torch.ones(3)))
+    z, context = torch.randn(5, 3), torch.randn(3)
+    for own, other in zip(traced(z, context), policy(z, context), strict=True):
+        assert torch.equal(own, other)

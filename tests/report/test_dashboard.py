@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.report import dashboard
+from fl_lightning.report.panels import draw_panel_grid
 from fl_lightning.report.record import MetricsFile
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
@@ -99,6 +100,35 @@ def test_picture_of_four_methods_and_three_seeds_draws_four_lines_with_bands(tmp
     assert not key.overlaps(title)
     assert not any(key.overlaps(axes.get_tightbbox()) for axes in figure.axes if axes.axison)
     assert matplotlib.image.imread(path).shape[1] == 1280
+
+
+def test_picture_says_that_seeds_have_come_to_other_rounds(tmp_path, monkeypatch):
+    """From where one of them ends on, the mean is that of the others."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        "fl_lightning.report.picture.add_legend", lambda axes, handles, labels, **kept: said.extend(labels)
+    )
+    for seed in range(2):
+        run = make_run(tmp_path / str(seed), "One", ROWS[: len(ROWS) - seed])
+        config = {"seed": seed, "method": {"class_path": "m.One"}, "data": {"num_clients": 2}}
+        (run / "config.yaml").write_text(json.dumps(config))
+    dashboard.draw([tmp_path / "0", tmp_path / "1"], tmp_path / "picture.png")
+    assert said[-1] == f"One, 2 seeds of {len(ROWS) - 1} to {len(ROWS)} rounds"
+
+
+def test_bands_of_what_is_no_share_fit_into_their_panel(tmp_path):
+    """The axis ended at 1.08 of the largest mean, and bands that reach higher were cut off."""
+    runs = []
+    for seed in range(2):
+        rows = [{**row, "seconds": 1.0 + seed} for row in ROWS]
+        run = make_run(tmp_path / str(seed), "One", rows)
+        (run / "config.yaml").write_text(json.dumps({"seed": seed, "method": {"class_path": "m.One"}}))
+        runs.append(Member(read_run(run, "test")))
+    figure = draw_panel_grid([("Seconds", ("seconds",), False)], series_of(runs), "Runs")
+    low, high = figure.axes[0].get_ylim()
+    assert len(figure.axes[0].collections) == 1
+    assert low == 0
+    assert high > 1.5 + 0.5**0.5  # mean and sample deviation
 
 
 def test_picture_leaves_out_what_no_run_has(tmp_path, monkeypatch):

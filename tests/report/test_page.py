@@ -110,6 +110,8 @@ def test_one_seed_has_no_spread_over_seeds(comparison):
         for row in figure.rows(lines):
             assert (row["sl"], row["sh"]) == (None, None)
             assert row["cl"] is None or row["cl"] > 20
+    (figure,) = spread(lines)
+    assert {(row["low"], row["high"]) for row in figure.rows(lines)} == {(None, None)}
 
 
 def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
@@ -331,6 +333,20 @@ def test_runs_of_other_data_are_settings_of_their_own(tmp_path):
     page = Page(path)
     assert [line["setting"] for line in page.content["lines"]] == [0, 1]
     assert any(attributes.get("id") == "setting" for tag, attributes in page.elements if tag == "select")
+
+
+def test_page_names_runs_that_are_not_finished(tmp_path):
+    """They count in means over seeds with the round that they have reached."""
+    runs = []
+    for seed, stopped in enumerate((None, None, "no longer better")):
+        run = make_run(tmp_path / str(seed), seed=seed, rounds=3 if seed else 6)
+        for name, more in (("config.yaml", {"federation": {"rounds": 6}}), ("summary.json", {"stopped": stopped})):
+            (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), **more}))
+        runs.append(run)
+    (path,) = write_page(members_of(*runs), tmp_path / "page.html", "Three runs")
+    assert len(Page(path).content["lines"]) == 1
+    assert path.read_text().count("not finished") == 2  # above the figures, and where it is said how it is run again
+    assert "<li>1: it is not finished: 3 of its 6 rounds are done</li>" in path.read_text()
 
 
 def test_page_says_what_is_missing(tmp_path):

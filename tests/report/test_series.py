@@ -41,6 +41,19 @@ def test_lines_of_one_method_say_what_differs_and_share_its_color():
     assert one.dash != two.dash
 
 
+def test_keys_of_one_last_word_are_told_apart_in_a_name():
+    """The rate of clients and that of the server were both "lr"."""
+    one, other = (
+        member(lr=lr, server_optimizer={"class_path": "ServerSGD", "init_args": {"lr": server}})
+        for lr, server in ((0.1, 1.0), (0.2, 0.5))
+    )
+    labels = [line.label for line in series_of([one, other])]
+    assert labels == [
+        "A (server_optimizer.lr 1.0, optimizer.lr 0.1)",
+        "A (server_optimizer.lr 0.5, optimizer.lr 0.2)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("key", "one", "other", "labels"),
     [

@@ -4,7 +4,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.parser import configured
 from fl_lightning.table.definition import Published, read_definition
 from fl_lightning.table.figures import Head, Value
-from fl_lightning.table.overlays import Overlay
+from fl_lightning.table.overlays import Overlay, read_overlay
 from fl_lightning.table.page import shown
 from fl_lightning.table.writing import latex, markdown
 
@@ -79,6 +79,23 @@ def test_published_figures_keep_all_their_digits(write):
     ((_, (cell,)), *_) = shown(table, values).rows
     assert cell.published == "16986640 ± 1234567.5"
     assert str(Published(66.20)) == "66.2"
+
+
+def test_short_forms_of_a_section_are_those_of_a_configuration(tmp_path):
+    """Rounds with the clients that are out of them were keys that there are not."""
+
+    def words(failures):
+        return list(
+            read_overlay({"set": {"federation": {"failures": failures}}}, "rows.A", tmp_path / "t.yaml").words()
+        )
+
+    assert words({3: [0, 4], "5-8": [2]}) == [
+        "--federation.failures.schedule.3=[0, 4]",
+        "--federation.failures.schedule.5-8=[2]",
+    ]
+    assert words(0.2) == ["--federation.failures.probability=0.2"]
+    with pytest.raises(ConfigError, match=r"^rows\.A\.set\.federation\.failures: must be a probability \(0\.3\)"):
+        words("often")
 
 
 def resolved(label, **settings):

@@ -1,8 +1,10 @@
+import csv
 import json
 from types import SimpleNamespace
 
 import pytest
 
+from fl_lightning.tune.command import Tuning
 from fl_lightning.tune.space import read_search
 from fl_lightning.tune.trials import Median, Optuna, Trial
 
@@ -63,3 +65,13 @@ def test_what_lies_below_the_median_of_the_others_is_ended(search):
     assert not median.worse(run("good", [0.1, 0.65]))
     assert not median.worse(run("young", [0.1]))  # in the first fifth of the rounds
     assert not median.worse(run("blind", []))
+
+
+def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path):
+    """The clients' rate and the server's were both "lr"."""
+    point = {"optimizer.lr": 0.1, "federation.server_optimizer.init_args.lr": 1.0, "method.mu": 0.5}
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    tuning.write({"Method": [Trial(0, point, state="failed")]})
+    with (tuning.folder / "trials.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"

@@ -105,7 +105,7 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
             for kind, take in enumerate(KINDS.values()):
                 if values:
                     each = [100 * float(take(own)) for own in values]
-                    std = float(np.std(each, ddof=1)) if len(each) > 1 else 0.0
+                    std = float(np.std(each, ddof=1)) if len(each) > 1 else np.nan
                     mean = float(np.mean(each))
                     rows.add(s=place, pick=moment, kind=kind, x=mean, low=mean - std, high=mean + std)
     if not len(rows):
@@ -120,6 +120,7 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
         "height": {"step": STEP},
         "layer": [
             {
+                "transform": [{"filter": "datum.low !== null"}],
                 "mark": {"type": "rule", "strokeWidth": 1.5},
                 "encoding": {"x": quantity("low", ""), "x2": {"field": "high"}},
             },
