@@ -46,6 +46,14 @@ class OwnTraining:
     steps = 1
     """Mini-batches of an epoch, as the runner says before a fit."""
 
+    def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
+        """The share of the model and of further copies of it, which a method trains beside it.
+
+        Args:
+            copies: their own shares; what a fit is told goes to all of them.
+        """
+        return self
+
     def optimizer(
         self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
     ) -> MakeOptimizer:

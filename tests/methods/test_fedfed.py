@@ -420,14 +420,15 @@ class OwnCrossEntropy(LightningModule):
         return F.cross_entropy(self(x), y)
 
 
-def test_a_modules_own_loss_of_images_and_copies_is_not_taken_for_that_of_the_images(run_federation):
-    module = OwnCrossEntropy()
+def test_a_modules_own_loss_of_images_and_copies_is_not_taken_for_that_of_the_images(run_federation, make_data):
+    module, data = OwnCrossEntropy(), make_data(counts=((4, 2, 0, 0),), batch_size=8)
     models = (
         WrappedLightningModule((1, 8, 8), 4, module, optimizer="configured"),
         WrappedModel((1, 8, 8), 4, module.layers, head="3"),
     )
     ours, theirs = (
-        run_federation(lambda model=model: fedfed(copy.deepcopy(model)), rounds=1, evaluate=QUIET) for model in models
+        run_federation(lambda model=model: fedfed(copy.deepcopy(model)), rounds=1, evaluate=QUIET, data=data)
+        for model in models
     )
     for name in ("loss", "loss/cross_entropy", "loss/cross_entropy_protected"):
         assert ours.diary.rows[0][name] == pytest.approx(theirs.diary.rows[0][name], rel=1e-5)
