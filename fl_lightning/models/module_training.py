@@ -43,7 +43,9 @@ class ModuleTraining(OwnTraining):
         require(not (configured and self.steps_itself), "model.optimizer", rule)
         self.stretches: list[Stretch] = []
         self.present = Stretch()
-        self.epoch, self.batch, self.num_steps = 0, 0, 0
+        self.epoch, self.num_steps = 0, 0
+        self.batch = -1
+        """The present mini-batch of the epoch; before the first one -1."""
         self.logged = Logged()
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
@@ -148,14 +150,14 @@ class ModuleTraining(OwnTraining):
 
     @override
     def start_fit(self) -> None:
-        self.batch = self.num_steps = 0
+        self.batch, self.num_steps = -1, 0
         reset_metrics(self.joined.module)
         self._call("on_fit_start")
         self._call("on_train_start")
 
     @override
     def start_epoch(self, phase: int, epoch: int) -> None:
-        self.epoch, self.batch, self.logged, self._skips = epoch, 0, Logged(), False
+        self.epoch, self.batch, self.logged, self._skips = epoch, -1, Logged(), False
         self.present = self.stretches[phase] if self.stretches else Stretch()
         self._call("on_train_epoch_start")
 
@@ -198,11 +200,13 @@ class ModuleTraining(OwnTraining):
             self._call("on_before_zero_grad", optimizer)
 
     @override
-    def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
-        self._end_batch()
+    def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
         self._pull = pull
+        if not again:
+            self._end_batch()
+            self.batch += 1
         batch, index = self._transferred([x, y]), self.batch
-        self._skips = self._skips or self._call("on_train_batch_start", batch, index) == -1
+        self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
         if self._skips:
             raise SkippedBatch
         self.logged.loss = None
@@ -213,7 +217,6 @@ class ModuleTraining(OwnTraining):
                 said = with_fitting(module.training_step, (batch, index))
             finally:
                 handle.remove()
-        self.batch += 1
         self.has_passed = True
         self._waits_for_end = said, batch, index
         loss = said.get("loss") if isinstance(said, Mapping) else said

@@ -109,13 +109,14 @@ class OwnTraining:
     def before_step(self, optimizer: Any) -> None:
         """An optimizer is about to step: gradients are accumulated, not yet clipped."""
 
-    def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
+    def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
         """A mini-batch of a fit, where the model has a loss of its own.
 
         Args:
             x: [B, …] inputs.
             y: [B] int64 classes.
             pull: for models that step by themselves.
+            again: whether it is one more pass of the same mini-batch, which counts once.
 
         Raises:
             SkippedBatch: where the model leaves the mini-batch out.
