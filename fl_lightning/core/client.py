@@ -17,7 +17,7 @@ from fl_lightning.core.devices import Part, SharedFit
 from fl_lightning.core.division import Division, division_of, load_entries, matches, overlap
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
-from fl_lightning.core.freezing import batch_norms
+from fl_lightning.core.freezing import batch_norms, trainable
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
@@ -31,12 +31,11 @@ from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import Term
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import require
+from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
     from torch.optim import Optimizer
-
-    from fl_lightning.models.split import SplitModel
 
 __all__ = ["ClientModule", "FitSettings"]
 
@@ -115,7 +114,8 @@ class ClientModule(L.LightningModule):
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None
-        self.own = method.model.own
+        others = (part for part in method.modules() if isinstance(part, SplitModel) and part is not method.model)
+        self.own = method.model.own.beside([other.own for other in others if trainable(other)])
         self._layers = batch_norms(method)
         self._plugin: Precision | None = None
         self._machine = Machine()

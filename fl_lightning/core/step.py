@@ -116,7 +116,7 @@ class Step:
         self._logged: dict[str, Tensor] = {}
         self._total: Tensor | None = None
         self._descents = 0
-        self._has_stepped = self._lacks_loss = False
+        self._has_stepped = self._lacks_loss = self._has_passed = False
         self._pulled: dict[str, Tensor] = {}
         self._batch = part.y.shape[0]
         self._size = self._batch if part.counts else 0
@@ -198,7 +198,8 @@ class Step:
         """A pass in which the model computes its loss, and may step on it, by itself."""
         bench = self._bench
         with single_sample(bench.layers, len(y)), bench.machine.precision():
-            z, logits, loss = own.training_pass(x, y, self._pull)
+            z, logits, loss = own.training_pass(x, y, self._pull, self._has_passed)
+        self._has_passed = True
         self._has_stepped, self._lacks_loss = own.steps_itself, loss is None
         loss = torch.zeros((), device=y.device) if loss is None else loss
         return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss, recall=recall)

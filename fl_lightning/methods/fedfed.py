@@ -291,11 +291,15 @@ class FedFed(Method):
         return [draw[taken][step.part.own] for draw in self.draws]
 
     def _own_and_all(self, step: Step, copies: list[Tensor], labels: list[Tensor]) -> tuple[Forward, Forward]:
-        """One forward pass over own images and copies: the part of it that is the own images', and the whole."""
+        """One forward pass over own images and copies: the part of it that is the own images', and the whole.
+
+        A loss that the model computes by itself is of the whole; that of the part is the cross-entropy of its logits.
+        """
         out = step.forward(torch.cat([step.x, *copies]), torch.cat([step.y, *labels]))
         n = len(step.y)
         features = [feature[:n] for feature in out.features]
-        return replace(out, x=step.x, y=step.y, features=features, z=out.z[:n], logits=out.logits[:n]), out
+        own = replace(out, x=step.x, y=step.y, features=features, z=out.z[:n])
+        return own.predicting(out.logits[:n]), out
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> Server:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from fl_lightning.core.facts import PlansRounds
 from fl_lightning.core.low_rank import Energy, LowRankServer, ReceivedModel
-from fl_lightning.core.method import Facts, Message, Method, OwnData, Predictor, Step, Term
+from fl_lightning.core.method import Facts, Message, Method, OwnData, Phase, Predictor, Step, Term
 from fl_lightning.core.personal import personal_and_global, personal_copy
 from fl_lightning.errors import require_choices
 from fl_lightning.losses.mutual_distillation import Gradients, View, mutual_distillation
@@ -27,7 +27,8 @@ class FedKD(PlansRounds, Method):
     their plain mean, both with the fewest singular values whose squares exceed a share T of the sum, T = T_0 + (T_1 −
     T_0) · round/rounds; a kernel is a matrix by its first axis. Who sat out gets s whole. `Local-T` and `Global-T` are
     t's, `Server-T` is s's. Where both are nearly right CE_t + CE_s is tiny: clip (`trainer.gradient_clip_val`, 10 in
-    one public code). (Public codes take KL over C, and send nothing of a matrix that needs all its values.)
+    one public code), the gradients of t apart from those of s and W. (Public codes take KL over C, and send nothing of
+    a matrix that needs all its values.)
 
     Args:
         energy_start: T_0, in [0, 1]; 1 sends all as it is.
@@ -63,6 +64,10 @@ class FedKD(PlansRounds, Method):
     def receive(self, message: Message, data: OwnData) -> None:
         super().receive(message, data)
         self.received.take(self.model.parameters())
+
+    @override
+    def phases(self) -> list[Phase]:
+        return [Phase("all", parts={"student": ("model", "terms", "transform"), "teacher": ("personal",)})]
 
     @override
     def losses(self) -> dict[str, float]:

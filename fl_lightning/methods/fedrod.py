@@ -11,7 +11,7 @@ import copy
 from torch import Tensor
 from typing_extensions import override
 
-from fl_lightning.core.method import Method, Predictor, Seen, Step, Term
+from fl_lightning.core.method import Method, Phase, Predictor, Seen, Step, Term
 from fl_lightning.errors import require
 from fl_lightning.losses.logit_adjustment import BalancedSoftmax
 from fl_lightning.models.split import SplitModel
@@ -23,9 +23,10 @@ class FedRoD(Method):
         min_{f,g} −log( n_y^γ e^{g_y} / Σ_c n_c^γ e^{g_c} ),  min_p CE(sg[g] + p(sg[f(x)]), y),  g = g(f(x))
 
     n_c is how many samples of class c the client has; sg[·] lets no gradient through, so that p does not reach what is
-    shared. `Local-T` and `Global-T` are the personal predictor's, g + p, `Server-T` is the generic one's, g; both are
-    logged. The loss that is named cross_entropy is the personal predictor's. All p start as g does; to draw them from a
-    hypernetwork of the class frequencies, the paper's other form, is left out.
+    shared, and its gradients are clipped apart. `Local-T` and `Global-T` are the personal predictor's, g + p,
+    `Server-T` is the generic one's, g; both are logged. The loss that is named cross_entropy is the personal
+    predictor's. All p start as g does; to draw them from a hypernetwork of the class frequencies, the paper's other
+    form, is left out.
 
     (Of public codes one is this; another trains f on p's loss, too, and predicts by p alone.)
 
@@ -44,6 +45,10 @@ class FedRoD(Method):
     @override
     def setup(self) -> None:
         self.personal_head = copy.deepcopy(self.model.head)  # p
+
+    @override
+    def phases(self) -> list[Phase]:
+        return [Phase("all", parts={"generic": ("model", "terms"), "personal": ("personal_head",)})]
 
     @override
     def term_weights(self) -> dict[str, float]:

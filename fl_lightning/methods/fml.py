@@ -18,8 +18,8 @@ class FML(Method):
 
         L_v = α CE(v) + (1 − α) KL(p_w ‖ p_v),  L_w = β CE(w) + (1 − β) KL(p_v ‖ p_w)
 
-    Each loss trains its own model, on the same mini-batch. `Local-T` and `Global-T` are v's, `Server-T` is w's. (Of
-    public codes one lets each loss train both models, and takes KL over C.)
+    Each loss trains its own model, on the same mini-batch; gradients are clipped model by model. `Local-T` and
+    `Global-T` are v's, `Server-T` is w's. (Of public codes one lets each loss train both models, and takes KL over C.)
 
     Args:
         alpha: α, in [0, 1]; 1 is Local.
@@ -42,7 +42,7 @@ class FML(Method):
 
     @override
     def phases(self) -> list[Phase]:
-        return [Phase("all", trains=("model", "personal", "terms"))]
+        return [Phase("all", parts={"meme": ("model", "terms"), "personal": ("personal",)})]
 
     @override
     def losses(self) -> dict[str, float]:

@@ -43,11 +43,15 @@ class ModuleTraining(OwnTraining):
         require(not (configured and self.steps_itself), "model.optimizer", rule)
         self.stretches: list[Stretch] = []
         self.present = Stretch()
-        self.epoch, self.batch, self.num_steps = 0, 0, 0
+        self.epoch, self.num_steps = 0, 0
+        self.batch = -1
+        """The present mini-batch of the epoch; before the first one -1."""
         self.logged = Logged()
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
         self._skips = False  # the rest of the epoch
+        self.has_passed = False
+        """Whether a training pass waits for its way back."""
 
     # --- the module, whole, in its fit --------------------------------------------------------------------------------
 
@@ -72,6 +76,11 @@ class ModuleTraining(OwnTraining):
                 return with_fitting(getattr(module, hook), arguments)
         return None
 
+    @override
+    def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
+        others = [copy for copy in copies if isinstance(copy, ModuleTraining)]
+        return Together([self, *others]) if others else self
+
     # --- optimizers ---------------------------------------------------------------------------------------------------
 
     @override
@@ -83,19 +92,18 @@ class ModuleTraining(OwnTraining):
         require(not (self.steps_itself and clips), "trainer.gradient_clip_val", rule)
         self.stretches, self.present = [], Stretch()
         self.accumulate, self._lr_factor = accumulate, lr_factor
-        return configured if self.configured else OwnOptimizers(self, configured)
+        return configured if self.configured else OwnOptimizers([self])
 
     @override
     def plan(self, epochs: int, last: int | None = None) -> None:
         self.present = Stretch(epochs, last)
         self.stretches.append(self.present)
 
-    def make(self, parameters: list[nn.Parameter], configured: MakeOptimizer, in_fit: bool = True) -> Any:
+    def make(self, parameters: list[nn.Parameter], in_fit: bool = True) -> Any:
         """The module's optimizers, of some parameters; those that are not the module's are added to the first.
 
         Args:
             parameters: what they train.
-            configured: makes the optimizer of parameters none of which is the module's.
             in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given.
         """
         length = self.steps, self.present
@@ -105,8 +113,6 @@ class ModuleTraining(OwnTraining):
         try:
             with self as module:
                 theirs = {id(parameter) for parameter in module.parameters()}
-                if not any(id(parameter) in theirs for parameter in parameters):
-                    return configured(parameters)
                 stretch.configure(module)
         finally:
             self.steps, self.present = length
@@ -144,14 +150,14 @@ class ModuleTraining(OwnTraining):
 
     @override
     def start_fit(self) -> None:
-        self.batch = self.num_steps = 0
+        self.batch, self.num_steps = -1, 0
         reset_metrics(self.joined.module)
         self._call("on_fit_start")
         self._call("on_train_start")
 
     @override
     def start_epoch(self, phase: int, epoch: int) -> None:
-        self.epoch, self.batch, self.logged, self._skips = epoch, 0, Logged(), False
+        self.epoch, self.batch, self.logged, self._skips = epoch, -1, Logged(), False
         self.present = self.stretches[phase] if self.stretches else Stretch()
         self._call("on_train_epoch_start")
 
@@ -194,11 +200,13 @@ class ModuleTraining(OwnTraining):
             self._call("on_before_zero_grad", optimizer)
 
     @override
-    def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
-        self._end_batch()
+    def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
         self._pull = pull
+        if not again:
+            self._end_batch()
+            self.batch += 1
         batch, index = self._transferred([x, y]), self.batch
-        self._skips = self._skips or self._call("on_train_batch_start", batch, index) == -1
+        self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
         if self._skips:
             raise SkippedBatch
         self.logged.loss = None
@@ -209,7 +217,7 @@ class ModuleTraining(OwnTraining):
                 said = with_fitting(module.training_step, (batch, index))
             finally:
                 handle.remove()
-        self.batch += 1
+        self.has_passed = True
         self._waits_for_end = said, batch, index
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if self.steps_itself:
@@ -286,27 +294,107 @@ class ModuleTraining(OwnTraining):
 
 
 class OwnOptimizers:
-    """Makes a module's own optimizers for a fit.
+    """Makes modules' own optimizers for a fit.
 
     Args:
-        training: the module's.
-        configured: makes the optimizer of parameters none of which is the module's.
+        homes: the shares of a module and of its copies that learn in the fit; the first makes the optimizers of
+            parameters that none of them has.
     """
 
-    def __init__(self, training: ModuleTraining, configured: MakeOptimizer) -> None:
-        self.training, self.configured = training, configured
-        self.rescale = training.rescale
+    def __init__(self, homes: Sequence[ModuleTraining]) -> None:
+        self.homes = homes
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """One for the fit's next phase."""
-        return self.training.make(list(parameters), self.configured)
+        own = list(parameters)
+        return next((home for home in self.homes if _holds(home, own)), self.homes[0]).make(own)
 
     def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
         """An optimizer that no schedule moves, and that nobody keeps."""
-        return self.training.make(list(parameters), self.configured, in_fit=False)
+        return self.homes[0].make(list(parameters), in_fit=False)
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
+        homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
+        return any(home.rescale(optimizer, lr) for home in homes)
+
+
+class Together(OwnTraining):
+    """The share of a module and of its copies that learn beside it: what the fit says goes to all of them.
+
+    Args:
+        homes: their own shares, the module's first.
+    """
+
+    has_loss = True
+
+    def __init__(self, homes: Sequence[ModuleTraining]) -> None:
+        self.homes = list(homes)
+        self.has_optimizer, self.steps_itself = homes[0].has_optimizer, homes[0].steps_itself
+        self.watches = homes[0].watches
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for home in self.homes if name == "steps" else ():
+            home.steps = value
+
+    @override
+    def optimizer(
+        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
+    ) -> MakeOptimizer:
+        made = [home.optimizer(configured, accumulate, lr_factor, clips) for home in self.homes]
+        return OwnOptimizers(self.homes) if self.has_optimizer else made[0]
+
+    @override
+    def plan(self, epochs: int, last: int | None = None) -> None:
+        for home in self.homes:
+            home.plan(epochs, last)
+
+    @override
+    def start_fit(self) -> None:
+        for home in self.homes:
+            home.start_fit()
+
+    @override
+    def start_epoch(self, phase: int, epoch: int) -> None:
+        for home in self.homes:
+            home.start_epoch(phase, epoch)
+
+    @override
+    def end_epoch(self) -> None:
+        for home in self.homes:
+            home.end_epoch()
+
+    @override
+    def end_fit(self) -> None:
+        for home in self.homes:
+            home.end_fit()
+
+    @override
+    def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
+        ways = {id(home): home.watched(backward) for home in self.homes}
+
+        def go_back(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            passed = next((home for home in self.homes if home.has_passed), self.homes[0])
+            passed.has_passed = False
+            ways[id(passed)](loss, *args, **kwargs)
+
+        return go_back
+
+    @override
+    def before_step(self, optimizer: Any) -> None:
+        for home in self.homes:
+            home.before_step(optimizer)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _holds(home: ModuleTraining, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether some of the parameters are a module's, its head among them."""
+    wanted = {id(parameter) for parameter in parameters}
+    with home.joined as joined:
+        return any(id(parameter) in wanted for parameter in joined.module.parameters())
 
 
 def _none(parameters: Iterable[nn.Parameter]) -> Any:

@@ -46,6 +46,14 @@ class OwnTraining:
     steps = 1
     """Mini-batches of an epoch, as the runner says before a fit."""
 
+    def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
+        """The share of the model and of further copies of it, which a method trains beside it.
+
+        Args:
+            copies: their own shares; what a fit is told goes to all of them.
+        """
+        return self
+
     def optimizer(
         self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
     ) -> MakeOptimizer:
@@ -101,13 +109,14 @@ class OwnTraining:
     def before_step(self, optimizer: Any) -> None:
         """An optimizer is about to step: gradients are accumulated, not yet clipped."""
 
-    def training_pass(self, x: Tensor, y: Tensor, pull: Pull) -> Pass:
+    def training_pass(self, x: Tensor, y: Tensor, pull: Pull, again: bool = False) -> Pass:
         """A mini-batch of a fit, where the model has a loss of its own.
 
         Args:
             x: [B, …] inputs.
             y: [B] int64 classes.
             pull: for models that step by themselves.
+            again: whether it is one more pass of the same mini-batch, which counts once.
 
         Raises:
             SkippedBatch: where the model leaves the mini-batch out.

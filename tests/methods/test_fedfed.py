@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning import LightningModule
 from sections import sectioned
+from torch import nn
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedfed import FedFed, Weights, class_balanced_draw
+from fl_lightning.models.lightning_module import WrappedLightningModule
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.wrapped import WrappedModel
 
 ONE_CLIENT = ((12, 8, 5, 4),)
 BALANCED = ((12, 12, 12, 12), (6, 6, 6, 6), (6, 6, 6, 6))
@@ -399,3 +403,32 @@ def test_bad_values_are_refused(mlp, options):
 def test_what_is_no_image_is_refused(mlp):
     with pytest.raises(ConfigError, match=r"^model: ResidualVAE takes images"):
         FedFed(mlp(shape=(64,)))
+
+
+class OwnCrossEntropy(LightningModule):
+    """A module that computes by itself what would be computed for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, 5), nn.ReLU(), nn.Linear(5, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+
+def test_a_modules_own_loss_of_images_and_copies_is_not_taken_for_that_of_the_images(run_federation, make_data):
+    module, data = OwnCrossEntropy(), make_data(counts=((4, 2, 0, 0),), batch_size=8)
+    models = (
+        WrappedLightningModule((1, 8, 8), 4, module, optimizer="configured"),
+        WrappedModel((1, 8, 8), 4, module.layers, head="3"),
+    )
+    ours, theirs = (
+        run_federation(lambda model=model: fedfed(copy.deepcopy(model)), rounds=1, evaluate=QUIET, data=data)
+        for model in models
+    )
+    for name in ("loss", "loss/cross_entropy", "loss/cross_entropy_protected"):
+        assert ours.diary.rows[0][name] == pytest.approx(theirs.diary.rows[0][name], rel=1e-5)

@@ -21,6 +21,10 @@ def taught(student, teacher):
     return (p * (p / q).log()).sum(1).mean()
 
 
+def void(value):
+    """Nothing: what a hook must return."""
+
+
 def least_rank(change, energy):
     """A matrix by the fewest singular values that exceed the share, one after another."""
     u, s, v = torch.linalg.svd(change.double().flatten(1), full_matrices=False)
@@ -28,13 +32,23 @@ def least_rank(change, energy):
     return (u[:, :rank] @ s[:rank].diag() @ v[:rank]).view_as(change).float(), rank
 
 
-@pytest.mark.parametrize("gradients", ["joint", "own"])
-def test_two_rounds_are_those_of_the_paper(gradients, mlp, data, set_up_federation, sgd, train_by_hand):
-    loop = set_up_federation(lambda: FedKD(mlp(), 0.5, 0.9, gradients), data=data, rounds=2)
+@pytest.mark.parametrize(("gradients", "clip"), [("joint", None), ("own", 0.5)])
+def test_two_rounds_are_those_of_the_paper(gradients, clip, mlp, data, set_up_federation, sgd, train_by_hand):
+    """The teacher's gradients, and those of the student and W, are clipped by themselves."""
+    clips = {"gradient_clip_val": clip}
+    loop = set_up_federation(lambda: FedKD(mlp(), 0.5, 0.9, gradients), data=data, rounds=2, trainer=clips)
     method = loop.runner.modules[0].method
     three = nn.ModuleList([copy.deepcopy(method.model), copy.deepcopy(method.model), copy.deepcopy(method.transform)])
     loop.run()
     t, s, w = three
+
+    def clipped(parameters):
+        stepper = sgd()(parameters)
+        groups = [] if clip is None else [[*t.parameters()], [*s.parameters(), *w.parameters()]]
+        for group in groups:
+            stepper.register_step_pre_hook(lambda *_, group=group: void(nn.utils.clip_grad_norm_(group, clip)))
+        return stepper
+
     cut = torch.Tensor.detach if gradients == "own" else lambda x: x
     for round, energy in ((1, 0.7), (2, 0.9)):
         received = loop.diary.received[round, 0].weights
@@ -47,7 +61,7 @@ def test_two_rounds_are_those_of_the_paper(gradients, mlp, data, set_up_federati
             of_t = ce_t + (taught(g_t, cut(g_s)) + F.mse_loss(z_t, cut(w(z_s)))) / (ce_t + cut(ce_s))
             return of_t + ce_s + (taught(g_s, cut(g_t)) + F.mse_loss(cut(z_t), w(z_s))) / (cut(ce_t) + ce_s)
 
-        train_by_hand(three, data.clients[0], sgd(), round, loss=loss)
+        train_by_hand(three, data.clients[0], clipped, round, loss=loss)
         sent, values = loop.diary.sent[round, 0], 0
         for name, tensor in s.state_dict().items():
             change, rank = tensor - received[f"model.{name}"], 0

@@ -41,8 +41,12 @@ def test_two_rounds_are_those_of_the_paper(mlp, data, set_up_federation, sgd, tr
 
 
 def test_without_teaching_it_is_local_beside_fedavg(mlp, run_federation):
-    loop = run_federation(lambda: FML(mlp(), alpha=1.0, beta=1.0), 2)
-    local, fedavg = run_federation(lambda: Local(mlp()), 2), run_federation(lambda: FedAvg(mlp()), 2)
+    """Under clipping, too: each model's gradients are clipped by themselves."""
+    makes = (lambda: FML(mlp(), alpha=1.0, beta=1.0)), (lambda: Local(mlp())), (lambda: FedAvg(mlp()))
+    loop, local, fedavg = (run_federation(make, rounds=2, trainer={"gradient_clip_val": 0.5}) for make in makes)
+    torch.testing.assert_close(loop.exchange.global_message().weights, fedavg.exchange.global_message().weights)
+    alone = {name.replace("model.", "personal.", 1): tensor for name, tensor in local.runner.pool.get(0).items()}
+    torch.testing.assert_close(dict(loop.runner.pool.get(0)), alone)
     assert [row["Local-T"] for row in loop.diary.rows] == [row["Local-T"] for row in local.diary.rows]
     assert [row["Server-T"] for row in loop.diary.rows] == [row["Server-T"] for row in fedavg.diary.rows]
     assert loop.diary.rows[1]["Local-T"] == loop.diary.rows[1]["Local-T/personal"]

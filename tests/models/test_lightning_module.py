@@ -30,12 +30,15 @@ from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.losses.gaussian_mixture import GaussianMixture
+from fl_lightning.methods.apple import APPLE
+from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedetf import FedETF
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedpac import FedPAC
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
 from fl_lightning.methods.moon import MOON
 from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.methods.scaffold import SCAFFOLD
@@ -141,6 +144,38 @@ def test_training_step_and_optimizer_are_the_modules_own(kind, manual, run_feder
     for own, other in rows:
         assert own["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert own["Local-T"] == other["Local-T"]
+
+
+class ByBatch(Sgd):
+    """Weighs a mini-batch by its number, and halves its gradients on their way."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / (1 + batch_idx)
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad /= 2
+
+
+def test_a_copy_that_learns_beside_the_module_is_trained_like_it(run_federation, set_up_federation, sgd):
+    """Ditto without a pull is Local beside FedAvg, whatever the section `optimizer` says, in any order of clients."""
+    local = run_federation(lambda: Local(wrapped(ByBatch(), "fc")), rounds=2)
+    loop = set_up_federation(lambda: Ditto(wrapped(ByBatch(), "fc"), weight=0.0), rounds=2, optimizer=sgd(9.0))
+    loop.fit_order = lambda clients: sorted(clients, reverse=True)
+    loop.run()
+    for client in range(4):
+        kept, alone = loop.runner.pool.get(client), local.runner.pool.get(client)
+        for name, tensor in alone.items():
+            assert torch.equal(kept[name.replace("model.", "personal.", 1)], tensor), name
+
+
+def test_parts_without_a_parameter_of_the_modules_are_trained_by_its_optimizer(run_federation, sgd):
+    """The section `optimizer` is not used: APPLE's relations have a rate of their own, but the module's momentum."""
+    kept = [
+        run_federation(lambda: APPLE(wrapped(Sgd(), "fc")), rounds=1, optimizer=optimizer).runner.pool.get(0)
+        for optimizer in (sgd(), sgd(momentum=0.9))
+    ]
+    assert torch.equal(*(own["relations"] for own in kept))
 
 
 def test_the_configurations_optimizer_is_taken_if_so_asked(run_federation, sgd):

@@ -11,6 +11,7 @@ from torch import nn
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedprox import FedProx
+from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.models.lightning_module import WrappedLightningModule
 from fl_lightning.models.module_hooks import CALLED, REFUSED
 
@@ -342,3 +343,27 @@ def test_manual_optimization_clips_by_lightnings_own_call(set_up_federation):
     before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
     loop.run()
     assert all(torch.allclose(tensor, before[name], atol=1e-8) for name, tensor in final(loop).items())
+
+
+class Counted(Plain):
+    """Takes down the numbers of its mini-batches."""
+
+    starts, passes = [], []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.starts.append(batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        self.passes.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_mini_batch_that_a_method_passes_several_times_counts_once(run_federation, make_data):
+    """So that pFedMe's steps on one mini-batch are of one, by the copy of the module that is its θ."""
+    data = make_data(counts=((8, 6, 0, 0), (3, 6, 0, 0)))
+    Counted.starts.clear()
+    Counted.passes.clear()
+    run_federation(lambda: pFedMe(wrapped(Counted()), inner_steps=2), rounds=1, data=data)
+    batches = [index for client in data.clients for index in range(-(-client.num_train // 4))]
+    assert Counted.starts[1:] == batches  # one was tried out
+    assert Counted.passes[1:] == [index for index in batches for _ in range(2)]
