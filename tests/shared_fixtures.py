@@ -11,6 +11,7 @@ import pytest
 import torch
 from leaves import flatten
 from lightning.pytorch.trainer.connectors import callback_connector
+from lightning.pytorch.utilities import argparse
 from tiny_models import TinyConvNet
 from torch import nn
 
@@ -52,12 +53,24 @@ def _nobody_waits_for_the_disk():
 
 @pytest.fixture(scope="session", autouse=True)
 def _packages_are_asked_once():
-    """Lightning asks every installed package for callbacks of its own at each Trainer, in ten milliseconds."""
+    """Lightning asks every installed package for callbacks of its own at each Trainer, in ten milliseconds.
+
+    And the environment for its arguments, and the driver's library for GPUs, in one.
+    """
     patch = pytest.MonkeyPatch()
-    asks = "_load_external_callbacks"
-    patch.setattr(callback_connector, asks, lru_cache(getattr(callback_connector, asks)))
+    asked = (callback_connector, "_load_external_callbacks"), (argparse, "_parse_env_variables")
+    for module, asks in (*asked, (torch.cuda, "device_count")):
+        patch.setattr(module, asks, lru_cache(getattr(module, asks)))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="module")
+def plain_convolutions():
+    """Torch's own kernels for convolutions: on images of 8 × 8 pixels a step takes 40 % less than with oneDNN's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        yield
 
 
 class InMemory(Dataset):

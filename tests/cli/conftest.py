@@ -73,11 +73,11 @@ class Workplace:
         config = yaml.safe_load((self.path / "exp.yaml").read_text())
         self.write("exp.yaml", merged(config, sections))
 
-    def start(self, *argv, env=None, die_at=None, out="out", terminal=None, fatal=None) -> Running:
+    def start(self, *argv, env=None, die_at=None, out="out", terminal=None, fatal=None, torchrun=0) -> Running:
         """Start a command; `out` tells the output of several that run at once apart."""
         environment = {**self.environment, **(env or {})}
         output = self.path.parent / f"{self.name}.{out}"
-        return Running(argv, self.path, environment, output, die_at, self.draws, self.haste, terminal, fatal)
+        return Running(argv, self.path, environment, output, die_at, self.draws, self.haste, terminal, fatal, torchrun)
 
     def call(self, *argv, env=None, die_at=None, fatal=None):
         """Run a command to its end; returns (exit code, stdout, stderr)."""

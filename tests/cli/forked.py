@@ -39,10 +39,11 @@ class Running:
         terminal: the device that it writes to; None for files in `folder`.
         haste: how many of the seconds in which workers watch each other make one of the clock's.
         fatal: arguments of `FatalOperations`, which see.
+        torchrun: how many processes torchrun's agent starts that do it; 0 for this one alone, without an agent.
     """
 
     def __init__(
-        self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1, terminal=None, fatal=None
+        self, argv, cwd, env, folder: Path, die_at=None, draws=True, haste=1, terminal=None, fatal=None, torchrun=0
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "stdout", folder / "stderr"
@@ -50,8 +51,8 @@ class Running:
             file.unlink(missing_ok=True)
         if terminal is not None:
             self.out = self.err = terminal
-        arguments = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err), die_at, draws, haste, fatal)
-        self.process = CONTEXT.Process(target=child, args=arguments)
+        own = (list(map(str, argv)), str(cwd), env, str(self.out), str(self.err))
+        self.process = CONTEXT.Process(target=child, args=(*own, die_at, draws, haste, fatal, torchrun))
         self.process.start()
 
     def kill(self) -> None:
@@ -83,7 +84,7 @@ class Running:
         return code, out, err
 
 
-def child(argv, cwd, env, out, err, die_at, draws, haste, fatal) -> None:
+def child(argv, cwd, env, out, err, die_at, draws, haste, fatal, torchrun) -> None:
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -114,11 +115,19 @@ def child(argv, cwd, env, out, err, die_at, draws, haste, fatal) -> None:
         watch_in_haste(haste)
     atexit._clear()  # the server's
     try:
-        cli.main(argv)
+        under_torchrun(cli.main, argv, torchrun) if torchrun else cli.main(argv)
     finally:
         # What interrupts Python's own end changes no exit code; it would change multiprocessing's, to 1.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit._run_exitfuncs()  # as in any other process
+
+
+def under_torchrun(main, argv, size) -> None:
+    """What `torchrun --standalone --nproc-per-node SIZE` does, with processes that are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    meeting = {"run_id": "standalone", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": 0}
+    elastic_launch(LaunchConfig(1, 1, size, start_method="fork", **meeting), main)(argv)
 
 
 def watch_in_haste(haste) -> None:

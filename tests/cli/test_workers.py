@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -244,15 +243,11 @@ def test_one_client_on_two_devices(workplace, finished):
         assert float(here[column]) == pytest.approx(float(there[column]), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_torchrun_makes_the_same_run(workplace, finished, environment, assert_same_run):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "fl_lightning", "fit", "--config", "exp.yaml"]
-    own = {**os.environ, **environment, "PYTHONFAULTHANDLER": "1"}
-    variables = {name: value for name, value in own.items() if value is not None}
-    done = subprocess.run(command, cwd=workplace.path, env=variables, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("folder  runs/run") == 1
+def test_torchrun_makes_the_same_run(workplace, finished, assert_same_run):
+    """`torchrun --standalone --nproc-per-node 2`, whose agent forks the commands, so that each need not import all."""
+    code, out, err = workplace.start("fit", "--config", "exp.yaml", torchrun=2).result()
+    assert code == 0, err
+    assert out.count("folder  runs/run") == 1
     assert_same_run(workplace.run, finished.run)
 
 

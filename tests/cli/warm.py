@@ -1,8 +1,9 @@
-"""What the fork server does once, so that no command has to do it again: all imports, and one parser and Trainer."""
+"""What the fork server does once, so that no command has to: all imports, and a command up to its refusal."""
 
 import atexit
 import gc
-from contextlib import suppress
+import io
+from contextlib import redirect_stderr, suppress
 
 import matplotlib.backends.backend_agg
 import matplotlib.pyplot  # noqa: F401
@@ -21,15 +22,17 @@ import fl_lightning.report.partition_figures
 import fl_lightning.report.picture
 import fl_lightning.report.wandb
 import fl_lightning.reporting  # noqa: F401
+from fl_lightning import cli
 from fl_lightning.federation.trainers import make_trainer
-from fl_lightning.parser import resolve
-from fl_lightning.trust import Trust
 
 with suppress(ImportError):  # of the extra `report`
     import vl_convert  # noqa: F401
 PIL.Image.init()
-named = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
-resolve(named, Trust())
+# Sources are read and parsed, and the classes of most tests imported, before it is refused.
+refused = ["fit", "--config", "quickstart", "--method", "FedRep", "--federation.workers", "0"]
+with redirect_stderr(io.StringIO()) as said, suppress(SystemExit):
+    cli.main(refused)
+assert "federation.workers: must be auto or a number" in said.getvalue(), said.getvalue()
 make_trainer({"accelerator": "cpu"})
 gc.collect()
 gc.freeze()  # what is there by now is never garbage

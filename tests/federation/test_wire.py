@@ -30,6 +30,8 @@ from fl_lightning.methods.fedfed import FedFed, KeptRows
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 
 def wire(*filters):
     return Wire(filters, Star())

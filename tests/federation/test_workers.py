@@ -26,7 +26,10 @@ from fl_lightning.federation.workers import Workers
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
+    pytest.mark.usefixtures("plain_convolutions"),
+]
 
 
 class Keeps(Server):
@@ -88,14 +91,15 @@ CASES = {name: (kind, {}) for name, kind in sorted(METHODS.items())} | OPTIONS
 @pytest.fixture(scope="module")
 def set_up_case(set_up_federation, conv_net, make_data):
     """A case's loop, in a folder: `set_up(name, folder)`."""
+    data = make_data(batch_size=6)
 
     def set_up(name, folder, callbacks=()):
         kind, options = CASES[name]
         method = lambda: kind(conv_net())  # noqa: E731
         if name in METHODS:  # what is evaluated on whom is asked of the options' cases
             options = {"evaluate": EvaluationPolicy(globally=False, loss=False, balanced_accuracy=False)}
-        options = {"data": make_data(batch_size=6), **options}
-        return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, callbacks=callbacks, **options)
+        options = {"data": data, "callbacks": callbacks, **options}
+        return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, **options)
 
     return set_up
 
@@ -134,7 +138,7 @@ def run_cases(set_up_case, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(run_cases):
+def runs(run_cases, plain_convolutions):
     """Folders of the same runs on 1 process, and begun on 3 and ended on 2; some on 2, and on 1 and 3."""
     return {
         "1": run_cases(1),

@@ -18,6 +18,7 @@ from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.methods.fedavg import FedAvg
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
 OWN = EvaluationPolicy(received=False, globally=False, server=False, loss=False, balanced_accuracy=False)
 METHODS = [entry.name for entry in catalog.entries("methods")]
 DIFFERENT = ["FedAvg", "FedProto", "PerFedAvg", "FedALA", "FedBABU", "FedFed", "FedNova", "DisPFL", "FedCVAE", "DRDFL"]
@@ -45,10 +46,11 @@ class WatchesLosses(FederationCallback):
 @pytest.fixture(scope="module")
 def run_method(conv_net, set_up_federation, make_data):
     """Set a method's federation up, on a model with a convolution, batch norm and dropout, with Adam."""
+    data = make_data(batch_size=6)
 
     def set_up(name, precision, **options):
         trainer = precision if isinstance(precision, dict) else {"precision": precision}
-        options = {"evaluate": OWN, "data": make_data(batch_size=6), **options}
+        options = {"evaluate": OWN, "data": data, **options}
         return set_up_federation(lambda: kind(name)(conv_net()), optimizer=adam, trainer=trainer, **options)
 
     return set_up
