@@ -117,7 +117,7 @@ class FedFed(Method):
         extra_terms: terms added to the loss, on the client's own images.
     """
 
-    shared = ("model", "vae")  # vae in the first phase only
+    shared: tuple[str, ...] = ("model", "vae")  # vae in the first phase only
     paper = "Yang et al., NeurIPS 2023"
 
     def __init__(
@@ -145,6 +145,8 @@ class FedFed(Method):
         super().__init__(model, extra_terms=extra_terms)
         if feature_rounds:
             self.vae = ResidualVAE(model.input_shape, latent_size)  # q
+        else:
+            self.shared = ("model",)
         self.feature_rounds = feature_rounds
         self.feature_epochs = feature_epochs
         self.feature_lr = feature_lr
