@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from cohort import Rows
-from emulated_gpu import emulated_gpu
+from emulated_gpu import WAITS, emulated_gpu
 from results import RESULTS, machine
 from workloads import HandWritten, federation, noise, seconds
 
@@ -45,7 +45,6 @@ SMALL = ("--data.num_clients", "4", "--federation.rounds", "3")
 SMALL += ("--federation.evaluate", "{globally: false}", "--federation.checkpoint.every", "0")
 CLOSE = 1e-4
 MIXED = ("FedAvg", "FedRep", "FedProto", "FedCPD", "MOON")
-WAITS = "called a synchronizing CUDA operation"
 Row = tuple[str, str]
 
 

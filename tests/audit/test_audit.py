@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from emulation import emulator
+from harnesses import harness
 
 from fl_lightning.audit.canaries import audit_canaries, directions, estimate, told_apart
 from fl_lightning.audit.command import run_audit
@@ -33,6 +33,8 @@ data:
 federation: {rounds: 2, evaluate: {globally: false}}
 trainer: {accelerator: cpu}
 """
+
+emulator = harness("emulated_gpu")
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """Mutated configurations: whatever is done to a file, the answer is a run or one line about a key that is in it."""
 
-import importlib.util
 import io
 import random
-import sys
 from contextlib import redirect_stderr, suppress
-from pathlib import Path
 
 import pytest
 import yaml
+from harnesses import harness
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,20 +18,9 @@ from fl_lightning.precheck import check_names
 from fl_lightning.reading import UnreadableError, load_yaml
 from fl_lightning.trust import Trust
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "mutations.py"
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-
-
-def _harness():
-    spec = importlib.util.spec_from_file_location("mutations", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutations"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = _harness()
-BASES = harness.bases()
+mutations = harness("mutations")
+BASES = mutations.bases()
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +54,9 @@ def test_file_that_nobody_changed_is_taken(folder, name):
 @QUICK
 @given(name=st.sampled_from(sorted(BASES)), seed=st.integers(0, 2**32))
 def test_mutation_is_answered_in_one_line_about_its_key(folder, name, seed):
-    mutant = harness.mutate(name, BASES[name], random.Random(seed))
+    mutant = mutations.mutate(name, BASES[name], random.Random(seed))
     code, line = answer(folder, mutant.text)
-    wrong = harness.judge(mutant, code, line, 0.0)
+    wrong = mutations.judge(mutant, code, line, 0.0)
     range_of_values = (
         code == 0 and wrong == ["nonsense accepted"] and "value" in mutant.what
     )  # constructors refuse those
@@ -87,15 +74,15 @@ plain = st.recursive(
 @given(name=st.sampled_from(sorted(BASES)), value=plain, data=st.data())
 def test_any_value_anywhere_is_taken_or_refused_about_its_key(folder, name, value, data):
     config = load_yaml(yaml.safe_dump(BASES[name]))
-    path = data.draw(st.sampled_from(harness.places(config)))
+    path = data.draw(st.sampled_from(mutations.places(config)))
     node = config
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
     dotted = ".".join(str(part) for part in path if part != "init_args")
-    text = yaml.dump(config, Dumper=harness._Dumper, sort_keys=False)
+    text = yaml.dump(config, Dumper=mutations._Dumper, sort_keys=False)
     code, line = answer(folder, text)
-    wrong = harness.judge(harness.Mutant(name, "value", text, dotted, False), code, line, 0.0)
+    wrong = mutations.judge(mutations.Mutant(name, "value", text, dotted, False), code, line, 0.0)
     assert wrong == [], (dotted, value, line)
 
 

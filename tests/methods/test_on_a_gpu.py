@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from emulation import emulator
 from every_method import METHODS
+from harnesses import harness
 from tiny_optimizers import adam
 from torch import nn
 
 from fl_lightning.core.moving import moved
 from fl_lightning.core.step import Step
+
+emulator = harness("emulated_gpu")
 
 
 @pytest.fixture
