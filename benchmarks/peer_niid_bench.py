@@ -6,10 +6,11 @@ and decoding each image anew are left out. Its option dataset_seed, which nothin
 SEED is of initial weights and batches.
 
     python benchmarks/peer_niid_bench.py --baseline flower/baselines/niid_bench --data DIR --output FILE.csv \
-      [--method fedavg|fedprox|fednova|scaffold] [--dataset fmnist|mnist] [--partition label_quantity|dirichlet]
-      [--seed 0] [--rounds 50]
+      [--method fedavg|fedprox|fednova|scaffold] [--mu 0.01] [--dataset fmnist|mnist|cifar10]
+      [--partition label_quantity|dirichlet] [--seed 0] [--rounds 50]
 
-  --data DIR   the folder in which torchvision's data set lies
+  --data DIR   the folder in which torchvision's data set lies; for cifar10 one with folders of images, train and
+               test, a folder a class. Its crops of a reflected border and flips are drawn as the baseline draws them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from torchvision.datasets import MNIST, FashionMNIST
+from torchvision.datasets import MNIST, FashionMNIST, ImageFolder
+from torchvision.transforms import Compose, RandomCrop, RandomHorizontalFlip
+from torchvision.transforms.functional import pad, pil_to_tensor
 
 Arrays = list[Any]  # float32 arrays, one a tensor of the model
-DATASETS = {"fmnist": FashionMNIST, "mnist": MNIST}
+GREYS = {"fmnist": FashionMNIST, "mnist": MNIST}
 CLIENTS, BATCH, EPOCHS = 10, 64, 10
 OPTIMIZER = {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 1e-5}
 CPU = torch.device("cpu")
@@ -46,6 +49,23 @@ class Decoded(Dataset[tuple[torch.Tensor, int]]):
         return self.images[index], int(self.targets[index])
 
 
+class DecodedColours(Dataset[tuple[torch.Tensor, int]]):
+    """Images of folders, decoded and padded once; cropped and flipped one by one where they are to train on."""
+
+    def __init__(self, folder: Path, train: bool) -> None:
+        files = ImageFolder(str(folder))
+        images = torch.stack([pil_to_tensor(image) for image, _ in files]).float().div(255)
+        self.images = pad(images, [4], padding_mode="reflect") if train else images
+        self.targets = files.targets
+        self.augment = Compose([RandomCrop(32), RandomHorizontalFlip()] if train else [])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.augment(self.images[index]), self.targets[index]
+
+
 class Baseline:
     """The baseline's clients and its server's steps.
 
@@ -58,8 +78,11 @@ class Baseline:
         from niid_bench import dataset, dataset_preparation, models
         from omegaconf import OmegaConf
 
-        kind = DATASETS[options.dataset]
-        parts = tuple(Decoded(kind(options.data, train=train)) for train in (True, False))
+        parts: tuple[Dataset[Any], ...]
+        if options.dataset in GREYS:
+            parts = tuple(Decoded(GREYS[options.dataset](options.data, train=train)) for train in (True, False))
+        else:
+            parts = tuple(DecodedColours(Path(options.data) / part, part == "train") for part in ("train", "test"))
         dataset_preparation._download_data = lambda name: parts
         said = {"name": options.dataset, "partitioning": options.partition, "alpha": 0.5, "labels_per_client": 2}
         config = OmegaConf.create({**said, "batch_size": BATCH, "val_split": 0.0})
@@ -70,7 +93,9 @@ class Baseline:
         self.control: Arrays = copy.deepcopy(self.weights)  # as its server begins; its clients begin there, too
 
     def network(self) -> Any:
-        return self.models.CNNMnist(256, [120, 84], 10)
+        if self.options.dataset in GREYS:
+            return self.models.CNNMnist(256, [120, 84], 10)
+        return self.models.CNN(400, [120, 84], 10)
 
     def accuracy(self) -> float:
         """Of the server's model on the official test part."""
@@ -87,7 +112,7 @@ class Baseline:
         if self.options.method == "scaffold":
             return client_scaffold.FlowerClientScaffold(cid=index, save_dir=self.controls, **own)
         if self.options.method == "fedprox":
-            return client_fedprox.FlowerClientFedProx(proximal_mu=0.01, **own)
+            return client_fedprox.FlowerClientFedProx(proximal_mu=self.options.mu, **own)
         kinds = {"fedavg": client_fedavg.FlowerClientFedAvg, "fednova": client_fednova.FlowerClientFedNova}
         return kinds[self.options.method](**own)
 
@@ -122,8 +147,9 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--method", default="fedavg", choices=("fedavg", "fedprox", "fednova", "scaffold"))
-    parser.add_argument("--dataset", default="fmnist", choices=tuple(DATASETS))
+    parser.add_argument("--dataset", default="fmnist", choices=(*GREYS, "cifar10"))
     parser.add_argument("--partition", default="label_quantity", choices=("label_quantity", "dirichlet"))
+    parser.add_argument("--mu", type=float, default=0.01, help="of FedProx")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=50)
     options = parser.parse_args()

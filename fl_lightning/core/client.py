@@ -353,6 +353,7 @@ class ClientModule(L.LightningModule):
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None
+        check_fit(self.method, self.meter)
         for term in self.method.terms.exchanging:
             term.after_fit(self.method)
         self.method.on_fit_end()
@@ -403,6 +404,18 @@ def check_own_steps(method: Method) -> None:
     name = next(iter([*losses, *method.losses()]), None)
     rule = f"{type(method).__name__}'s loss {name} needs automatic optimization, but the module steps by itself"
     require(name is None, "model", rule)
+
+
+def check_fit(method: Method, meter: LossMeter) -> None:
+    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down.
+
+    Raises:
+        ConfigError: naming the method.
+    """
+    fit = method.fit
+    idle = fit.num_batches > 0 and fit.num_steps == 0 and meter.num_steps == 0 and not method.model.own.has_loss
+    rule = f"{type(method).__name__}.local_step() trains nothing: no step.descend() in a whole fit"
+    require(not idle, "method", rule)
 
 
 def check_extra_terms(method: Method) -> None:

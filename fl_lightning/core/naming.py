@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_names(method: Method) -> None:
-    """Refuse submodules that a method has not, in what it shares and what its phases train, and no way to predict.
+    """Refuse names that a method has not, in what it shares, trains and lets its terms reach, and no way to predict.
 
     Python takes ``("model.head")`` for a text and each of its letters for a name, so that is refused, too.
 
@@ -46,6 +46,8 @@ def _said(method: Method) -> Iterator[tuple[str, Iterable[Any]]]:
             inside = f"terms.{place}."
             own = term.shared
             yield f"{type(term).__name__}.shared", own if isinstance(own, str) else [inside + name for name in own]
+        if term.weight:
+            yield f"{type(term).__name__}.reaches", term.reaches
     for phase in method.phases():
         where = f"phase {phase.name!r}"
         yield f"{where} (trains)", phase.trains

@@ -66,7 +66,7 @@ def jain(values: np.ndarray) -> float:
     (1.0, 0.5, 1.0)
     """
     squares = float(np.square(values).sum())
-    return 1.0 if squares == 0 else float(values.sum() ** 2 / (len(values) * squares))
+    return 1.0 if squares == 0 else min(1.0, float(values.sum() ** 2 / (len(values) * squares)))
 
 
 def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:

@@ -363,3 +363,14 @@ def test_a_term_that_shares_what_it_does_not_have_is_refused(mlp):
 
     with pytest.raises(ConfigError, match=r"^method: Method's Sends.shared names 'terms.1.layer', which it does not"):
         ClientModule(Method(mlp(), extra_terms=[Sends(1.0)]))
+
+
+def test_a_term_that_reaches_what_is_not_there_is_refused(mlp):
+    """It would be left out of every phase, or be thought to train what it does not."""
+
+    class Reaches(Constant):
+        reaches = ("model.heat",)
+
+    with pytest.raises(ConfigError, match=r"^method: Method's Reaches.reaches names 'model.heat', .* model.head\?"):
+        ClientModule(Method(mlp(), terms=[Reaches(1.0)]))
+    ClientModule(Method(mlp(), terms=[Reaches(0.0)]))  # off

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
+from fl_lightning.errors import ConfigError
 from fl_lightning.seeding import derive_seed
 
 
@@ -380,3 +381,27 @@ def test_a_phases_own_optimizer_and_rate_take_the_configurations_place(mlp, sgd,
     run_federation(lambda: Own(mlp()), rounds=2, optimizer=sgd(99.0), lr_decay=0.5)
     rates = [optimizer.param_groups[0]["lr"] for optimizer in made[2:]]  # the first two were only tried
     assert rates == [0.7, 0.5] * 4 + [0.35, 0.25] * 4
+
+
+class OnlyLooks(Method):
+    """It computes losses and forgets to step on them."""
+
+    def local_step(self, step):
+        step.values(step.forward())
+
+
+def test_a_fit_that_nothing_steps_in_is_refused(mlp, run_federation):
+    with pytest.raises(ConfigError, match=r"^method: OnlyLooks.local_step\(\) trains nothing: no step.descend\(\) in"):
+        run_federation(lambda: OnlyLooks(mlp()), rounds=1)
+
+
+class DescendsOnItsOwn(Method):
+    """Steps found by hand: nothing is logged, and nothing is wrong."""
+
+    def local_step(self, step):
+        parameters = list(self.model.parameters())
+        step.follow(step.gradients(step.task_loss(step.forward()), parameters), parameters)
+
+
+def test_a_fit_may_follow_gradients_alone(mlp, run_federation):
+    assert run_federation(lambda: DescendsOnItsOwn(mlp()), rounds=1)

@@ -200,6 +200,11 @@ def test_spread_leaves_out_clients_without_a_value():
     assert found == pytest.approx(hand)
 
 
+@pytest.mark.parametrize(("clients", "value"), [(3, 0.1), (6, 0.1), (7, 0.3), (10, 0.1), (12, 0.7)])
+def test_jain_of_equals_is_one_and_not_a_rounding_more(clients, value):
+    assert 1 - 1e-12 < spread(np.full(clients, value), np.ones(clients))["_jain"] <= 1
+
+
 def test_spread_of_nobody_is_empty():
     assert spread(np.array([NAN, NAN]), np.array([0, 0])) == {}
 
