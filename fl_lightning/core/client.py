@@ -122,6 +122,7 @@ class ClientModule(L.LightningModule):
         self.memory: Memory | None = None
         self._plan = Plan()
         check_names(method)
+        check_phases(method)
         check_extra_terms(method)
         check_own_steps(method)
         check_statistics(method)
@@ -214,7 +215,7 @@ class ClientModule(L.LightningModule):
         planned = []
         for phase in self.method.phases():
             epochs, last = self.workload.of(phase.epochs)
-            parts = {name: self._trained(own) for name, own in (phase.parts or {phase.name: phase.trains}).items()}
+            parts = {name: self._trained(own) for name, own in phase.by_part.items()}
             parts = {name: own for name, own in parts.items() if own}
             if epochs > 0 and parts:
                 planned.append(Planned(phase, epochs, parts, last))
@@ -390,6 +391,20 @@ def counts(term: Term, phase: Phase, weight: float) -> bool:
 def _reaches(term: Term, phase: Phase) -> bool:
     own = any(p.requires_grad for p in term.parameters())
     return own or any(overlap(part, trained) for part in term.reaches for trained in phase.trains)
+
+
+def check_phases(method: Method) -> None:
+    """Refuse phases of which none has anything to train: a body without parameters, a model that is frozen.
+
+    Raises:
+        ConfigError: naming the method and what its phases train.
+    """
+    phases = [phase for phase in method.phases() if phase.epochs != 0]
+    names = tuple(name for phase in phases for own in phase.by_part.values() for name in own)
+    learns = any(p.requires_grad and matches(name, names) for name, p in method.named_parameters())
+    named = " and ".join(dict.fromkeys(name or "everything" for name in names))
+    rule = f"{type(method).__name__} trains {named}, where no parameter learns: unfreeze it, or take another model"
+    require(learns or not names, "method", rule)
 
 
 def check_own_steps(method: Method) -> None:

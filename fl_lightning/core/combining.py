@@ -68,7 +68,8 @@ class CombiningServer(Server):
             for name in self.combined:
                 stacked = torch.stack([message.weights[name] for message in held.values()])
                 if stacked.is_floating_point():  # running counters are as in the mean
-                    rows = (shares @ stacked.to(wide).flatten(1)).to(stacked.dtype)
+                    vectors = stacked.to(wide).view(len(stacked), stacked[0].numel())
+                    rows = (shares @ vectors).to(stacked.dtype)
                     for client, row in zip(held, rows, strict=True):
                         self.own.setdefault(client, {})[name] = row.reshape(stacked.shape[1:]).clone()
         super().close_round()

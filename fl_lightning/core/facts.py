@@ -80,6 +80,11 @@ class Phase:
     lr: float | None = None
     tune: Callable[[Optimizer], None] | None = None
 
+    @property
+    def by_part(self) -> Mapping[str, tuple[str, ...]]:
+        """Part -> submodules; without parts the one of the phase's name."""
+        return self.parts or {self.name: self.trains}
+
 
 class PlansRounds:
     """A method whose rounds depend on `Facts.rounds`, so that a run that has begun keeps the number of its rounds."""

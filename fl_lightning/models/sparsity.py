@@ -21,7 +21,7 @@ def erdos_renyi_kernel(shapes: Sequence[Sequence[int]], density: float) -> list[
     fractions, rounded down tensor by tensor.
 
     Args:
-        shapes: of the tensors, each with at least one entry.
+        shapes: of the tensors; at least one of them has entries.
         density: active entries over all entries, in (0, 1].
 
     Reference:
@@ -31,7 +31,8 @@ def erdos_renyi_kernel(shapes: Sequence[Sequence[int]], density: float) -> list[
     [26, 13]
     """
     sizes = [math.prod(shape) for shape in shapes]
-    scores = [Fraction(sum(shape), size) if shape else Fraction(1) for shape, size in zip(shapes, sizes, strict=True)]
+    known = zip(shapes, sizes, strict=True)
+    scores = [Fraction(sum(shape), size) if shape and size else Fraction(1) for shape, size in known]
     left = Fraction(str(density)) * sum(sizes)
     active = list(sizes)
     sparse = set(range(len(sizes)))
@@ -52,7 +53,7 @@ def random_mask(shape: Sequence[int], active: int, generator: torch.Generator) -
     """A bool mask on the CPU with so many active entries, drawn uniformly."""
     mask = torch.zeros(math.prod(shape), dtype=torch.bool)
     mask[torch.randperm(len(mask), generator=generator)[:active]] = True
-    return mask.view(*shape)
+    return mask.view(tuple(shape))
 
 
 @checked

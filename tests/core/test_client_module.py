@@ -290,6 +290,25 @@ def test_parameters_that_the_model_froze_stay_frozen(mlp, make_client, sgd):
     assert frozen.isdisjoint(id(p) for p in client.plan()[0].parameters)
 
 
+class TrainsBody(Method):
+    def phases(self):
+        return [Phase("off", epochs=0), Phase("body", trains=("model.body",))]
+
+
+class TrainsNobody(Method):
+    def phases(self):
+        return []
+
+
+def test_phases_that_train_nothing_are_refused(mlp):
+    linear = SplitModel(Body([], nn.Flatten()), nn.Linear(64, 4), 64, 4, (1, 8, 8))
+    with pytest.raises(ConfigError, match=r"^method: TrainsBody trains model.body, where no parameter learns"):
+        ClientModule(TrainsBody(linear))
+    with pytest.raises(ConfigError, match=r"^method: Method trains everything, where no parameter learns"):
+        ClientModule(Method(mlp().requires_grad_(False)))
+    ClientModule(TrainsNobody(mlp()))  # and says so
+
+
 def test_a_client_that_is_not_fitted_has_no_plan(mlp):
     with pytest.raises(AssertionError, match="set by the runner"):
         ClientModule(Method(mlp())).plan()

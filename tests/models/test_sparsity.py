@@ -34,6 +34,12 @@ def test_erdos_renyi_kernel_counts_decimals_as_they_are_written():
     assert erdos_renyi_kernel([(10, 10)], 0.29) == [29]
 
 
+def test_tensors_of_one_entry_and_of_none_have_masks():
+    assert erdos_renyi_kernel([(6, 6), (4,), (), (0,)], 0.5) == [15, 4, 1, 0]
+    assert random_mask((), 1, torch.Generator()).equal(torch.tensor(True))
+    assert random_mask((0, 3), 0, torch.Generator()).shape == (0, 3)
+
+
 def test_random_mask_has_exactly_so_many_entries():
     drawn = [random_mask((5, 4), 7, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert [int(mask.sum()) for mask in drawn] == [7, 7, 7]
