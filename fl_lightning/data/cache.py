@@ -20,8 +20,9 @@ from fl_lightning.errors import own_code, require
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
-FORMAT = 4
-"""Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
+FORMAT = 5
+"""Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors,
+or refuses what it took."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""
 

@@ -75,6 +75,9 @@ class ArrayFile(Dataset):
         kinds = [part.dtype.name for part in parts]
         same = name != "x" or len({kind.startswith("float") for kind in kinds}) < 2
         require(same, f"{KEY}.path", "x_train and x_test must be of one type", ", ".join(kinds))
+        shapes = [list(part.shape) for part in parts]
+        same = all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
+        require(same, f"{KEY}.path", f"{name}_train and {name}_test must have samples of one shape", shapes)
         return np.concatenate(parts) if parts else None
 
     def _read(self) -> dict[str, Any]:
@@ -171,6 +174,8 @@ class CSVTable(Dataset):
         return {name: [*train[name], *test[name]] for name in train}, len(lines), places
 
     def _features(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
+        unknown = next((name for name in self.leave_out if name not in columns), None)
+        require(unknown is None, f"{KEY}.leave_out", f"columns are {', '.join(columns)}", unknown)
         features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
         require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
         return features
@@ -347,8 +352,12 @@ class PFLlibFolder(Dataset):
                 data = read_pickled_npz(path, "data", f"{KEY}.root")
                 fits = isinstance(data, Mapping) and {"x", "y"} <= set(data) and len(data["x"]) == len(data["y"])
                 require(fits, f"{KEY}.root", f"{path} must hold data with x and y of one length")
+                if not len(data["y"]):  # of nothing the shape is anything
+                    continue
                 x.append(np.asarray(data["x"]))
                 y.append(np.asarray(data["y"]).reshape(-1))
+                rule = f"{path}: samples must have the shape of the others, {list(x[0].shape[1:])}"
+                require(x[-1].shape[1:] == x[0].shape[1:], f"{KEY}.root", rule, list(x[-1].shape[1:]))
                 groups += [int(path.stem)] * len(y[-1])
             sizes.append(sum(map(len, y)))
         require(sizes[0] > 0, f"{KEY}.root", "must hold train/0.npz, train/1.npz, … as PFLlib writes them", self.root)
