@@ -93,7 +93,7 @@ class Arrays:
             check(int(self.groups.min()) >= 0, "groups must be >= 0")
         if self.x.ndim == 4:
             channels, height, width = self.x.shape[1:]
-            last = channels == height != width and width in (1, 3)  # square images as NumPy and PIL hold them
+            last = channels == height > width and width <= 4  # square images as NumPy and PIL hold them
             check(not last, f"images must be [N, C, H, W], are {_kind(self.x)}: permute(0, 3, 1, 2)")
         if self.x.dtype == torch.uint8:
             check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")

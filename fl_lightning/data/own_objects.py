@@ -107,11 +107,13 @@ def _class_names(part: TorchBase[Any]) -> list[str] | None:
 
 
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
+    """A sample as an array; a PIL image has its channels first, of which there may be as many as rows or columns."""
     is_image = hasattr(sample, "mode") and hasattr(sample, "convert")  # Pillow itself need not be there
     try:
-        return np.asarray(as_bytes(sample) if is_image else sample)
+        array = np.asarray(as_bytes(sample) if is_image else sample)
     except ValueError as error:
         raise ConfigError(key, f"sample {index}: {error}") from error
+    return array.transpose(2, 0, 1) if is_image and array.ndim == 3 else array  # [H, W, C] -> [C, H, W]
 
 
 class HuggingFace(Dataset):

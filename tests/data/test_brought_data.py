@@ -279,6 +279,19 @@ def test_torchvisions_data_sets_of_pil_images():
     assert (arrays.x.dtype, arrays.x.shape) == (torch.uint8, (10, 3, 8, 8))
 
 
+@pytest.mark.parametrize(
+    ("size", "channels"), [((8, 8), 2), ((5, 3), 3), ((6, 4), 3)], ids=["grey with alpha", "3", "4"]
+)
+@pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated")
+def test_channels_of_pil_images_are_their_last_axis(size, channels):
+    """By the numbers alone two channels, and three of as many rows, were taken for columns."""
+    Image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, size[1], size[0], channels), dtype=np.uint8)
+    images = [Image.fromarray(own, {2: "LA", 3: "RGB"}[channels]) for own in pixels]
+    arrays = checked(TorchDataset([(image, n) for n, image in enumerate(images)]))
+    assert np.array_equal(arrays.x, pixels.transpose(0, 3, 1, 2))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_hugging_face_data_set_on_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
