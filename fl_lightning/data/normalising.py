@@ -82,6 +82,8 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8", "backslashreplace")
     names, numbers = np.unique(array, return_inverse=True)
     if classes:
         return _named(array, names, numbers, tuple(classes), name)
@@ -93,7 +95,7 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
 def _named(
     array: np.ndarray, found: np.ndarray, numbers: np.ndarray, classes: tuple[str, ...], name: str
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels of classes whose names are known: numbers that index these, names among them, or as many of others."""
+    """Labels of classes whose names are known: numbers that index these, names among them, or as many other numbers."""
     if array.dtype.kind in "iu" and len(found) and found[0] >= 0 and found[-1] < len(classes):
         return torch.from_numpy(array.astype(np.int64)), classes
     if array.dtype.kind == "U" and set(found.tolist()) <= set(classes):
@@ -101,7 +103,7 @@ def _named(
         return torch.from_numpy(order[numbers]), classes
     of = f"{found[0]} to {found[-1]}" if len(found) else "nothing"
     rule = f"{name}: names {len(classes)} classes, but y holds {len(found)} others ({of})"
-    require(len(found) == len(classes), KEY, rule)
+    require(len(found) == len(classes) and array.dtype.kind != "U", KEY, rule)
     return torch.from_numpy(numbers.astype(np.int64)), classes
 
 

@@ -66,6 +66,15 @@ def test_names_of_other_classes_are_refused_and_those_of_as_many_numbers_taken(t
         ArrayFile(str(tmp_path / "a.npz")).arrays()
 
 
+def test_other_names_than_those_of_the_classes_are_refused_and_names_in_bytes_are_names():
+    """In sorted order "hund" was called cat, and "katze" dog."""
+    with pytest.raises(ConfigError, match=r"Set: names 2 classes, but y holds 2 others \(hund to katze\)"):
+        as_labels(["katze", "hund"], "Set", ["cat", "dog"])
+    labels, classes = as_labels(np.array([b"dog", b"cat"]), "Set", ["dog", "cat"])
+    assert (labels.tolist(), classes) == ([0, 1], ("dog", "cat"))
+    assert as_labels(np.array([b"dog", b"cat"]), "Set")[1] == ("cat", "dog")
+
+
 def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
     x = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.0]) + torch.tensor([0.0, 5.0, 7.0])
     content = {"x_train": x[:40], "y_train": torch.arange(40) % 2, "x_test": x[40:], "y_test": torch.arange(10) % 2}
