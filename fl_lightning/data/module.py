@@ -44,7 +44,7 @@ class FederatedData:
         batch_size: samples in a mini-batch.
         drop_last: drop a smaller last mini-batch, but never a client's only one.
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
-            the validation parts, and the test parts are not looked at.
+            the validation parts, at which no method looks, and the test parts are not looked at.
         shift: what makes clients' samples look, or mean, something else; null for nothing.
         augmentation: transforms of training images, one after another: classes of torchvision.transforms.v2 (class_path
             and init_args, or names alone, e.g. ``[RandomHorizontalFlip]``), drawn anew for every image of every local
@@ -187,7 +187,9 @@ class FederatedData:
         self.former_hash = draw.hash(self.num_clients, labels=False)
 
     def _client(self, client: int, part: ClientIndices) -> ClientData:
-        parts = part.train, part.validation, part.test
+        # Where clients are tested on their validation parts, no method may look at those, as FedFomo would.
+        known = part.validation[: 0 if self.evaluate_on == "validation" else None]
+        parts = part.train, known, part.test
         num_classes, size = len(self.arrays.classes), self.batch_size
         return ClientData(client, self.store, num_classes, *parts, batch_size=size, augment=self._augment)
 
