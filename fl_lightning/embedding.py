@@ -119,9 +119,10 @@ def plane(z: np.ndarray) -> np.ndarray:
         z: [P, D].
 
     Returns:
-        [P, 2]; fewer than four points stay where their first two coordinates are.
+        [P, 2]; fewer than four points, those of one coordinate, and those that all are one stay where their first two
+        coordinates are: they have no principal components, and scikit-learn's process may end there.
     """
-    if len(z) < 4:
+    if len(z) < 4 or z.shape[1] < 2 or (z == z[0]).all():
         return np.pad(z, ((0, 0), (0, 2)))[:, :2]
     from sklearn.manifold import TSNE
 

@@ -23,6 +23,12 @@ def test_few_points_stay_where_they_are(count):
     np.testing.assert_array_equal(plane(z), z[:, :2])
 
 
+@pytest.mark.parametrize("z", [np.zeros((6, 5)), np.arange(6.0)[:, None]], ids=["one point", "one coordinate"])
+def test_points_without_two_components_stay_where_they_are(z):
+    """A body that has died embeds all samples as one: the process ended in scikit-learn."""
+    np.testing.assert_array_equal(plane(z), np.pad(z, ((0, 0), (0, 2)))[:, :2])
+
+
 def test_some_samples_of_a_data_set_that_is_sorted_by_class_are_of_every_class():
     """The first 600 images of folders are of the first few classes: the others had rows of zeros as soft labels."""
     labels = torch.arange(10).repeat_interleave(100)
