@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.archives import check_room
+from fl_lightning.archives import check_room, free_memory
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import numbered_columns
@@ -154,6 +154,7 @@ class CSVTable(Dataset):
         features = self._features(columns)
         for name in features:
             _require_filled(name, columns[name], _nothing_in(columns[name]), places, "leave the column out")
+            _require_few(name, columns[name])
         for name in filter(None, (self.label, self.group)):
             _require_filled(name, columns[name], {""}, places, "take the line out")
         x = np.concatenate([_feature(columns[name]) for name in features], axis=1)
@@ -228,12 +229,22 @@ def _require_filled(
     require(empty is None, KEY, f"{path}: line {line} has nothing under {name!r}; fill it in, or {remedy}")
 
 
+def _require_few(name: str, cells: Sequence[str]) -> None:
+    """Refuse a column of names, one a line, say, whose features take more memory than is left."""
+    values = len(set(cells))
+    fits = 3 * 8 * values * len(cells) <= free_memory() or _are_numbers(cells)  # float64, joined, and scaled
+    rule = f"{name!r} has {values} different values, and a feature for each takes more memory than is left; add it"
+    require(fits, f"{KEY}.leave_out", rule)
+
+
 def _feature(cells: Sequence[str]) -> np.ndarray:
     """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
     if _are_numbers(cells):
         return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
     values, numbers = np.unique(np.array(cells), return_inverse=True)
-    return np.eye(len(values), dtype=np.float64)[numbers]
+    features = np.zeros((len(cells), len(values)), dtype=np.float64)
+    features[np.arange(len(cells)), numbers] = 1
+    return features
 
 
 def _labels(cells: Sequence[str]) -> np.ndarray:
