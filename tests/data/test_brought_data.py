@@ -201,6 +201,15 @@ def test_a_tokenizer_of_somebody_elses(tmp_path):
     arrays = checked(TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3))
     assert arrays.x.tolist() == [[1, 2, 0], [0, 0, 0]]
     assert arrays.vocabulary_size == 3
+    # One that pads and cuts by itself did so to the longest text of all: "ugly" was padding alone.
+    made.add_special_tokens(["[PAD]"])
+    made.enable_padding(direction="left", pad_id=3, pad_token="[PAD]")
+    made.enable_truncation(2)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.csv").write_text("text,label\ngood bad bad bad,1\nugly,0\n")
+    dataset = TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3)
+    assert checked(dataset).x.tolist() == [[1, 2, 2], [0, 3, 3]]
+    assert dataset.encode({"text": ["ugly"]}).tolist() == [[0, 3, 3]]
 
 
 # --- other libraries ------------------------------------------------------------------------------------------------
