@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import warnings
+from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
 
 def _identity(dataset: Dataset) -> str | None:
     """Class and constructor arguments as text, taken before decoding; None if they cannot be told for sure."""
-    if dataset.sources() is None:
+    if _sources(dataset) is None:
         return None
     kind = type(dataset)
     attributes = vars(dataset)
@@ -98,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
-    for source in sorted(map(os.path.abspath, dataset.sources() or ())):  # a relative one is another file elsewhere
+    for source in _sources(dataset) or ():
         try:
             status = os.stat(source)
             stamp = f"{status.st_size}/{status.st_mtime_ns}"
@@ -106,6 +108,25 @@ def _file_name(name: str, identity: str, dataset: Dataset) -> str:
             stamp = "absent"
         digest.update(f"\n{source}/{stamp}".encode())
     return f"{name}-{digest.hexdigest()[:20]}.pt"
+
+
+def _sources(dataset: Dataset) -> list[str] | None:
+    """The files that a data set reads, by their full paths and in order, those in its folders among them."""
+    with own_code(KEY, dataset, "sources()"):
+        given = dataset.sources()
+        if given is None:
+            return None
+        rule = f"{type(dataset).__name__}.sources() must return a list of files, or None"
+        require(isinstance(given, Iterable) and not isinstance(given, (str, bytes)), KEY, rule, type(given).__name__)
+        paths = [os.path.abspath(source) for source in given]  # a relative one is another file elsewhere
+    return sorted(itertools.chain.from_iterable(map(_inside, paths)))
+
+
+def _inside(path: str) -> list[str]:
+    """A file itself, or all in a folder, whose own time of change says nothing of what is in them."""
+    if not os.path.isdir(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def content_hash(arrays: Arrays) -> str:
