@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -38,9 +39,9 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
     The cache's key is made of the class, its attributes, the sources' full paths, sizes and times of change and, for a
-    class of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no
-    key can be made (a class typed into a console, an attribute that is no plain value, `sources` that are unknown) the
-    data set is decoded every time.
+    class of the user's own, the text of its module and of those of its bases. A cached file that is damaged is made
+    again, with a line. Where no key can be made (a class typed into a console, an attribute that is no plain value,
+    `sources` that are unknown) the data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -81,7 +82,7 @@ def _identity(dataset: Dataset) -> str | None:
         attributes = {key: value for key, value in attributes.items() if not key.startswith("_")}
     else:
         try:
-            code = hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+            code = "/".join(map(_text_hash, (kind, *filter(_is_users, kind.__mro__[1:]))))
         except (OSError, TypeError):
             return None
     try:
@@ -90,6 +91,21 @@ def _identity(dataset: Dataset) -> str | None:
         )
     except TypeError:
         return None
+
+
+def _is_users(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package != "fl_lightning" and package not in sys.stdlib_module_names
+
+
+def _text_hash(kind: type) -> str:
+    """SHA-256 of the file that a class stands in.
+
+    Raises:
+        OSError: if there is none.
+        TypeError: likewise.
+    """
+    return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -172,6 +172,14 @@ def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
         (tmp_path / "mine.py").write_text(code.format(value))
         sys.modules.pop("mine", None)
         assert load(__import__("mine").Mine(), tmp_path / "cache").x.item() == value
+    # A class that inherits from it in another module changes with it.
+    (tmp_path / "derived.py").write_text("from mine import Mine\nclass Derived(Mine):\n    pass\n")
+    for value in (3.0, 4.0):
+        (tmp_path / "mine.py").write_text(code.format(value))
+        for name in ("mine", "derived"):
+            sys.modules.pop(name, None)
+        assert load(__import__("derived").Derived(), tmp_path / "cache").x.item() == value
+        assert len(files(tmp_path / "cache")) == value
 
 
 def test_data_set_that_does_not_say_what_it_reads_never_loads_old_samples(tmp_path, monkeypatch):
