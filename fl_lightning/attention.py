@@ -133,9 +133,14 @@ def attend(folder: Path, name: str, trust: Trust) -> Attention:
             for network, score, layer in views(method, x, classes.index(name)):
                 maps.setdefault(network, []).append(gradcam(score, layer, x))
     mean, std = loop.data.store.pixel_mean_and_std()
-    images = (x * std + mean).clamp(0, 1).float().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
+    images = _as_colours((x * std + mean).clamp(0, 1).float()).permute(0, 2, 3, 1)
     stacked = {network: torch.stack(own).cpu().numpy() for network, own in maps.items()}
     return Attention(images.cpu().numpy(), list(chosen), stacked)
+
+
+def _as_colours(x: Tensor) -> Tensor:
+    """Images [B, C, H, W] as [B, 3, H, W]: the first three channels, or the first one as grey where there are fewer."""
+    return x[:, :3] if x.shape[1] >= 3 else x[:, :1].expand(-1, 3, -1, -1)
 
 
 def _images_of(loop: FederatedLoop, label: int) -> dict[int, int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fl_lightning.core.message import ClassMeans
 from fl_lightning.errors import require
@@ -43,7 +44,7 @@ class Embedded:
         label: [P] classes.
         client: [P] whose model embedded it; -1 for prototypes.
         soft_labels: [C, C] the mean prediction for each class's training samples (FedDW, equations 4 to 7), by their
-            own client's trained model; 0 in the rows of classes that nobody holds.
+            own client's trained model, from at most `MOST_SAMPLES` of a client; 0 in the rows of classes without one.
     """
 
     z: np.ndarray
@@ -118,9 +119,10 @@ def plane(z: np.ndarray) -> np.ndarray:
         z: [P, D].
 
     Returns:
-        [P, 2]; fewer than four points stay where their first two coordinates are.
+        [P, 2]; fewer than four points, those of one coordinate, and those that all are one stay where their first two
+        coordinates are: they have no principal components, and scikit-learn's process may end there.
     """
-    if len(z) < 4:
+    if len(z) < 4 or z.shape[1] < 2 or (z == z[0]).all():
         return np.pad(z, ((0, 0), (0, 2)))[:, :2]
     from sklearn.manifold import TSNE
 
@@ -159,14 +161,28 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
         model: Any = getattr(method, "model", None)
         name = type(method).__name__
         require(hasattr(model, "embed"), OPTION, "the method has no model with one embedding", name)
-        own = loop.data.clients[client].test[:each]
-        x, y = loop.data.store.gather(torch.as_tensor(own))
-        held, of = loop.data.store.gather(torch.as_tensor(loop.data.clients[client].train[:MOST_SAMPLES]))
+        data, labels = loop.data.clients[client], loop.data.store.y.cpu()
+        x, y = loop.data.store.gather(some_of(data.test, labels, each))
+        held, of = loop.data.store.gather(some_of(data.train, labels, MOST_SAMPLES))
         said = model(held).softmax(1).double().cpu().numpy()
         if said.shape[1] == len(sums):
             np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()
         yield z, y.cpu().numpy(), np.full(len(z), client)
+
+
+def some_of(indices: Tensor, labels: Tensor, most: int) -> Tensor:
+    """At most so many of some samples, every class in its share: in many data sets the first ones are of one class.
+
+    Args:
+        indices: int64 [n], on the CPU.
+        labels: of all samples, int64 [N], on the CPU.
+        most: how many, >= 1.
+    """
+    if len(indices) <= most:
+        return indices
+    by_class = indices[labels[indices].argsort(stable=True)]
+    return by_class[torch.linspace(0, len(by_class) - 1, most, dtype=torch.float64).round().long()]
 
 
 def _prototypes(loop: FederatedLoop, width: int) -> list[Part]:

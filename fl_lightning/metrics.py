@@ -30,7 +30,7 @@ def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[
 
     Args:
         nodes: the configuration's section `metrics`.
-        num_classes: C, which a metric is given, as it is the task and that arguments need no checks.
+        num_classes: C, which a metric is given, as it is the task.
 
     Raises:
         ConfigError: for a metric that cannot be built, gives no number for predictions of that many classes, or whose
@@ -41,9 +41,12 @@ def build_metrics(nodes: Sequence[Mapping[str, Any]], num_classes: int) -> dict[
     for index, (name, node) in enumerate(zip(names, nodes, strict=True)):
         key = f"metrics.{index}"
         takes = inspect.signature(import_name(node["class_path"], key)).parameters
-        facts = {"task": "multiclass", "num_classes": num_classes, "validate_args": False}
+        facts = {"task": "multiclass", "num_classes": num_classes, "validate_args": True}
         given = {argument: value for argument, value in facts.items() if argument in takes}
-        metrics[name] = _tried(build(node, key, **given), key, num_classes)
+        metric = build(node, key, **given)
+        if "validate_args" in takes:
+            metric.validate_args = False  # of every batch: that takes longer than the metric itself
+        metrics[name] = _tried(metric, key, num_classes)
         _require_said(name, metrics[name].metric, key)
     return metrics
 

@@ -7,7 +7,7 @@ from torch import nn
 
 pytest.importorskip("captum")
 
-from fl_lightning.attention import _agreement, gradcam, views
+from fl_lightning.attention import _agreement, _as_colours, gradcam, views
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
@@ -48,3 +48,10 @@ def test_agreement_is_one_for_equal_maps_and_left_out_without_heat():
     assert _agreement(np.concatenate([one, one])) == "agreement 1.00"
     assert _agreement(np.concatenate([one, 1 - one])) == "agreement -1.00"
     assert _agreement(np.zeros((2, 2, 4, 4))) == "no two maps to compare"
+
+
+@pytest.mark.parametrize(("channels", "drawn"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (3, [0, 1, 2]), (4, [0, 1, 2])])
+def test_images_of_any_number_of_channels_are_drawn(channels, drawn):
+    """Two and four channels ended in a traceback."""
+    x = torch.rand(2, channels, 3, 3)
+    torch.testing.assert_close(_as_colours(x), x[:, drawn])

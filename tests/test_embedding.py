@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from fl_lightning.embedding import plane
+from fl_lightning.embedding import plane, some_of
 
 
 def test_plane_keeps_clusters_apart_and_is_the_same_every_time():
@@ -20,3 +21,20 @@ def test_plane_keeps_clusters_apart_and_is_the_same_every_time():
 def test_few_points_stay_where_they_are(count):
     z = np.arange(3.0 * count).reshape(count, 3)
     np.testing.assert_array_equal(plane(z), z[:, :2])
+
+
+@pytest.mark.parametrize("z", [np.zeros((6, 5)), np.arange(6.0)[:, None]], ids=["one point", "one coordinate"])
+def test_points_without_two_components_stay_where_they_are(z):
+    """A body that has died embeds all samples as one: the process ended in scikit-learn."""
+    np.testing.assert_array_equal(plane(z), np.pad(z, ((0, 0), (0, 2)))[:, :2])
+
+
+def test_some_samples_of_a_data_set_that_is_sorted_by_class_are_of_every_class():
+    """The first 600 images of folders are of the first few classes: the others had rows of zeros as soft labels."""
+    labels = torch.arange(10).repeat_interleave(100)
+    indices = torch.arange(0, 1000, 2)
+    drawn = some_of(indices, labels, 50)
+    assert torch.bincount(labels[drawn]).tolist() == [5] * 10
+    assert len(drawn.unique()) == 50
+    assert torch.isin(drawn, indices).all()
+    assert torch.equal(some_of(indices, labels, 500), indices)

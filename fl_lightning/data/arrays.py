@@ -91,11 +91,13 @@ class Arrays:
             whole = isinstance(self.groups, Tensor) and self.groups.dtype == torch.int64
             check(whole and self.groups.shape == self.y.shape, f"groups must be int64 [{len(self.y)}], as y")
             check(int(self.groups.min()) >= 0, "groups must be >= 0")
+        if self.x.ndim == 4:
+            channels, height, width = self.x.shape[1:]
+            last = channels == height > width and width <= 4  # square images as NumPy and PIL hold them
+            check(not last, f"images must be [N, C, H, W], are {_kind(self.x)}: permute(0, 3, 1, 2)")
         if self.x.dtype == torch.uint8:
             check(self.x.ndim == 4, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}")
-            channels, height, width = self.x.shape[1:]
-            last = channels == height != width and width in (1, 3)  # square images as NumPy and PIL hold them
-            check(not last, f"uint8 images must be [N, C, H, W], are {_kind(self.x)}: permute(0, 3, 1, 2)")
+            channels = self.x.shape[1]
             check(
                 len(self.mean) == len(self.std) and len(self.mean) in (0, channels),
                 f"mean and std need {channels} values, one a channel; they have {len(self.mean)} and {len(self.std)}",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
+import sys
 import warnings
+from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,9 @@ from fl_lightning.errors import own_code, require
 from fl_lightning.files import remove_abandoned, save_tensors, verify
 from fl_lightning.terminal import say
 
-FORMAT = 4
-"""Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors."""
+FORMAT = 5
+"""Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors,
+or refuses what it took."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""
 
@@ -35,9 +39,9 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
     The cache's key is made of the class, its attributes, the sources' full paths, sizes and times of change and, for a
-    class of the user's own, the text of its module. A cached file that is damaged is made again, with a line. Where no
-    key can be made (a class typed into a console, an attribute that is no plain value, `sources` that are unknown) the
-    data set is decoded every time.
+    class of the user's own, the text of its module and of those of its bases. A cached file that is damaged is made
+    again, with a line. Where no key can be made (a class typed into a console, an attribute that is no plain value,
+    `sources` that are unknown) the data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -69,7 +73,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
 
 def _identity(dataset: Dataset) -> str | None:
     """Class and constructor arguments as text, taken before decoding; None if they cannot be told for sure."""
-    if dataset.sources() is None:
+    if _sources(dataset) is None:
         return None
     kind = type(dataset)
     attributes = vars(dataset)
@@ -78,7 +82,7 @@ def _identity(dataset: Dataset) -> str | None:
         attributes = {key: value for key, value in attributes.items() if not key.startswith("_")}
     else:
         try:
-            code = hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+            code = "/".join(map(_text_hash, (kind, *filter(_is_users, kind.__mro__[1:]))))
         except (OSError, TypeError):
             return None
     try:
@@ -89,6 +93,21 @@ def _identity(dataset: Dataset) -> str | None:
         return None
 
 
+def _is_users(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package != "fl_lightning" and package not in sys.stdlib_module_names
+
+
+def _text_hash(kind: type) -> str:
+    """SHA-256 of the file that a class stands in.
+
+    Raises:
+        OSError: if there is none.
+        TypeError: likewise.
+    """
+    return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
@@ -97,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
-    for source in sorted(map(os.path.abspath, dataset.sources() or ())):  # a relative one is another file elsewhere
+    for source in _sources(dataset) or ():
         try:
             status = os.stat(source)
             stamp = f"{status.st_size}/{status.st_mtime_ns}"
@@ -105,6 +124,25 @@ def _file_name(name: str, identity: str, dataset: Dataset) -> str:
             stamp = "absent"
         digest.update(f"\n{source}/{stamp}".encode())
     return f"{name}-{digest.hexdigest()[:20]}.pt"
+
+
+def _sources(dataset: Dataset) -> list[str] | None:
+    """The files that a data set reads, by their full paths and in order, those in its folders among them."""
+    with own_code(KEY, dataset, "sources()"):
+        given = dataset.sources()
+        if given is None:
+            return None
+        rule = f"{type(dataset).__name__}.sources() must return a list of files, or None"
+        require(isinstance(given, Iterable) and not isinstance(given, (str, bytes)), KEY, rule, type(given).__name__)
+        paths = [os.path.abspath(source) for source in given]  # a relative one is another file elsewhere
+    return sorted(itertools.chain.from_iterable(map(_inside, paths)))
+
+
+def _inside(path: str) -> list[str]:
+    """A file itself, or all in a folder, whose own time of change says nothing of what is in them."""
+    if not os.path.isdir(path):
+        return [path]
+    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def content_hash(arrays: Arrays) -> str:

@@ -35,6 +35,8 @@ class Dataset(ABC):
     def sources(self) -> list[Path] | None:
         """The files that `arrays` reads: their paths, sizes and times of change are part of the decoded cache's key.
 
+        A folder stands for all files in it.
+
         By default None, they are unknown: then the data set is decoded for every run. An empty list says that it reads
         none.
         """

@@ -18,10 +18,11 @@ from fl_lightning.data.cache import content_hash, load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.partitions import Partition
 from fl_lightning.data.population import LISTED, LazyClients, Population
+from fl_lightning.data.shifts import KEY as SHIFT
 from fl_lightning.data.shifts import Shift
 from fl_lightning.data.splits import ClientIndices, from_file, holdout, matched, server_only
 from fl_lightning.data.store import ClientData, TensorStore
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.seeding import numpy_generator
 
 
@@ -44,7 +45,7 @@ class FederatedData:
         batch_size: samples in a mini-batch.
         drop_last: drop a smaller last mini-batch, but never a client's only one.
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
-            the validation parts, and the test parts are not looked at.
+            the validation parts, at which no method looks, and the test parts are not looked at.
         shift: what makes clients' samples look, or mean, something else; null for nothing.
         augmentation: transforms of training images, one after another: classes of torchvision.transforms.v2 (class_path
             and init_args, or names alone, e.g. ``[RandomHorizontalFlip]``), drawn anew for every image of every local
@@ -187,7 +188,9 @@ class FederatedData:
         self.former_hash = draw.hash(self.num_clients, labels=False)
 
     def _client(self, client: int, part: ClientIndices) -> ClientData:
-        parts = part.train, part.validation, part.test
+        # Where clients are tested on their validation parts, no method may look at those, as FedFomo would.
+        known = part.validation[: 0 if self.evaluate_on == "validation" else None]
+        parts = part.train, known, part.test
         num_classes, size = len(self.arrays.classes), self.batch_size
         return ClientData(client, self.store, num_classes, *parts, batch_size=size, augment=self._augment)
 
@@ -260,13 +263,27 @@ def shifted(shift: Shift, arrays: Arrays, parts: Sequence[ClientIndices], seed: 
         arrays: the data set.
         parts: who holds what.
         seed: the run's; a client's own stream comes from it.
+
+    Raises:
+        ConfigError: if what comes out are no samples as the data set's: of another shape, type or range.
     """
     x, y = arrays.x.clone(), arrays.y.clone()
     for client, part in enumerate(parts):
         own = torch.from_numpy(np.concatenate([part.train, part.validation, part.test]))
         rng = numpy_generator(seed, "shift", client=client)
-        x[own], y[own] = shift.apply(x[own], y[own], client, len(parts), len(arrays.classes), rng)
-    return replace(arrays, x=x, y=y)
+        with own_code(SHIFT, shift, "apply()"):
+            new_x, new_y = shift.apply(x[own], y[own], client, len(parts), len(arrays.classes), rng)
+            for name, values, new in (("x", x, new_x), ("y", y, new_y)):
+                given, got = (values.dtype, len(own), *values.shape[1:]), (new.dtype, *new.shape)
+                rule = f"{type(shift).__name__}.apply() must give {name} the type and shape that it had, {given}"
+                require(got == given, SHIFT, rule, got)
+                values[own] = new
+    made = replace(arrays, x=x, y=y)
+    try:
+        made.validate(type(shift).__name__)
+    except ConfigError as error:
+        raise error.at(SHIFT) from error
+    return made
 
 
 def _hash(parts: list[ClientIndices], server_test: Tensor) -> str:

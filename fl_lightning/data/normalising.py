@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +34,10 @@ def as_array(x: Any) -> np.ndarray:
     if not isinstance(x, Tensor):
         return np.asarray(x)
     x = x.detach().cpu()
-    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    try:
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+    except (TypeError, RuntimeError) as error:  # sparse, quantized, nested ones
+        raise ConfigError(KEY, f"a tensor must hold its numbers one by one ({str(error).splitlines()[0]})") from error
 
 
 def as_inputs(x: Any, name: str) -> Tensor:
@@ -74,10 +78,12 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
     Raises:
         ConfigError: for anything that is no list of names or whole numbers, and for names of other classes.
     """
-    array = y.numpy() if isinstance(y, Tensor) else _as_array(y)
+    array = as_array(y) if isinstance(y, Tensor) else _as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8", "backslashreplace")
     names, numbers = np.unique(array, return_inverse=True)
     if classes:
         return _named(array, names, numbers, tuple(classes), name)
@@ -89,7 +95,7 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
 def _named(
     array: np.ndarray, found: np.ndarray, numbers: np.ndarray, classes: tuple[str, ...], name: str
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Labels of classes whose names are known: numbers that index these, names among them, or as many of others."""
+    """Labels of classes whose names are known: numbers that index these, names among them, or as many other numbers."""
     if array.dtype.kind in "iu" and len(found) and found[0] >= 0 and found[-1] < len(classes):
         return torch.from_numpy(array.astype(np.int64)), classes
     if array.dtype.kind == "U" and set(found.tolist()) <= set(classes):
@@ -97,15 +103,26 @@ def _named(
         return torch.from_numpy(order[numbers]), classes
     of = f"{found[0]} to {found[-1]}" if len(found) else "nothing"
     rule = f"{name}: names {len(classes)} classes, but y holds {len(found)} others ({of})"
-    require(len(found) == len(classes), KEY, rule)
+    require(len(found) == len(classes) and array.dtype.kind != "U", KEY, rule)
     return torch.from_numpy(numbers.astype(np.int64)), classes
 
 
 def as_groups(groups: Any, name: str) -> Tensor:
-    """Users or sites [N] as numbers from 0 on, by sorted names."""
-    array = groups.numpy() if isinstance(groups, Tensor) else _as_array(groups)
+    """Users or sites [N] as numbers from 0 on, by sorted names.
+
+    Raises:
+        ConfigError: if they are no flat list of names or numbers, or one of them is missing.
+    """
+    array = as_array(groups) if isinstance(groups, Tensor) else _as_array(groups)
     require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
-    return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+    missing = (value is None or (isinstance(value, float) and math.isnan(value)) for value in array.tolist())
+    nobody = next((sample for sample, is_missing in enumerate(missing) if is_missing), None)
+    require(nobody is None, KEY, f"{name}: sample {nobody} (from 0) is of no group; name one, or take it out")
+    try:
+        return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+    except TypeError as error:  # names beside numbers, lists, mappings
+        kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
+        raise ConfigError(KEY, f"{name}: groups must be names or numbers, all of one type; are {kinds}") from error
 
 
 def _as_array(values: Any) -> np.ndarray:

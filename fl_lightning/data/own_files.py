@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.archives import check_room
+from fl_lightning.archives import check_room, free_memory
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import numbered_columns
@@ -75,6 +75,9 @@ class ArrayFile(Dataset):
         kinds = [part.dtype.name for part in parts]
         same = name != "x" or len({kind.startswith("float") for kind in kinds}) < 2
         require(same, f"{KEY}.path", "x_train and x_test must be of one type", ", ".join(kinds))
+        shapes = [list(part.shape) for part in parts]
+        same = all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
+        require(same, f"{KEY}.path", f"{name}_train and {name}_test must have samples of one shape", shapes)
         return np.concatenate(parts) if parts else None
 
     def _read(self) -> dict[str, Any]:
@@ -151,6 +154,7 @@ class CSVTable(Dataset):
         features = self._features(columns)
         for name in features:
             _require_filled(name, columns[name], _nothing_in(columns[name]), places, "leave the column out")
+            _require_few(name, columns[name])
         for name in filter(None, (self.label, self.group)):
             _require_filled(name, columns[name], {""}, places, "take the line out")
         x = np.concatenate([_feature(columns[name]) for name in features], axis=1)
@@ -171,6 +175,8 @@ class CSVTable(Dataset):
         return {name: [*train[name], *test[name]] for name in train}, len(lines), places
 
     def _features(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
+        unknown = next((name for name in self.leave_out if name not in columns), None)
+        require(unknown is None, f"{KEY}.leave_out", f"columns are {', '.join(columns)}", unknown)
         features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
         require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
         return features
@@ -223,12 +229,22 @@ def _require_filled(
     require(empty is None, KEY, f"{path}: line {line} has nothing under {name!r}; fill it in, or {remedy}")
 
 
+def _require_few(name: str, cells: Sequence[str]) -> None:
+    """Refuse a column of names, one a line, say, whose features take more memory than is left."""
+    values = len(set(cells))
+    fits = 3 * 8 * values * len(cells) <= free_memory() or _are_numbers(cells)  # float64, joined, and scaled
+    rule = f"{name!r} has {values} different values, and a feature for each takes more memory than is left; add it"
+    require(fits, f"{KEY}.leave_out", rule)
+
+
 def _feature(cells: Sequence[str]) -> np.ndarray:
     """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
     if _are_numbers(cells):
         return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
     values, numbers = np.unique(np.array(cells), return_inverse=True)
-    return np.eye(len(values), dtype=np.float64)[numbers]
+    features = np.zeros((len(cells), len(values)), dtype=np.float64)
+    features[np.arange(len(cells)), numbers] = 1
+    return features
 
 
 def _labels(cells: Sequence[str]) -> np.ndarray:
@@ -347,8 +363,12 @@ class PFLlibFolder(Dataset):
                 data = read_pickled_npz(path, "data", f"{KEY}.root")
                 fits = isinstance(data, Mapping) and {"x", "y"} <= set(data) and len(data["x"]) == len(data["y"])
                 require(fits, f"{KEY}.root", f"{path} must hold data with x and y of one length")
+                if not len(data["y"]):  # of nothing the shape is anything
+                    continue
                 x.append(np.asarray(data["x"]))
                 y.append(np.asarray(data["y"]).reshape(-1))
+                rule = f"{path}: samples must have the shape of the others, {list(x[0].shape[1:])}"
+                require(x[-1].shape[1:] == x[0].shape[1:], f"{KEY}.root", rule, list(x[-1].shape[1:]))
                 groups += [int(path.stem)] * len(y[-1])
             sizes.append(sum(map(len, y)))
         require(sizes[0] > 0, f"{KEY}.root", "must hold train/0.npz, train/1.npz, … as PFLlib writes them", self.root)

@@ -50,6 +50,14 @@ class TorchDataset(Dataset):
         shapes = [list(part[0][0].shape) for part in pairs]
         rule = f"inputs must have the shape of those of train, {shapes[0]}"
         require(shapes[-1] == shapes[0], f"{KEY}.test", rule, shapes[-1])
+        kinds = [part[0][0].dtype for part in pairs]
+        rule = f"inputs must be of the type of those of train, {kinds[0]}, and on their scale"
+        require(_alike(kinds[-1], kinds[0]), f"{KEY}.test", rule, str(kinds[-1]))
+        names = [_class_names(part) for part in parts.values()]
+        rule = (
+            f"must have the classes of train, {', '.join(names[0] or [])}, in their order: a class is its place there"
+        )
+        require(names[-1] == names[0] or None in names, f"{KEY}.test", rule, ", ".join(names[-1] or []))
         x = np.stack([sample for part in pairs for sample, _ in part])
         labels, classes = as_labels([label for part in pairs for _, label in part], "TorchDataset")
         inputs = as_inputs(x, "TorchDataset")
@@ -76,6 +84,9 @@ class TorchDataset(Dataset):
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
+            if found and not _alike(values.dtype, found[0][0].dtype):
+                kinds = f"{values.dtype}, sample 0 {found[0][0].dtype}"
+                raise ConfigError(f"{KEY}.{name}", f"inputs must be of one type: sample {index} is {kinds}")
             if isinstance(label, Tensor | np.ndarray):
                 rule = f"label of sample {index} must be one class, is of shape"
                 require(label.reshape(-1).shape[0] == 1, f"{KEY}.{name}", rule, list(label.shape))
@@ -84,12 +95,25 @@ class TorchDataset(Dataset):
         return found
 
 
+def _alike(kind: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether numbers of two types can be on one scale: bytes from 0 to 255 and shares of 1 are not."""
+    return (kind.kind in "bf") == (other.kind in "bf")
+
+
+def _class_names(part: TorchBase[Any]) -> list[str] | None:
+    """What torchvision's data sets, and those made like them, call their classes; None where they do not say."""
+    names = getattr(part, "classes", None)
+    return [str(name) for name in names] if isinstance(names, Sequence) and not isinstance(names, str) else None
+
+
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
+    """A sample as an array; a PIL image has its channels first, of which there may be as many as rows or columns."""
     is_image = hasattr(sample, "mode") and hasattr(sample, "convert")  # Pillow itself need not be there
     try:
-        return np.asarray(as_bytes(sample) if is_image else sample)
+        array = np.asarray(as_bytes(sample) if is_image else sample)
     except ValueError as error:
         raise ConfigError(key, f"sample {index}: {error}") from error
+    return array.transpose(2, 0, 1) if is_image and array.ndim == 3 else array  # [H, W, C] -> [C, H, W]
 
 
 class HuggingFace(Dataset):
@@ -155,7 +179,12 @@ class HuggingFace(Dataset):
         """
         parts = self._parts()
         size = len(parts[0])
-        names = getattr(parts[0].features[self.label], "names", None) or ()
+        names, *others = (tuple(getattr(part.features[self.label], "names", None) or ()) for part in parts)
+        for other in others:
+            rule = (
+                f"must have the classes of {self.train}, {', '.join(names)}, in their order: a class is its place there"
+            )
+            require(other == names or () in (other, names), f"{KEY}.test", rule, ", ".join(other))
         labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
@@ -203,8 +232,8 @@ class HuggingFace(Dataset):
         for split in wanted:
             require(split in splits, f"{KEY}.train", f"splits are {', '.join(splits)}", split)
         for key, column in (("input", self.input), ("label", self.label), ("group", self.group)):
-            names = splits[self.train].column_names
-            require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
+            for names in (splits[split].column_names for split in wanted):
+                require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
         parts = [splits[split] for split in wanted]
         self._loaded = None if local else parts
         return parts

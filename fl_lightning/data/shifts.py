@@ -77,7 +77,8 @@ class RotationSkew(Shift):
     """Images turned by an angle of the client's own: client i has the (i mod n)-th of n angles.
 
     Args:
-        angles: in degrees; multiples of 90 move pixels and change none.
+        angles: in degrees; multiples of 90 move pixels of square images and change none. What turns out of the image is
+            lost, and what turns in is black.
     """
 
     paper = "Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, An Efficient Framework for Clustered Federated Learning"

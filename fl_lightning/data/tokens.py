@@ -52,9 +52,9 @@ class Words:
         return padded([[number.get(word, UNKNOWN) for word in tokenise(as_text(text))] for text in texts], self.length)
 
 
-def padded(texts: Sequence[Sequence[int]], length: int) -> Tensor:
+def padded(texts: Sequence[Sequence[int]], length: int, pad: int = PAD) -> Tensor:
     """[N, length] int64 of lists of numbers, cut and padded at the end."""
-    x = torch.full((len(texts), length), PAD, dtype=torch.int64)
+    x = torch.full((len(texts), length), pad, dtype=torch.int64)
     for row, numbers in zip(x, texts, strict=True):
         own = torch.tensor(list(numbers[:length]) or [UNKNOWN])
         row[: len(own)] = own
@@ -74,7 +74,8 @@ class TextFile(Dataset):
         test_path: a file of the same kind that is the official test part.
         group: the column that says who or where a text is from.
         tokenizer: ``words`` for lower-case words and a vocabulary of the file's own; or a ``tokenizer.json``
-            of Hugging Face's `tokenizers` (needs ``pip install tokenizers``).
+            of Hugging Face's `tokenizers` (needs ``pip install tokenizers``). Texts are cut and padded at the end
+            whatever that file says, by the padding that it names, else by number 0.
         vocabulary: word numbers, padding and unknown included, for ``words``.
         length: tokens of a text that are kept.
     """
@@ -157,8 +158,11 @@ class TextFile(Dataset):
         except Exception as error:  # the library raises plain exceptions
             said = " ".join(str(error).split())[:120]
             raise ConfigError(f"{KEY}.tokenizer", f"{self.tokenizer} is no tokenizer ({said})") from error
+        pad = (tokenizer.padding or {}).get("pad_id", PAD)
+        tokenizer.no_padding()  # to the longest of the texts that it is given: a text's numbers would rest on others'
+        tokenizer.no_truncation()
         encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        return padded(encoded, self.length), tokenizer.get_vocab_size()
+        return padded(encoded, self.length, pad), tokenizer.get_vocab_size()
 
 
 def _read(path: Path, option: str) -> dict[str, list[Any]]:

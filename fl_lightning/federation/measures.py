@@ -173,6 +173,8 @@ class Reading:
         area = _AREAS.get(type(metric).__name__) if theirs else None
         self.over_present = area is not None and getattr(metric, area[0]) == "macro"
         self.needs_others = area is not None and area[1]
+        ignored = getattr(metric, "ignore_index", None)
+        self.ignored = -1 if ignored is None else ignored  # a class whose samples an area leaves out; -1 is none
         if area is not None and self.over_present:
             setattr(metric, area[0], "none")
 
@@ -194,6 +196,7 @@ class Reading:
             value = metric.compute()
             metric.reset()
         if self.over_present:
+            y = y[y != self.ignored]
             held = torch.bincount(y, minlength=self.num_classes)
             there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
             value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none

@@ -27,7 +27,8 @@ class FedFomo(Method):
     n runs over the client's own trained model and those that the server lends it: of the models that others have sent
     last, the M of the largest sums of g_n so far, or, each with probability ε, random ones. If none is better, it is
     θ⁰_i. L_i is the cross-entropy on the client's validation part (`data.validation_fraction`), or without one on its
-    training part. The model and the g_n go up, M models come down. (One public code evaluates models in train mode.)
+    training part, or where clients are tested on it (`data.evaluate_on`). `Local-V` is thus on samples by which models
+    were weighed. The model and the g_n go up, M models come down. (One public code evaluates models in train mode.)
 
     Args:
         lending: M and ε.

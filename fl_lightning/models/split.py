@@ -140,7 +140,8 @@ class SplitModel(nn.Module):
     @torch.no_grad()
     def feature_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the feature maps of one sample, in the order of the stages; changes no state."""
-        tokens = any(isinstance(layer, nn.Embedding) for layer in self.modules())
+        looked_up = any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in self.modules())
+        tokens = looked_up and len(self.input_shape) == 1  # a transformer over images may look up its positions
         sample = torch.zeros((1, *self.input_shape), dtype=torch.int64 if tokens else torch.float32)
         modes = {layer: layer.training for layer in self.modules()}
         try:

@@ -50,7 +50,9 @@ def load(network: nn.Module, state: Any, head: str, source: str) -> None:
     fits = isinstance(state, Mapping) and all(isinstance(value, Tensor) for value in state.values())
     require(fits and len(state) > 0, KEY, f"{source} must hold a dict of tensors")
     own = network.state_dict()
-    state = {str(name).removeprefix("module."): value for name, value in state.items()}  # DataParallel's
+    state = {str(name): value for name, value in state.items()}
+    if not state.keys() & own.keys():
+        state = {name.removeprefix("module."): value for name, value in state.items()}  # DataParallel's
     if any(name in state and state[name].shape != own[name].shape for name in own if _within(name, head)):
         state = {name: value for name, value in state.items() if not _within(name, head)}
     what = type(network).__name__

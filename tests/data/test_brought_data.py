@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from fl_lightning.data import own_files
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import read_columns
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
+from fl_lightning.data.normalising import as_groups, as_inputs, as_labels
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
 from fl_lightning.data.sample import Sample
@@ -63,6 +65,15 @@ def test_names_of_other_classes_are_refused_and_those_of_as_many_numbers_taken(t
         ConfigError, match=r"data.dataset: ArrayFile: names 2 classes, but y holds 3 others \(-1 to 1\)"
     ):
         ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
+def test_other_names_than_those_of_the_classes_are_refused_and_names_in_bytes_are_names():
+    """In sorted order "hund" was called cat, and "katze" dog."""
+    with pytest.raises(ConfigError, match=r"Set: names 2 classes, but y holds 2 others \(hund to katze\)"):
+        as_labels(["katze", "hund"], "Set", ["cat", "dog"])
+    labels, classes = as_labels(np.array([b"dog", b"cat"]), "Set", ["dog", "cat"])
+    assert (labels.tolist(), classes) == ([0, 1], ("dog", "cat"))
+    assert as_labels(np.array([b"dog", b"cat"]), "Set")[1] == ("cat", "dog")
 
 
 def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
@@ -190,6 +201,15 @@ def test_a_tokenizer_of_somebody_elses(tmp_path):
     arrays = checked(TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3))
     assert arrays.x.tolist() == [[1, 2, 0], [0, 0, 0]]
     assert arrays.vocabulary_size == 3
+    # One that pads and cuts by itself did so to the longest text of all: "ugly" was padding alone.
+    made.add_special_tokens(["[PAD]"])
+    made.enable_padding(direction="left", pad_id=3, pad_token="[PAD]")
+    made.enable_truncation(2)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.csv").write_text("text,label\ngood bad bad bad,1\nugly,0\n")
+    dataset = TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3)
+    assert checked(dataset).x.tolist() == [[1, 2, 2], [0, 3, 3]]
+    assert dataset.encode({"text": ["ugly"]}).tolist() == [[0, 3, 3]]
 
 
 # --- other libraries ------------------------------------------------------------------------------------------------
@@ -244,11 +264,51 @@ def test_parts_of_a_torch_data_set_that_do_not_go_together():
         TorchDataset(some, TensorDataset(x[:, :3], y)).arrays()
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        (torch.uint8, torch.float32, r"test: inputs must be of the type of those of train, uint8, .*got 'float32'"),
+        (torch.float32, torch.int64, r"test: inputs must be of the type of those of train, float32, .*got 'int64'"),
+    ],
+)
+def test_bytes_and_shares_of_one_are_not_mixed(train, test, said):
+    """Together they would be floats, and pixels of 0 to 1 all black beside those of 0 to 255."""
+    parts = [TensorDataset(torch.ones(4, 3, 4, 4, dtype=dtype), torch.arange(4) % 2) for dtype in (train, test)]
+    with pytest.raises(ConfigError, match=said):
+        TorchDataset(*parts).arrays()
+    with pytest.raises(ConfigError, match=r"train: inputs must be of one type: sample 4 is"):
+        TorchDataset(parts[0] + parts[1]).arrays()
+    assert len(checked(TorchDataset(parts[0], parts[0])).y) == 8
+
+
+def test_parts_of_a_torch_data_set_whose_classes_have_other_places_are_refused():
+    """torchvision's ImageFolder numbers the folders that it finds: without one of them, all that follow move up."""
+    parts = [TensorDataset(torch.zeros(6, 4), torch.arange(6) % size) for size in (3, 2, 3)]
+    for part, names in zip(parts, (["ant", "bee", "cow"], ["ant", "cow"], ("ant", "bee", "cow")), strict=True):
+        part.classes = names
+    with pytest.raises(ConfigError, match=r"test: must have the classes of train, ant, bee, cow, .*got 'ant, cow'"):
+        TorchDataset(parts[0], parts[1]).arrays()
+    assert checked(TorchDataset(parts[0], parts[2])).classes == ("0", "1", "2")
+
+
 def test_torchvisions_data_sets_of_pil_images():
     from torchvision.datasets import FakeData
 
     arrays = checked(TorchDataset(FakeData(10, (3, 8, 8), num_classes=2, random_offset=1)))
     assert (arrays.x.dtype, arrays.x.shape) == (torch.uint8, (10, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("size", "channels"), [((8, 8), 2), ((5, 3), 3), ((6, 4), 3)], ids=["grey with alpha", "3", "4"]
+)
+@pytest.mark.filterwarnings("ignore:'mode' parameter is deprecated")
+def test_channels_of_pil_images_are_their_last_axis(size, channels):
+    """By the numbers alone two channels, and three of as many rows, were taken for columns."""
+    Image = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, size[1], size[0], channels), dtype=np.uint8)
+    images = [Image.fromarray(own, {2: "LA", 3: "RGB"}[channels]) for own in pixels]
+    arrays = checked(TorchDataset([(image, n) for n, image in enumerate(images)]))
+    assert np.array_equal(arrays.x, pixels.transpose(0, 3, 1, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -278,6 +338,15 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
     assert dataset.encode({"text": [None, "a"]}).tolist() == [[1, 0], [2, 0]]
     with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
         HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
+    turned = whole.cast_column("label", datasets.ClassLabel(names=["yes", "no"]))  # what was no is yes
+    renamed = whole.rename_column("label", "answer")
+    for name, other, said in (
+        ("turned", turned, "no, yes, .*got 'yes, no'"),
+        ("renamed", renamed, "columns are text, "),
+    ):
+        datasets.DatasetDict({"train": whole, "test": other}).save_to_disk(tmp_path / name)
+        with pytest.raises(ConfigError, match=rf"^data\.dataset\.(test|label): .*{said}"):
+            HuggingFace(str(tmp_path / name), input="text").arrays()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -371,6 +440,55 @@ def test_parts_of_arrays_that_do_not_go_together(tmp_path):
         checked(ArrayFile(str(tmp_path / "b.npz"), num_train=0))
 
 
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_parts_of_arrays_of_other_shapes_are_refused(tmp_path, name):
+    parts = {"x_train": np.ones((4, 3)), "y_train": np.arange(4), "x_test": np.ones((2, 3)), "y_test": np.arange(2)}
+    np.savez(tmp_path / "a.npz", **{**parts, f"{name}_test": np.ones((2, 5))})
+    with pytest.raises(ConfigError, match=rf"path: {name}_train and {name}_test must have samples of one shape"):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (["a", None, "b"], r"sample 1 \(from 0\) is of no group"),
+        ([0.0, 1.0, np.nan], r"sample 2 \(from 0\) is of no group"),
+        ([{"a": 1}, 2, 3], "all of one type; are dict, int"),
+    ],
+)
+def test_samples_without_a_group_are_refused(groups, said):
+    """Those of no number were one group, and those of None ended in a traceback."""
+    with pytest.raises(ConfigError, match=rf"data\.dataset: Set: .*{said}"):
+        as_groups(groups, "Set")
+    assert as_groups(["b", "a", "b"], "Set").tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("made", [lambda x: x.to_sparse(), lambda x: torch.quantize_per_tensor(x, 1, 0, torch.qint8)])
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_no_plain_numbers_are_refused(made):
+    with pytest.raises(ConfigError, match=r"^data\.dataset: a tensor must hold its numbers one by one"):
+        as_inputs(made(torch.eye(3)), "Set")
+    assert as_labels(torch.tensor([2, 1]), "Set")[0].tolist() == [2, 1]
+
+
+def test_a_column_that_is_not_there_cannot_be_left_out(tmp_path):
+    """A name of a patient that was misspelt here stayed a feature."""
+    (tmp_path / "t.csv").write_text("id,age,y\n1,20,0\n2,30,1\n")
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y", leave_out=["id"])).x.shape == (2, 1)
+    with pytest.raises(ConfigError, match=r"data\.dataset\.leave_out: columns are id, age, y, got 'idd'"):
+        CSVTable(str(tmp_path / "t.csv"), "y", leave_out=["idd"]).arrays()
+
+
+def test_a_column_of_more_names_than_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    """60,000 different numbers of patients were 60,000 features, which took all memory and ended the process."""
+    (tmp_path / "t.csv").write_text("who,age,y\n" + "".join(f"p{n},{n},{n % 2}\n" for n in range(50)))
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y", normalize="none")).x.sum(0).tolist() == [1] * 50 + [1225]
+    monkeypatch.setattr(own_files, "free_memory", lambda: 50_000)
+    with pytest.raises(ConfigError, match=r"data\.dataset\.leave_out: 'who' has 50 different values, and a feature"):
+        CSVTable(str(tmp_path / "t.csv"), "y").arrays()
+    assert checked(CSVTable(str(tmp_path / "t.csv"), "y", leave_out=["who"])).x.shape == (50, 1)
+
+
 # --- other benchmarks -----------------------------------------------------------------------------------------------
 def test_leafs_users_are_groups(tmp_path):
     for part, sizes in (("train", (3, 2)), ("test", (1, 1))):
@@ -406,6 +524,11 @@ def test_pfllibs_clients_have_what_they_have_there(tmp_path):
     for client, own in enumerate(clients):
         assert np.array_equal(arrays.x[own.train].numpy(), content["train", client])
         assert np.array_equal(arrays.x[own.test].numpy(), content["test", client])
+    np.savez_compressed(tmp_path / "test" / "0.npz", data={"x": np.array([]), "y": np.array([])})
+    assert [len(own.test) for own in matched(ByGroup(), checked(PFLlibFolder(str(tmp_path))), 11, seed=3)][:2] == [0, 2]
+    np.savez_compressed(tmp_path / "test" / "5.npz", data={"x": np.zeros((1, 3, 4, 4)), "y": np.zeros(1)})
+    with pytest.raises(ConfigError, match=r"5\.npz: samples must have the shape of the others, \[1, 4, 4\]"):
+        PFLlibFolder(str(tmp_path)).arrays()
 
 
 def test_fl_benchs_partition(tmp_path, make_arrays):

@@ -3,6 +3,7 @@ import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,36 @@ def test_changed_source_is_decoded_anew(tmp_path):
     assert Counted.decoded == 2
 
 
+def test_changed_file_in_a_folder_is_decoded_anew(tmp_path):
+    """The folder's own time does not change with what is in its files."""
+    folder = tmp_path / "readings"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside" / "a.bin").write_text("a")
+    for _ in range(2):
+        load(Counted(path=folder), tmp_path / "cache")
+    assert Counted.decoded == 1
+    time_before = os.stat(folder).st_mtime_ns
+    (folder / "inside" / "a.bin").write_text("other")
+    assert os.stat(folder).st_mtime_ns == time_before
+    load(Counted(path=folder), tmp_path / "cache")
+    assert Counted.decoded == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("readings.bin", "must return a list of files, or None, got 'str'"),
+        (Path("readings.bin"), "must return a list of files, or None, got '.*Path'"),
+        ([3.5], "raises TypeError: .*"),
+    ],
+)
+def test_sources_are_a_list_of_files(tmp_path, monkeypatch, given, said):
+    """Of a text every letter was a file, which is absent, so that the samples of a file that changed stayed."""
+    monkeypatch.setattr(Counted, "sources", lambda self: given)
+    with pytest.raises(ConfigError, match=rf"^data\.dataset: Counted\.sources\(\) {said}$"):
+        load(Counted(), tmp_path)
+
+
 def test_file_of_one_name_in_another_folder_is_another_source(tmp_path, monkeypatch):
     for fill, place in enumerate(("a", "b")):
         (tmp_path / place).mkdir()
@@ -141,6 +172,14 @@ def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
         (tmp_path / "mine.py").write_text(code.format(value))
         sys.modules.pop("mine", None)
         assert load(__import__("mine").Mine(), tmp_path / "cache").x.item() == value
+    # A class that inherits from it in another module changes with it.
+    (tmp_path / "derived.py").write_text("from mine import Mine\nclass Derived(Mine):\n    pass\n")
+    for value in (3.0, 4.0):
+        (tmp_path / "mine.py").write_text(code.format(value))
+        for name in ("mine", "derived"):
+            sys.modules.pop(name, None)
+        assert load(__import__("derived").Derived(), tmp_path / "cache").x.item() == value
+        assert len(files(tmp_path / "cache")) == value
 
 
 def test_data_set_that_does_not_say_what_it_reads_never_loads_old_samples(tmp_path, monkeypatch):

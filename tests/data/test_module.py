@@ -99,6 +99,7 @@ def test_evaluating_on_the_validation_part_lays_the_test_part_aside(made, split)
     for before, now in zip(plain.clients, tuning.clients, strict=True):
         assert torch.equal(now.train, before.train)
         assert torch.equal(now.test, before.validation)
+        assert not len(now.validation)  # by which FedFomo weighs models
         assert set(now.test.tolist()) <= set(tuning.server_test.tolist())
 
 

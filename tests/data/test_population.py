@@ -123,6 +123,7 @@ def test_tuning_looks_at_validation_parts_alone(drawn):
     assert torch.equal(data.clients[3].test, plain.clients[3].validation)
     assert np.isin(data.clients[3].test, data.server_test).all()
     assert data.num_test.tolist() == [3] * 9
+    assert not len(data.clients[3].validation)
 
 
 def test_record_says_whom_it_shows(drawn):

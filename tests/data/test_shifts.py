@@ -4,7 +4,7 @@ import torch
 
 from fl_lightning.data.module import shifted
 from fl_lightning.data.partitions import IID
-from fl_lightning.data.shifts import ColourSkew, ConceptShift, NoiseSkew, RotationSkew
+from fl_lightning.data.shifts import ColourSkew, ConceptShift, NoiseSkew, RotationSkew, Shift
 from fl_lightning.data.splits import holdout
 from fl_lightning.errors import ConfigError
 
@@ -91,6 +91,35 @@ def test_every_sample_is_changed_once_by_its_owner_and_nothing_else(make_arrays)
     renamed = shifted(ConceptShift(2), arrays, parts, seed=0)
     assert torch.equal(renamed.y[parts[1].test], 1 - arrays.y[parts[1].test])
     assert torch.equal(renamed.y[parts[2].train], arrays.y[parts[2].train])
+
+
+class Mine(Shift):
+    """A shift of somebody's own."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def apply(self, x, y, client, num_clients, num_classes, rng):
+        return self.rule(x, y)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (lambda x, y: (x.float(), y), r"data\.shift: Mine\.apply\(\) must give x the type and shape that it had"),
+        (
+            lambda x, y: (x[:1], y),
+            r"data\.shift: Mine\.apply\(\) must give x the type and shape .*, got \(torch.uint8, 1",
+        ),
+        (lambda x, y: (x, y + 1), r"^data\.shift: Mine: label 2 of sample .* is out of range; allowed are 0 to 1"),
+        (lambda x, y: x, r"data\.shift: Mine\.apply\(\) raises ValueError: too many values"),
+    ],
+)
+def test_what_a_shift_of_ones_own_gives_is_checked(make_arrays, rule, said):
+    """A label beyond the classes was a class more, and one image stood for all of a client's."""
+    arrays = make_arrays([20, 20], [10, 10])
+    with pytest.raises(ConfigError, match=said):
+        shifted(Mine(rule), arrays, holdout(IID(), arrays, 4, seed=0), seed=0)
 
 
 @pytest.mark.parametrize(

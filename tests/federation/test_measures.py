@@ -106,6 +106,14 @@ def test_areas_are_over_the_classes_that_the_samples_have(name, options):
     scores = 8.0 * torch.nn.functional.one_hot(y, CLASSES)
     found = measured(scores, y, {"class_path": f"torchmetrics.{name}", "init_args": options})
     assert found[name] == pytest.approx(1, abs=1e-6)
+    # An ignored class has no samples: it counted as 0, and areas of one class alone were 0, not undefined.
+    ignoring = {"class_path": f"torchmetrics.{name}", "init_args": {**options, "ignore_index": 2}}
+    y = torch.tensor([0, 1, 2] * 10)
+    assert measured(scores.repeat(2, 1)[:30], y, ignoring)[name] == pytest.approx(
+        measured(scores.repeat(2, 1)[:30][y != 2], y[y != 2], {**ignoring, "init_args": options})[name], abs=1e-6
+    )
+    if name == "AUROC":
+        assert math.isnan(measured(scores[:4], torch.tensor([2, 2, 1, 1]), ignoring)[name])
 
 
 def test_what_is_not_defined_is_no_number(predicted):
@@ -211,6 +219,8 @@ def test_names_are_resolved_and_what_the_data_say_is_filled_in():
         ({"class_path": "F1Score", "init_args": {"averag": "macro"}}, "metrics.0.init_args.averag: there is no such"),
         ({"class_path": "F1Score", "init_args": {"num_classes": 3}}, "metrics.0.init_args.num_classes: comes from the"),
         ({"class_path": "F1Score", "init_args": {"average": "none"}}, "metrics.0: MulticlassF1Score must give one num"),
+        ({"class_path": "FBetaScore", "init_args": {"beta": -1.0}}, "metrics.0: FBetaScore: Expected argument `beta`"),
+        ({"class_path": "CalibrationError", "init_args": {"n_bins": 0}}, "metrics.0: CalibrationError: Expected argum"),
         ("torchmetrics.classification.BinaryF1Score", "metrics.0: must be a metric of single-label classification"),
         ("torchmetrics.MeanSquaredError", "metrics.0: must be a metric of single-label classification"),
         ("ConfusionMatrix", "metrics.0: MulticlassConfusionMatrix must give one number"),

@@ -1,5 +1,7 @@
 """Networks of torchvision's and timm's by name, and weights from files."""
 
+import copy
+
 import pytest
 import torch
 import torchvision
@@ -123,3 +125,13 @@ def test_timm_is_named_where_it_is_missing_and_used_where_it_is_there():
         LibraryModel(RGB, 7, "hf-hub:someone/net", library="timm")
     with pytest.raises(ConfigError, match="timm has none of that name for resnet10t"):
         LibraryModel(RGB, 7, "resnet10t", library="timm", weights="none_such")
+
+
+def test_a_network_with_a_submodule_called_module_takes_its_own_weights(tmp_path):
+    """Its name was taken for DataParallel's, and cut off."""
+    net = nn.Sequential()
+    net.module, net.fc = nn.Linear(4, 2), nn.Linear(2, 3)
+    for state in (net.state_dict(), nn.DataParallel(net).state_dict()):
+        torch.save(state, tmp_path / "net.pt")
+        model = WrappedModel((4,), 3, copy.deepcopy(net), "fc", weights=str(tmp_path / "net.pt"))
+        assert torch.equal(model.body.neck.module.weight, net.module.weight)

@@ -133,6 +133,23 @@ def test_wrapped_model_state_has_each_tensor_once_under_body_or_head():
     torch.testing.assert_close(twin.eval()(x), model.eval()(x), rtol=0, atol=0)
 
 
+class LooksUpPlaces(nn.Module):
+    """A network over images with an embedding of places."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.places, self.fc = nn.Conv2d(1, 4, 4, 4), nn.Embedding(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc((self.patches(x).flatten(2).transpose(1, 2) + self.places.weight).mean(1))
+
+
+def test_an_embedding_of_places_makes_no_tokens_of_images():
+    """Its maps were asked of whole numbers, which no convolution takes."""
+    model = WrappedModel((1, 8, 8), 3, LooksUpPlaces(), "fc", features=["patches"])
+    assert model.feature_shapes() == [(4, 2, 2)]
+
+
 def test_wrapped_model_takes_tokens():
     model = WrappedModel((7,), 3, TextNet(), head="fc", features=["tokens"])
     maps, z = model.forward_features(torch.randint(0, 10, (2, 7)))
