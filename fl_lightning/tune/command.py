@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Tuning:
             An exit code, and the trials of each method; after a `refusal` those that there are.
         """
         for contender in self.contenders:  # a wrong key is found before anything runs
-            self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
+            self._first_cells(contender)
         found: dict[str, list[Trial]] = {}
         code = 0
         for contender in self.contenders:
@@ -102,7 +103,10 @@ class Tuning:
         return code, found
 
     def _of(self, contender: Contender) -> tuple[list[Trial], int]:
-        sampler = self._sampler(contender)
+        with closing(self._sampler(contender)) as sampler:
+            return self._searched(contender, sampler)
+
+    def _searched(self, contender: Contender, sampler: Sampler) -> tuple[list[Trial], int]:
         median = Median(self.search)
         trials: list[Trial] = []
         code = 0
@@ -119,7 +123,10 @@ class Tuning:
     def _sampler(self, contender: Contender) -> Sampler:
         if self.search.kind == "grid":
             return Grid(self.search, contender)
-        return Optuna(self.search, contender, self.folder)
+        return Optuna(self.search, contender, self.folder, [cell.name for cell in self._first_cells(contender)])
+
+    def _first_cells(self, contender: Contender) -> list[Cell]:
+        return self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
 
     def _batch(self, sampler: Sampler, contender: Contender, number: int) -> list[Trial]:
         """As many points as can run at once."""

@@ -1,9 +1,11 @@
 import csv
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.tune.command import Tuning
 from fl_lightning.tune.space import read_search
 from fl_lightning.tune.trials import Median, Optuna, Trial
@@ -33,14 +35,15 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     pytest.importorskip("optuna")
 
     def go_on(stop_after, folder="out"):
-        sampler, asked = Optuna(search, search.contenders[0], tmp_path / folder), []
-        while (answer := sampler.ask()) is not None:
-            asked.append(answer[0])
-            if len(asked) > stop_after:  # killed in the middle of a trial
-                return asked
-            state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
-            sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
-        return asked
+        with closing(Optuna(search, search.contenders[0], tmp_path / folder)) as sampler:
+            asked = []
+            while (answer := sampler.ask()) is not None:
+                asked.append(answer[0])
+                if len(asked) > stop_after:  # killed in the middle of a trial
+                    return asked
+                state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
+                sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
+            return asked
 
     straight = go_on(100, "straight")
     assert len(straight) == search.trials
@@ -50,6 +53,39 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     for stop_after in (0, 5, 5, 8):  # the same one twice
         assert go_on(stop_after) == straight[: stop_after + 1]
     assert go_on(100) == straight
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("old", "new", "runs"),
+    [
+        ("monitor: Local-T.last", "monitor: eval_loss/Local-T.last", ()),  # and less of it is better
+        ("high: 1.0", "high: 0.2", ()),
+        ("[a, b]", "[a, c]", ()),  # of which Optuna wants to know nothing
+        ("trials: 12", "trials: 12", ("a-run-of-another-base",)),
+    ],
+)
+def test_a_search_that_asks_something_else_learns_nothing_from_the_journal(old, new, runs, tmp_path):
+    pytest.importorskip("optuna")
+    for text, names, is_new in ((SEARCH, (), True), (SEARCH.replace(old, new), runs, True), (SEARCH, (), False)):
+        (tmp_path / "s.yaml").write_text(text)
+        search = read_search(tmp_path / "s.yaml")
+        with closing(Optuna(search, search.contenders[0], tmp_path, names)) as sampler:
+            point, handle = sampler.ask()
+            assert (handle is not None) == is_new
+            assert point["optimizer.init_args.lr"] <= search.contenders[0].space["optimizer.init_args.lr"].high
+            sampler.tell(Trial(0, point, value=1.0, state="complete", handle=handle))
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
+    """The second ended the first one's trials, whose values then nobody took."""
+    pytest.importorskip("optuna")
+    said = r"search: another process is running in .*Method\.journal"
+    with closing(Optuna(search, search.contenders[0], tmp_path)), pytest.raises(ConfigError, match=said):
+        Optuna(search, search.contenders[0], tmp_path)
 
 
 def run(name, values, rounds=10, column="Local-T"):
