@@ -51,6 +51,8 @@ class Job:
     """With what its process ended."""
     looked: float = -math.inf
     """When it was last seen to be run elsewhere."""
+    logged: int = 0
+    """Bytes of its log that earlier starts wrote."""
 
 
 class Crew:
@@ -130,8 +132,8 @@ class Crew:
 
     def _start_some(self) -> None:
         now = time.monotonic()
-        for job in [] if self.stopping else self.waiting:
-            if len(self.running) >= self.at_once:
+        for job in self.waiting:
+            if self.stopping or len(self.running) >= self.at_once:
                 return
             if now - job.looked < PATIENCE:
                 continue
@@ -145,6 +147,7 @@ class Crew:
 
     def _start(self, job: Job) -> None:
         log = self.logs / f"{job.cell.name}.log"
+        job.logged = log.stat().st_size if log.is_file() else 0
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
         job.process = context.Process(
@@ -152,6 +155,8 @@ class Crew:
         )
         job.process.start()
         job.state = "running"
+        if self.stopping:  # a signal came before it could be asked
+            job.process.terminate()
 
     def _look(self) -> None:
         for job in self.running:
@@ -159,14 +164,14 @@ class Crew:
             if job.process.is_alive():
                 continue
             code = job.code = job.process.exitcode
-            job.process.close()
             others = "stopped" if self.stopping else "pruned" if job.pruned else "failed"
-            said = _last_line(self.logs / f"{job.cell.name}.log")
+            said = _last_line(self.logs / f"{job.cell.name}.log", job.logged)
             if code == REFUSED and HELD in said:  # another process was faster, and may have ended since
                 others, job.looked = "elsewhere", time.monotonic()
             job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
                 job.said = said or f"ended with exit code {code}"
+            job.process.close()  # last, for a signal may ask all that are said to be running to end
         self._told(self)
 
 
@@ -211,9 +216,11 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
     command(words)
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path, start: int) -> str:
+    """Why a run ended, as it wrote it behind the first `start` bytes of its log."""
     try:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        written = log.read_bytes()[start:].decode(errors="replace")
+        lines = [line for line in written.splitlines() if line.strip()]
     except OSError:
         return ""
     said = next((line for line in reversed(lines) if "error:" in line), lines[-1] if lines else "")
