@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from fl_lightning.errors import listed_names, refuse, require, suggest
-from fl_lightning.files import write_text
+from fl_lightning.files import content_of, write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
@@ -218,8 +218,8 @@ class Tuning:
         rows: dict[str, list[list[str]]] = {}
         lines: dict[str, list[str]] = {}
         try:
-            _, *known = csv.reader((self.folder / "trials.csv").read_text().splitlines())
-            table = (self.folder / "tune.md").read_text().splitlines()
+            _, *known = csv.reader(content_of(self.folder / "trials.csv").decode().splitlines())
+            table = content_of(self.folder / "tune.md").decode().splitlines()
         except (OSError, ValueError, csv.Error):
             return {}, {}
         for row in known:

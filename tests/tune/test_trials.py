@@ -1,4 +1,5 @@
 import csv
+import io
 import json
 from contextlib import closing
 from types import SimpleNamespace
@@ -111,3 +112,14 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     with (tuning.folder / "trials.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
+
+
+def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, monkeypatch):
+    """Files are written as UTF-8, and were read as the locale has it."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("Method:", "Fed-Ä:"), "utf-8")
+    tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
+    tuning.write({"Fed-Ä": [Trial(0, {"method.mu": 0.5}, state="failed")]})
+    before = (tuning.folder / "trials.csv").read_bytes()
+    tuning.write({})
+    assert (tuning.folder / "trials.csv").read_bytes() == before
