@@ -132,6 +132,15 @@ def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
     assert f"Alpha, after the fit: {below} of 10 clients" in figure.facts[0]
 
 
+def test_all_clients_are_counted_though_not_all_are_drawn(tmp_path):
+    runs = [make_run(tmp_path / method, method, clients=510, rounds=1, sends=method == "Beta", partition_hash="1" * 64)
+            for method in ("Alone", "Beta")]  # fmt: skip
+    lines = lines_of(*runs)
+    (figure,) = hurt(lines)
+    assert all(" of 510 clients" in fact for fact in figure.facts)
+    assert len(figure.rows(lines)) == 2 * 500
+
+
 def test_nobody_is_compared_with_another_partition(tmp_path):
     a = make_run(tmp_path / "a", "Alpha", partition_hash="1" * 64)
     b = make_run(tmp_path / "b", "Beta", sends=False, partition_hash="2" * 64)
