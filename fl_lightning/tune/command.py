@@ -214,13 +214,18 @@ class Tuning:
         return "\n".join(lines)
 
     def _of_others(self) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-        """What the files of an earlier search say of the methods that are not searched now, by their names there."""
+        """What the files of an earlier search say of the methods that are not searched now, by their names there.
+
+        Nothing where that search monitored another figure, whose values would stand below this one's name.
+        """
         rows: dict[str, list[list[str]]] = {}
         lines: dict[str, list[str]] = {}
         try:
-            _, *known = csv.reader(content_of(self.folder / "trials.csv").decode().splitlines())
+            head, *known = csv.reader(content_of(self.folder / "trials.csv").decode().splitlines())
             table = content_of(self.folder / "tune.md").decode().splitlines()
         except (OSError, ValueError, csv.Error):
+            return {}, {}
+        if str(self.search.monitor) not in head:
             return {}, {}
         for row in known:
             rows.setdefault(row[0] if row else "", []).append(row)

@@ -123,3 +123,15 @@ def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, mon
     before = (tuning.folder / "trials.csv").read_bytes()
     tuning.write({})
     assert (tuning.folder / "trials.csv").read_bytes() == before
+
+
+def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_path):
+    trial = Trial(0, {"method.mu": 0.5}, value=0.9, state="complete")
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    tuning._write_overlay = lambda contender, best: None
+    tuning.write({"Method": [trial]})
+    assert "0.9" in (tuning.folder / "trials.csv").read_text()
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("Local-T.last", "eval_loss/Local-T.last"))
+    Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None).write({})
+    assert "0.9" not in (tuning.folder / "trials.csv").read_text()
+    assert "90.00" not in (tuning.folder / "tune.md").read_text()
