@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +58,8 @@ class Classifier(nn.Module):
     ) -> None:
         super().__init__()
         self.method = method
+        self.alone: nn.Module | None = None
+        """The one network that stands for the method, in a copy that `in_one` gives."""
         self.predictor = predictor
         self.client = client
         self.classes = tuple(map(str, classes))
@@ -79,7 +82,22 @@ class Classifier(nn.Module):
         if self._channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         with self._context():
+            if self.alone is not None:
+                return self.alone(x)
             return self.method.predictors()[self.predictor].scores(Seen(x))
+
+    def in_one(self) -> Classifier:
+        """A copy that holds one network instead of the models whose weights make it; itself where it mixes none.
+
+        The method stays behind, with what other clients have sent.
+        """
+        merged = self.method.predictors()[self.predictor].merged
+        if merged is None:
+            return self
+        own = copy.copy(self)
+        own._modules = {}
+        own.method, own.alone = None, merged().eval()
+        return own
 
     def normalise(self, images: Tensor) -> Tensor:
         """Images uint8 [N, C, H, W] as `forward` takes them, normalised as in training; other inputs as they are."""

@@ -53,7 +53,7 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
         model = classifier_of(loop, folder, client)
         _require_alike(model, x)
         try:
-            content, written = makers[path.suffix](model, x[:2])
+            content, written = makers[path.suffix](model.in_one(), x[:2])
             difference = None if written is None else _difference(written(x), model(x))
         except ConfigError:
             raise

@@ -72,8 +72,13 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all its rounds are done."""
-        return (self.folder / "summary.json").is_file() and bool(self.summary["finished"])
+        """Whether all its rounds are done; of a run that was extended and goes on, the summary is of its first end."""
+        if not (self.folder / "summary.json").is_file():
+            return False
+        summary, later = self.summary, max((row.get("round") or 0 for row in self.rounds), default=0)
+        planned = (self.config.get("federation") or {}).get("rounds", 0)
+        ended = summary["rounds"] >= planned or bool(summary.get("stopped"))
+        return bool(summary["finished"]) and ended and summary["rounds"] >= later
 
     @property
     def rounds(self) -> list[Row]:

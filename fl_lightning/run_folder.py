@@ -233,7 +233,7 @@ class RunFolder:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
             file = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+")
         with file:
-            _lock(file, self.path)
+            lock(file, self.path)
             if not is_marked(self.path):
                 with writing(self.path / LOCK):  # in place: another file would have another lock
                     file.truncate(0)
@@ -267,11 +267,21 @@ def _remove_folders(run: Path) -> None:
                 path.rmdir()
 
 
-def _lock(file: Any, folder: Path) -> None:
+def lock(file: Any, place: Path, key: str = "output") -> None:
+    """Lock an open file until it is closed, so that no second process works in a place.
+
+    Args:
+        file: open for writing.
+        place: a folder, or the file, for messages.
+        key: for the error.
+
+    Raises:
+        ConfigError: if another process has locked it.
+    """
     try:
         import fcntl
     except ImportError:
-        _say_unlocked(folder, "this system has no such locks")
+        _say_unlocked(place, "this system has no such locks")
         return
     for attempt in range(GLANCES):
         try:
@@ -279,10 +289,10 @@ def _lock(file: Any, folder: Path) -> None:
             return
         except OSError as error:
             if error.errno not in BUSY:
-                _say_unlocked(folder, f"its file system has no locks ({_said(error)})")
+                _say_unlocked(place, f"its file system has no locks ({_said(error)})")
                 return
             if attempt == GLANCES - 1:
-                raise ConfigError("output", f"{HELD} {folder}") from error
+                raise ConfigError(key, f"{HELD} {place}") from error
         time.sleep(0.02)
 
 

@@ -61,8 +61,8 @@ def run_audit(
     found: list[Inversion] = []
     truth: Victim | None = None
     if images:
-        found, truth = _inversions([_experiment(run, trust) for run in runs], attack, images, noise, tell)
-    estimates = _estimates([_experiment(run, trust) for run in runs], canaries, tell) if canaries else {}
+        found, truth = _inversions(_experiments(runs, trust), attack, images, noise, tell)
+    estimates = _estimates(_experiments(runs, trust), canaries, tell) if canaries else {}
     said = {
         "runs": [str(run) for run in runs],
         "attack": asdict(attack),
@@ -90,6 +90,16 @@ def _check_output(output: Path) -> None:
 def _experiment(run: Path, trust: Trust) -> BuiltExperiment:
     require((run / "config.yaml").is_file(), "audit", "there is no run in that folder", str(run))
     return BuiltExperiment(resolve(read_config(run / "config.yaml"), trust))
+
+
+def _experiments(runs: Sequence[Path], trust: Trust) -> list[BuiltExperiment]:
+    """The runs, of which those of one name go by their folders, as seen from the one that all lie in."""
+    found = [_experiment(run, trust) for run in runs]
+    names = [own.name for own in found]
+    above = os.path.commonpath([os.path.abspath(run.parent) for run in runs])
+    for own, run in zip(found, runs, strict=True):
+        own.name = os.path.relpath(run, above) if names.count(own.name) > 1 else own.name
+    return found
 
 
 def _inversions(

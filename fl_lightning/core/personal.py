@@ -19,24 +19,31 @@ def personal_copy(method: Any) -> None:
     method.personal = copy.deepcopy(method.model)
 
 
-def personal_only(personal: SplitModel | Callable[[Seen], Tensor]) -> dict[str, Predictor]:
+Merged = Callable[[], nn.Module] | None
+
+
+def personal_only(personal: SplitModel | Callable[[Seen], Tensor], merged: Merged = None) -> dict[str, Predictor]:
     """The one way to predict of a method that has no global model.
 
     Args:
         personal: a model, for its logits, or what gives class scores [B, C].
+        merged: as `Predictor.merged`.
     """
-    return {"": Predictor(_scores(personal), ("Local-T", "Global-T"))}
+    return {"": Predictor(_scores(personal), ("Local-T", "Global-T"), merged=merged)}
 
 
-def personal_and_global(personal: SplitModel | Callable[[Seen], Tensor], shared: SplitModel) -> dict[str, Predictor]:
+def personal_and_global(
+    personal: SplitModel | Callable[[Seen], Tensor], shared: SplitModel, merged: Merged = None
+) -> dict[str, Predictor]:
     """Each client's own way to predict, and that of the model that all share, which gives Server-T.
 
     Args:
         personal: a model, for its logits, or what gives class scores [B, C].
         shared: the global model.
+        merged: as `Predictor.merged`, of the personal way.
     """
     return {
-        "personal": Predictor(_scores(personal), ("Local-T", "Global-T")),
+        "personal": Predictor(_scores(personal), ("Local-T", "Global-T"), merged=merged),
         "global": Predictor(_scores(shared), ("Server-T",)),
     }
 

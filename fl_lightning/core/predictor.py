@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
@@ -63,12 +63,15 @@ class Predictor:
             scores rest on what travels alone, which is measured, not believed.
         adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
         fine_tunes: whether the configuration's fine-tuning does (`core/finetuning.py`); no method says so.
+        merged: makes the network whose logits the scores are, where they are those of weights that several models make
+            together: what a file of the model holds.
     """
 
     scores: Callable[[Seen], Tensor]
     figures: tuple[Figure, ...] = ("Local-T", "Global-T", "Server-T")
     adapts: bool = False
     fine_tunes: bool = False
+    merged: Callable[[], nn.Module] | None = None
 
 
 def headline(ways: Mapping[str, Predictor], figure: Figure) -> str | None:

@@ -87,6 +87,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 read_rows(self.folder / "clients.csv"),
                 loop.patience.monitor,
                 loop.patience.less,
+                loop.num_clients,
             )
         )
 

@@ -13,7 +13,7 @@ from fl_lightning.core.freezing import keeping_statistics
 from fl_lightning.core.method import Forward, Method, Phase, Predictor, Seen, Step, Term, uniform_mean
 from fl_lightning.core.personal import personal_and_global, personal_copy
 from fl_lightning.errors import require, require_choices
-from fl_lightning.models.mixture import Mixed, mixed_logits
+from fl_lightning.models.mixture import Mixed, mixed_logits, mixed_weights, with_parameters
 from fl_lightning.models.split import SplitModel
 
 
@@ -84,7 +84,10 @@ class APFL(Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_and_global(self._predict, self.model)
+        return personal_and_global(self._predict, self.model, self._merged if self.mixed == "weights" else None)
 
     def _predict(self, seen: Seen) -> Tensor:
         return mixed_logits(self.personal, self.model, self.alpha, seen.x, seen.logits(self.model), self.mixed)
+
+    def _merged(self) -> SplitModel:
+        return with_parameters(self.personal, mixed_weights(self.personal, self.model, self.alpha))

@@ -19,7 +19,7 @@ from fl_lightning.core.method import Forward, Message, Method, OwnData, Parts, P
 from fl_lightning.core.personal import personal_only
 from fl_lightning.errors import require
 from fl_lightning.losses.relations import FadingWeight, Schedule, anchor_loss
-from fl_lightning.models.mixture import head_with, pass_with
+from fl_lightning.models.mixture import head_with, pass_with, with_parameters
 from fl_lightning.models.split import SplitModel
 
 
@@ -102,4 +102,7 @@ class APPLE(PlansRounds, Method):
 
     @override
     def predictors(self) -> dict[str, Predictor]:
-        return personal_only(lambda seen: pass_with(self.model, self._mixture(False), seen.x)[2])
+        return personal_only(lambda seen: pass_with(self.model, self._mixture(False), seen.x)[2], self._merged)
+
+    def _merged(self) -> SplitModel:
+        return with_parameters(self.model, self._mixture(False))

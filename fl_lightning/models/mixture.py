@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.func import functional_call
 from fl_lightning.models.split import SplitModel
 
 Mixed = Literal["weights", "logits"]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def mixed_logits(
@@ -32,9 +34,22 @@ def mixed_logits(
     """
     if mixed == "logits":
         return torch.lerp(others, personal(x), alpha.to(others.dtype))
+    return functional_call(personal, mixed_weights(personal, other, alpha), x)
+
+
+def mixed_weights(personal: nn.Module, other: nn.Module, alpha: Tensor) -> dict[str, Tensor]:
+    """Parameters αv + (1 − α)w by name; gradients reach v and α alone."""
     w = dict(other.named_parameters())
-    weights = {n: torch.lerp(w[n].detach(), v, alpha.to(v.dtype)) for n, v in personal.named_parameters()}
-    return functional_call(personal, weights, x)
+    return {n: torch.lerp(w[n].detach(), v, alpha.to(v.dtype)) for n, v in personal.named_parameters()}
+
+
+@torch.no_grad()
+def with_parameters(model: Model, parameters: Mapping[str, Tensor]) -> Model:
+    """A copy of a model with other parameters, by name."""
+    own = copy.deepcopy(model)
+    for name, parameter in own.named_parameters():
+        parameter.copy_(parameters[name])
+    return own
 
 
 @torch.no_grad()

@@ -101,7 +101,8 @@ def read_run(path: Path, command: str) -> RecordedRun:
     if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
         notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
     done, planned = rows[-1]["round"], _entry(config, "federation", "rounds")
-    if isinstance(planned, int) and done < planned and not summary.get("stopped"):
+    stopped = summary.get("stopped") and summary.get("rounds") == done  # or it was gone on with
+    if isinstance(planned, int) and done < planned and not stopped:
         notes.append(f"it is not finished: {done} of its {planned} rounds are done")
     return RecordedRun(path, config, summary, partition, rows, tuple(notes))
 

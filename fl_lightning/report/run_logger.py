@@ -22,12 +22,13 @@ class RunStart:
         about: what ``summary.json`` says of the run beside its numbers (name, method, seed, versions, git commit).
         partition_hash: of who holds what.
         classes: [C] class names.
-        class_counts: [N, C] training samples of each client and class.
+        class_counts: [N, C] training samples of each client and class; of a large population of the first clients.
         rounds: the rounds that the run will have.
         rows: the rows of ``metrics.csv`` so far; rounds of an earlier process that a checkpoint covers.
         client_rows: the rows of ``clients.csv`` so far.
         monitor: the column that chooses the best round (`early_stopping.monitor`); empty leaves it to the rows.
         less: whether less of it is better; None goes by its name.
+        num_clients: of the federation; 0 for as many as are counted.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class RunStart:
     client_rows: Sequence[Row] = ()
     monitor: str = ""
     less: bool | None = None
+    num_clients: int = 0
 
 
 @dataclass(frozen=True)

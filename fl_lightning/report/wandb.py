@@ -313,7 +313,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         about = self._start.about
         more = {name: about.get(name) for name in ("seed", "git_commit", "versions")}
         facts = {"method_name": about["method"], "partition_hash": self._start.partition_hash, **more}
-        return {**self.config, **facts, "num_clients": len(self._start.class_counts)}
+        return {**self.config, **facts, "num_clients": self._start.num_clients or len(self._start.class_counts)}
 
     def _look_back(self, earlier: Sequence[Path]) -> None:
         """Find out which rounds W&B has: somebody else may have logged, too, so its steps need not be rounds."""

@@ -39,10 +39,10 @@ def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
 
     if not rows:
         return {}
-    held = (start.class_counts > 0).sum(1)
+    held = dict(enumerate((start.class_counts > 0).sum(1).tolist()))
     names = [name for name in rows[0] if name != "round"]
     columns = [*names[:4], "classes", *names[4:]]
-    cells = [{**row, "classes": int(held[row["client"]])} for row in rows]
+    cells = [{**row, "classes": held.get(row["client"])} for row in rows]
     table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
     found: dict[str, Any] = {"clients/table": table}
     for name in HISTOGRAMS:

@@ -34,6 +34,7 @@ class Value:
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
         mark: ``best`` or ``second`` where a test tells the row from the next one.
+        rests_on: the pairs of that test: ``5 seeds``, ``20 clients``.
         less_is_better: whether the best is the least.
     """
 
@@ -44,6 +45,7 @@ class Value:
     beside: dict[str, float] = field(default_factory=dict)
     published: Published | None = None
     mark: str = ""
+    rests_on: str = ""
     less_is_better: bool = False
 
     @property
@@ -182,7 +184,7 @@ def _mark(values: Mapping[str, Value]) -> None:
     ranked = sorted(values.values(), key=lambda value: (value.mean or 0.0) * (1 if value.less_is_better else -1))
     for place, mark in enumerate(("best", "second")):
         if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):
-            ranked[place].mark = mark
+            ranked[place].mark, ranked[place].rests_on = mark, paired_by(ranked[place], ranked[place + 1])
 
 
 def differ(first: Value, second: Value) -> bool:
@@ -204,6 +206,18 @@ def differ(first: Value, second: Value) -> bool:
         return bool(stats.ttest_1samp(gaps, 0.0).pvalue < LEVEL)
     low, high = over_clients(first, second)
     return (low > 0 and apart > 0) or (high < 0 and apart < 0)
+
+
+def paired_by(first: Value, second: Value) -> str:
+    """What a test and an interval of two cells rest on, ``5 seeds`` or ``20 clients``; empty without pairs."""
+    seeds = len(first.seeds.keys() & second.seeds.keys())
+    if seeds >= LEAST_SEEDS:
+        return f"{seeds} seeds"
+    either = sorted(first.clients.keys() | second.clients.keys())
+    if math.isnan(over_clients(first, second)[0]):
+        return ""
+    there = (_weighed(first, either)[1] > 0) | (_weighed(second, either)[1] > 0)
+    return f"{int(there.sum())} clients"
 
 
 def over_clients(first: Value, second: Value) -> tuple[float, float]:

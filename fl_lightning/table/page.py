@@ -108,6 +108,8 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
         heads[head] = None
         rows.setdefault(named["row"], {})[head] = _cell(line)
     said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients."
+    marked = "Bold and underlined: a paired t-test at 5 % tells the row from the next one; of how many pairs, it says."
+    notes = [marked, *notes] if any(cell.mark for cells in rows.values() for cell in cells.values()) else notes
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
     return PublishedTable(title, [said, *notes], list(heads), body)
 
@@ -117,10 +119,11 @@ def _ranked(lines: Sequence[str]) -> list[RankedRow]:
     found = []
     for line in csv.DictReader(lines):
         column, figure, row = (printable(out_of_spreadsheet(line.get(name) or "")) for name in ranking.COLUMNS[:3])
-        numbers = (_number(line.get(name)) for name in ranking.COLUMNS[3:])
+        numbers = (_number(line.get(name)) for name in ranking.COLUMNS[3:9])
         first, last, mean, gap, low, high = (n if n is not None and math.isfinite(n) else None for n in numbers)
         if first is not None and last is not None and mean is not None and gap is not None:
-            found.append(RankedRow(column, figure, row, int(first), int(last), mean, gap, low, high))
+            pairs = printable(line.get("pairs") or "")  # ranking.csv of earlier versions does not say it
+            found.append(RankedRow(column, figure, row, int(first), int(last), mean, gap, low, high, pairs))
     return found
 
 
@@ -144,7 +147,8 @@ def _cell(line: Mapping[str, str | None]) -> PublishedCell:
     spread = number("published_spread", ALL_DIGITS)
     printed = number("published", ALL_DIGITS) + (f" ± {spread}" if spread else "")
     moments = {name: number(name) for name in MOMENTS if number(name)}
-    return PublishedCell(text, printed, number("difference", "+.2f"), line.get("mark") or "", moments)
+    mark, pairs = line.get("mark") or "", printable(line.get("mark_rests_on") or "")
+    return PublishedCell(text, printed, number("difference", "+.2f"), mark, moments, pairs)
 
 
 def write_table_page(

@@ -13,16 +13,27 @@ import numpy as np
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.page.ranking import places
 from fl_lightning.table.definition import Definition
-from fl_lightning.table.figures import LEAST_SEEDS, LEVEL, Head, Value, Values, differ, over_clients, pairs
+from fl_lightning.table.figures import (
+    LEAST_SEEDS,
+    LEVEL,
+    Head,
+    Value,
+    Values,
+    differ,
+    over_clients,
+    paired_by,
+    pairs,
+)
 
 EXPLAINED = (
     "Places are those that paired tests at 5 % leave open: 1 and one more for each row that is told to be ahead, to "
     "the last and one less for each that is told to be behind. The gap to the first has a 95 % interval over the same "
-    "seeds (Student's t, from three seeds on over them, else over clients). Nothing is corrected for the number of "
+    "seeds (Student's t, from three seeds on over them, else over clients), as many as stand beside it; of three or "
+    "four, which is few, a test finds more by chance than it should. Nothing is corrected for the number of "
     "rows: of the pairs of {rows} rows, {chance} would be told apart by chance if all were alike."
 )
 
-COLUMNS = ("column", "figure", "row", "first_place", "last_place", "mean", "gap", "gap_low", "gap_high")
+COLUMNS = ("column", "figure", "row", "first_place", "last_place", "mean", "gap", "gap_low", "gap_high", "pairs")
 """Of `ranking.csv`."""
 
 
@@ -38,6 +49,7 @@ class Rank:
         gap: mean difference to the row with the best mean, in the table's unit; 0 for that one.
         low: lower end of its interval; NaN where there is nothing to pair.
         high: upper end.
+        pairs: what the interval rests on: ``5 seeds``, ``20 clients``; empty for the first and where there is none.
     """
 
     row: str
@@ -47,6 +59,7 @@ class Rank:
     gap: float
     low: float
     high: float
+    pairs: str = ""
 
 
 def ranked(values: Values, head: Head) -> list[Rank]:
@@ -59,8 +72,9 @@ def ranked(values: Values, head: Head) -> list[Rank]:
         ahead[worse] += told
         behind[better] += told
     gaps = [interval(value, known[0][1]) for _, value in known]
+    rests_on = ["", *(paired_by(value, known[0][1]) for _, value in known[1:])]
     return [
-        Rank(row, value, 1 + ahead[place], len(known) - behind[place], *gaps[place])
+        Rank(row, value, 1 + ahead[place], len(known) - behind[place], *gaps[place], rests_on[place])
         for place, (row, value) in enumerate(known)
     ]
 
@@ -109,7 +123,7 @@ def as_csv(table: Definition, values: Values) -> str:
         for own in ranked(values, head):
             numbers = [repr(number) for number in (own.value.mean, own.gap, own.low, own.high)]
             names = [in_spreadsheet(name) for name in (head.column, head.figure, own.row)]
-            writer.writerow([*names, own.first, own.last, *numbers])
+            writer.writerow([*names, own.first, own.last, *numbers, own.pairs])
     return buffer.getvalue()
 
 
@@ -120,5 +134,5 @@ def _mean(value: Value) -> str:
 def _gap(own: Rank) -> str:
     if own.gap == own.low == own.high == 0:
         return ""
-    inside = "" if math.isnan(own.low) else f" [{own.low:+.2f}, {own.high:+.2f}]"
+    inside = "" if math.isnan(own.low) else f" [{own.low:+.2f}, {own.high:+.2f}] ({own.pairs})"
     return f"{own.gap:+.2f}{inside}"

@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,6 +52,8 @@ class Job:
     """With what its process ended."""
     looked: float = -math.inf
     """When it was last seen to be run elsewhere."""
+    logged: int = 0
+    """Bytes of its log that earlier starts wrote."""
 
 
 class Crew:
@@ -130,8 +133,8 @@ class Crew:
 
     def _start_some(self) -> None:
         now = time.monotonic()
-        for job in [] if self.stopping else self.waiting:
-            if len(self.running) >= self.at_once:
+        for job in self.waiting:
+            if self.stopping or len(self.running) >= self.at_once:
                 return
             if now - job.looked < PATIENCE:
                 continue
@@ -145,13 +148,17 @@ class Crew:
 
     def _start(self, job: Job) -> None:
         log = self.logs / f"{job.cell.name}.log"
+        job.logged = log.stat().st_size if log.is_file() else 0
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
         job.process = context.Process(
             target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
         )
-        job.process.start()
-        job.state = "running"
+        with _held_back():
+            job.process.start()
+            job.state = "running"
+        if self.stopping:  # a signal came just before
+            job.process.terminate()
 
     def _look(self) -> None:
         for job in self.running:
@@ -159,14 +166,14 @@ class Crew:
             if job.process.is_alive():
                 continue
             code = job.code = job.process.exitcode
-            job.process.close()
             others = "stopped" if self.stopping else "pruned" if job.pruned else "failed"
-            said = _last_line(self.logs / f"{job.cell.name}.log")
+            said = _last_line(self.logs / f"{job.cell.name}.log", job.logged)
             if code == REFUSED and HELD in said:  # another process was faster, and may have ended since
                 others, job.looked = "elsewhere", time.monotonic()
             job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
                 job.said = said or f"ended with exit code {code}"
+            job.process.close()  # last, for a signal may ask all that are said to be running to end
         self._told(self)
 
 
@@ -183,6 +190,19 @@ def _may_fork() -> bool:
     import torch
 
     return sys.platform == "linux" and not torch.cuda.is_initialized()
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Let signals wait: what a process is sent in the middle of its fork is lost. It hears them once it is ready to."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_cell(starter: int, command: Command, words: Sequence[str], log: str, threads: int) -> None:
@@ -205,15 +225,19 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
     os.environ["OMP_NUM_THREADS"] = str(threads)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     import torch
 
     torch.set_num_threads(threads)
     command(words)
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path, start: int) -> str:
+    """Why a run ended, as it wrote it behind the first `start` bytes of its log."""
     try:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        written = log.read_bytes()[start:].decode(errors="replace")
+        lines = [line for line in written.splitlines() if line.strip()]
     except OSError:
         return ""
     said = next((line for line in reversed(lines) if "error:" in line), lines[-1] if lines else "")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fl_lightning.files import write_text
+from fl_lightning.files import remove, write_text
 from fl_lightning.report.escaping import in_latex, in_markdown, in_spreadsheet
 from fl_lightning.table import ranking
 from fl_lightning.table.definition import Definition, all_digits
@@ -20,7 +20,7 @@ RANKING = "ranking.csv"
 """Who is ahead, where the table's file wants it ranked."""
 LEGEND = (
     "**Best** and _second best_ are marked only where a paired t-test at 5 % tells them from the next row (over three "
-    "seeds or more, else over the clients of the same runs), without a correction for the number of rows."
+    "seeds or more, else over three clients or more of the same runs), without a correction for the number of rows."
 )
 
 
@@ -40,6 +40,8 @@ def write(folder: Path, table: Definition, values: Values, notes: Sequence[str])
     }
     if ranking.heads_ranked(table, values):
         texts[RANKING] = ranking.as_csv(table, values)
+    else:  # one of an earlier start would be shown with the table
+        remove(folder / RANKING)
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
@@ -62,7 +64,7 @@ def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> st
         cells = [values.get((row.name, head)) for head in heads]
         if any(cell is not None for cell in cells):
             lines.append(f"| {in_markdown(row.name)} | " + " | ".join(map(_marked, cells)) + " |")
-    lines += ["", *_explained(table, values), LEGEND, ""]
+    lines += ["", *_explained(table, values), f"{LEGEND}{marks_rest_on(values)}", ""]
     lines += ["## The same figures at other moments", ""]
     lines += ["`best` is chosen on validation parts where a run has figures on them, else on the test split.", ""]
     lines += [f"| | moment | {named} |", "|---|---|" + "---|" * len(heads)]
@@ -75,6 +77,15 @@ def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> st
     if notes:
         lines += ["", "## What is missing", "", *(f"- {in_markdown(note)}" for note in notes)]
     return "\n".join(lines) + "\n"
+
+
+def marks_rest_on(values: Values) -> str:
+    """How many pairs the tests behind a table's marks have; empty where nothing is marked."""
+    found = {value.rests_on for value in values.values() if value.mark and value.rests_on}
+    told = sorted(found, key=lambda text: (text.split()[::-1][0], int(text.split()[0])))
+    few = " Of three or four pairs, which is few, a test finds more by chance than it should."
+    said = f" The tests rest on {' or '.join(told)}." if told else ""
+    return said + (few if any(text.split()[0] in ("3", "4") for text in told) else "")
 
 
 def _explained(table: Definition, values: Values) -> list[str]:
@@ -138,6 +149,7 @@ def as_csv(table: Definition, values: Values) -> str:
         "published_spread",
         "difference",
         "mark",
+        "mark_rests_on",
         "seeds",
     ]
     writer.writerow(["row", "column", "figure", *own])
@@ -151,14 +163,16 @@ def as_csv(table: Definition, values: Values) -> str:
                 seeds = " ".join(f"{seed}:{figure!r}" for seed, figure in sorted(value.seeds.items()))
                 cells = ["" if figure is None else repr(figure) for figure in known]
                 names = map(in_spreadsheet, (row.name, head.column, head.figure))
-                writer.writerow([*names, *cells, value.mark, seeds])
+                writer.writerow([*names, *cells, value.mark, value.rests_on, seeds])
     return buffer.getvalue()
 
 
 def latex(table: Definition, values: Values) -> str:
     """A booktabs table: mean ± over seeds, the published figure below in small print."""
     heads = heads_of(table, values)
-    lines = [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
+    marked = marks_rest_on(values)
+    lines = [rf"% bold and underlined: told from the next row by a paired t-test at 5 %.{marked}"] if marked else []
+    lines += [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
     lines.append(" & ".join(["Method", *(in_latex(str(head)) for head in heads)]) + r" \\")
     lines.append(r"\midrule")
     for row in table.rows:

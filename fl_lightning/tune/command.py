@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from fl_lightning.errors import listed_names, refuse, require, suggest
-from fl_lightning.files import write_text
+from fl_lightning.files import content_of, write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
@@ -90,7 +91,7 @@ class Tuning:
             An exit code, and the trials of each method; after a `refusal` those that there are.
         """
         for contender in self.contenders:  # a wrong key is found before anything runs
-            self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
+            self._first_cells(contender)
         found: dict[str, list[Trial]] = {}
         code = 0
         for contender in self.contenders:
@@ -102,7 +103,10 @@ class Tuning:
         return code, found
 
     def _of(self, contender: Contender) -> tuple[list[Trial], int]:
-        sampler = self._sampler(contender)
+        with closing(self._sampler(contender)) as sampler:
+            return self._searched(contender, sampler)
+
+    def _searched(self, contender: Contender, sampler: Sampler) -> tuple[list[Trial], int]:
         median = Median(self.search)
         trials: list[Trial] = []
         code = 0
@@ -119,7 +123,10 @@ class Tuning:
     def _sampler(self, contender: Contender) -> Sampler:
         if self.search.kind == "grid":
             return Grid(self.search, contender)
-        return Optuna(self.search, contender, self.folder)
+        return Optuna(self.search, contender, self.folder, [cell.name for cell in self._first_cells(contender)])
+
+    def _first_cells(self, contender: Contender) -> list[Cell]:
+        return self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
 
     def _batch(self, sampler: Sampler, contender: Contender, number: int) -> list[Trial]:
         """As many points as can run at once."""
@@ -207,13 +214,18 @@ class Tuning:
         return "\n".join(lines)
 
     def _of_others(self) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-        """What the files of an earlier search say of the methods that are not searched now, by their names there."""
+        """What the files of an earlier search say of the methods that are not searched now, by their names there.
+
+        Nothing where that search monitored another figure, whose values would stand below this one's name.
+        """
         rows: dict[str, list[list[str]]] = {}
         lines: dict[str, list[str]] = {}
         try:
-            _, *known = csv.reader((self.folder / "trials.csv").read_text().splitlines())
-            table = (self.folder / "tune.md").read_text().splitlines()
+            head, *known = csv.reader(content_of(self.folder / "trials.csv").decode().splitlines())
+            table = content_of(self.folder / "tune.md").decode().splitlines()
         except (OSError, ValueError, csv.Error):
+            return {}, {}
+        if str(self.search.monitor) not in head:
             return {}, {}
         for row in known:
             rows.setdefault(row[0] if row else "", []).append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import make_folder
+from fl_lightning.files import make_folder, writing
 from fl_lightning.table.cells import Cell
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
@@ -53,6 +54,10 @@ class Sampler(ABC):
     def tell(self, trial: Trial) -> None:
         """What became of a point."""
 
+    def close(self) -> None:
+        """Let other processes search."""
+        return
+
 
 class Grid(Sampler):
     """The points of a grid; what is finished is found again by its runs."""
@@ -73,18 +78,20 @@ class Optuna(Sampler):
 
     Each trial's draws are from the search's first seed and its place, so that a search that was stopped goes on with
     the points that it would have come to. A point whose search was killed is asked for again, and its runs go on where
-    they stopped; what failed counts, and is tried again.
+    they stopped; what failed counts, and is tried again. A search that asks something else (another figure, space, base
+    or seed) learns nothing from what the journal says of others.
 
     Args:
         search: the search.
         contender: the method.
         folder: of the journals.
+        runs: names of the runs of one point, which say what all runs have in common.
 
     Raises:
-        ConfigError: if Optuna is not installed.
+        ConfigError: if Optuna is not installed, the journal is damaged, or another process searches with it.
     """
 
-    def __init__(self, search: Search, contender: Contender, folder: Path) -> None:
+    def __init__(self, search: Search, contender: Contender, folder: Path, runs: Sequence[str] = ()) -> None:
         try:
             import optuna
         except ImportError as error:
@@ -95,20 +102,36 @@ class Optuna(Sampler):
         self._space = {key: self._distribution(own) for key, own in contender.space.items()}
         make_folder(folder)
         path = folder / f"{contender.name}.journal"
+        self._journal = self._held(path)
         try:
-            self._open(path, search, contender)
+            self._open(path, search, _study_of(search, contender, runs))
         except Exception as error:  # a damaged journal raises a dozen types
             said = " ".join(f"{type(error).__name__} {error}".split())[:90]
+            self.close()
             rule = f"{path} cannot be gone on with ({said}); move it away to begin anew, finished runs are kept"
             raise ConfigError("search", rule) from error
 
-    def _open(self, path: Path, search: Search, contender: Contender) -> None:
+    @staticmethod
+    def _held(path: Path) -> Any:
+        """A journal, open and locked: another process would end the trials that this one begins."""
+        from fl_lightning.run_folder import lock
+
+        require(path.is_file() or not os.path.lexists(path), "search", f"{path} is no file")
+        with writing(path):
+            file = path.open("ab")
+        try:
+            lock(file, path, "search")
+        except ConfigError:
+            file.close()
+            raise
+        return file
+
+    def _open(self, path: Path, search: Search, name: str) -> None:
         """Take up what a journal says, or begin one."""
         optuna = self._optuna
-        require(path.is_file() or not os.path.lexists(path), "search", f"{path} is no file")
         backend = optuna.storages.journal.JournalFileBackend(str(path))
         self._study = optuna.create_study(
-            study_name=contender.name,
+            study_name=name,
             storage=optuna.storages.JournalStorage(backend),
             direction="maximize" if search.maximise else "minimize",
             load_if_exists=True,
@@ -164,6 +187,16 @@ class Optuna(Sampler):
             self._study.tell(trial.handle, trial.value)
         else:
             self._study.tell(trial.handle, state=state.PRUNED if trial.state == "pruned" else state.FAIL)
+
+    def close(self) -> None:
+        """Let the journal go."""
+        self._journal.close()
+
+
+def _study_of(search: Search, contender: Contender, runs: Sequence[str]) -> str:
+    """A study's name in a journal: the method's, and a hash of all that makes the values of its trials comparable."""
+    asked = [str(search.monitor), search.maximise, repr(sorted(contender.space.items())), *runs]
+    return f"{contender.name}-{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:10]}"
 
 
 class Median:

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,6 +158,14 @@ def test_squared_distance_finds_images_too(figure):
 def test_noise_on_the_message_hides_images(figure):
     found = figure(["--method=FedRep"], noise=3.0, images=2)
     assert found["FedRep"] > found["FedRep + noise 3"] + 5
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(run_folder, tmp_path):
+    """The second's figures stood in place of the first's."""
+    first = run_folder("run")
+    second = Path(shutil.copytree(first, tmp_path / "elsewhere" / "run"))
+    said = run_audit([first, second], tmp_path / "audit", Attack(1), images=0, canaries=20)
+    assert list(said["canaries"]) == ["run", "elsewhere/run"]
 
 
 @pytest.mark.parametrize("where", ["server", "client"])

@@ -58,6 +58,16 @@ def test_file_gives_the_models_scores(method, ending, runs, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"written to {path} (")
 
 
+@pytest.mark.parametrize("method", ["APFL", "APPLE"])
+def test_mixed_weights_are_written_as_one_network(method, runs, tmp_path):
+    run = runs(method)
+    path = run.export(tmp_path / "model.pt", client=1)
+    x, model = torch.randn(5, 1, 8, 8), run.model(client=1)
+    assert torch.allclose(scores_of(path, x)[0], model(x), atol=1e-6)
+    held = sum(tensor.numel() for tensor in torch.jit.load(path).parameters())
+    assert held == sum(tensor.numel() for tensor in model.method.model.parameters())
+
+
 def test_global_model_and_a_lightning_module(runs, tmp_path):
     module = {"class_path": "WrappedLightningModule", "init_args": {"module": "tutorial_modules.PlainTen"}}
     run = runs("FedAvg", model=module)

@@ -5,7 +5,9 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +19,11 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.files import save_tensors
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
-from fl_lightning.report.page.clients import bars, hurt, spread
-from fl_lightning.report.page.curves import accuracies, communication
+from fl_lightning.report.page.clients import bars, both_moments, hurt, spread
+from fl_lightning.report.page.curves import accuracies, communication, over_rounds
+from fl_lightning.report.page.document import ASSETS, _content
+from fl_lightning.report.page.figure import Figure, Rows
+from fl_lightning.report.page.partition import bubbles
 from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
 from fl_lightning.report.page.writing import figures_of, write_page
@@ -125,6 +130,15 @@ def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
         below += sum(a["Local-T"] < b["Local-T"] for a, b in zip(own, alone, strict=True))
     assert sum(row["x"] < 0 for row in rows) == below
     assert f"Alpha, after the fit: {below} of 10 clients" in figure.facts[0]
+
+
+def test_all_clients_are_counted_though_not_all_are_drawn(tmp_path):
+    runs = [make_run(tmp_path / method, method, clients=510, rounds=1, sends=method == "Beta", partition_hash="1" * 64)
+            for method in ("Alone", "Beta")]  # fmt: skip
+    lines = lines_of(*runs)
+    (figure,) = hurt(lines)
+    assert all(" of 510 clients" in fact for fact in figure.facts)
+    assert len(figure.rows(lines)) == 2 * 500
 
 
 def test_nobody_is_compared_with_another_partition(tmp_path):
@@ -436,6 +450,50 @@ def test_stand_ins_are_replaced_everywhere():
 def test_a_short_run_has_no_ticks_between_its_rounds(tmp_path, rounds, ticks):
     figure = next(accuracies(lines_of(make_run(tmp_path / "run", rounds=rounds))))
     assert figure.spec["encoding"]["x"]["axis"].get("values") == ticks
+
+
+# --- the page's script, without a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hover(tmp_path):
+    """What the page's script draws and says where one hovers: `hover(lines, figures, [(key, values), …])`."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node is installed")
+
+    def asked(lines, figures, places):
+        (tmp_path / "content.json").write_text(json.dumps(_content(lines, figures)))
+        files = Path(__file__).with_name("page_without_browser.js"), tmp_path / "content.json", ASSETS / "page.js"
+        done = subprocess.run([node, *files, json.dumps(places)], capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    return asked
+
+
+def test_hovering_says_the_whole_spread_of_what_is_shown_and_every_digit_of_a_seed(hover, tmp_path):
+    run = make_run(tmp_path / "run", seed=20231107, level=0.97, classes=("constructor", "b"))
+    lines = lines_of(run)
+    figures = [*accuracies(lines), *both_moments(lines), *bubbles(lines)]
+    rows = Rows("s", "pick", "x", "y", "sl", "sh")
+    for pick in (0, 1):
+        rows.add(s=0, pick=pick, x=1, y=0.25 + pick, sl=None, sh=None)
+    heads = {"label": "run", "pick": "measure", "x": "round", "y": "mean"}
+    figures.append(Figure("chosen", "", "", "", over_rounds(None, rows, True), rows.columns, heads, {}, ["one", "two"]))
+    places = [("received-trained", {"seed": 20231107, "client": 12345}), ("chosen", {"x": 1})]
+    found = hover(lines, figures, places)
+    assert found["asked"] == [[["seed", "20231107"], ["client", "12345"]], [["round 1", ""], ["Alpha", "0.25"]]]
+    assert found["specs"]["partition"]["encoding"]["y"]["sort"] == ["constructor", "b"]  # no function of JavaScript's
+
+    last = figures[0].rows(lines)[-1]  # near 100 %, where the band is cut and its width is not
+    assert last["ch"] - last["y"] == pytest.approx(100 * lines[0].runs[0].rows[-1]["Local-T_std"], rel=1e-2)
+
+
+def test_a_partition_is_shown_in_every_setting_that_has_it(tmp_path):
+    runs = [make_run(tmp_path / str(beta), beta=beta, partition_hash="1" * 64) for beta in (0.1, 0.5)]
+    lines = lines_of(*runs)
+    (figure,) = bubbles(lines)
+    assert {row["g"] for row in figure.rows(lines)} == {0, 1}
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------

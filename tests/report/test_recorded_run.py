@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import yaml
 from report.run_folders import make_run
 
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.recorded_run import read_run
+from fl_lightning.run import Run
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 2_000, "- " * 2_000 + "1", "a: [1, 2", "\0", "5"])
@@ -34,3 +36,21 @@ def test_altered_figures_are_noted(tmp_path):
     assert read_run(folder, "report").notes == ("partition.json is damaged", "metrics.csv is not what the run wrote")
     tables.append(2, {"metrics.csv": [{"round": 2, "Local-T": 0.5}]})  # it goes on
     assert read_run(folder, "report").notes == ("partition.json is damaged",)
+
+
+@pytest.mark.parametrize("stopped", ["", "early stopping"])
+def test_a_run_that_was_extended_and_broken_off_is_not_finished(stopped, tmp_path):
+    """Its summary is still that of its first end."""
+    folder = make_run(tmp_path / "run", rounds=3)
+    about = {"finished": True, "rounds": 3, **({"stopped": stopped} if stopped else {})}
+    write_json(folder / "summary.json", about)
+    assert Run(folder).finished
+    text = (folder / "config.yaml").read_text()
+    config = yaml.safe_load(text)
+    config["federation"] = {"rounds": 6}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert Run(folder).finished == bool(stopped)
+    table = folder / "metrics.csv"
+    table.write_text(table.read_text() + table.read_text().splitlines()[-1].replace("3,", "4,", 1) + "\n")
+    assert not Run(folder).finished
+    assert "it is not finished: 4 of its 6 rounds are done" in read_run(folder, "report").notes

@@ -398,3 +398,16 @@ def test_pictures_are_drawn_now_and_then(logger, every, drawn):
     made = logger()
     made.pictures_every = every
     assert [round for round in range(1, 6) if made.wants_shared(round)] == drawn
+
+
+def test_clients_whose_classes_are_not_counted_are_in_the_table(tmp_path):
+    """Of a population the first thousand are; the table of all others failed, and with it all later ones."""
+    begun = make_start(tmp_path, num_clients=50_000)
+    rows = [{"round": 1, "client": client, "participated": 1, "failed": 0, "Local-T": 0.5} for client in (2, 40_000)]
+    found = wandb_media.of_clients(begun, rows)
+    table = found["clients/table"]
+    assert table.get_column("classes") == [2, None]
+    assert table.get_column("client") == [2, 40_000]
+    logger = WandbLogger(offline=True, save_dir=str(tmp_path))
+    logger._start = begun
+    assert logger._facts()["num_clients"] == 50_000

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,7 +67,11 @@ def test_page_reads_back_who_is_ahead(tmp_path):
     assert {(own.column, own.figure) for own in found} == {("Digits", "received")}
     assert [(own.row, own.places) for own in found] == [("=best", "1–2"), ("good", "2–3"), ("lone", "1–3")]
     assert found[1].low < found[1].gap < found[1].high
+    assert [own.pairs for own in found] == ["", "5 seeds", ""]
     assert found[2].low is None
+    write(tmp_path, replace(table, rank=()), values, [])
+    assert read_results(tmp_path)[0].ranked == ()  # not those of before
+    write(tmp_path, table, values, [])
     file = tmp_path / "ranking.csv"
     file.write_text(file.read_text() + "Digits,received,odd,1,one,nan,inf,,\nDigits\n")
     assert read_results(tmp_path)[0].ranked == found

@@ -1,7 +1,10 @@
 """How a table's cells are run."""
 
 import os
+import signal
 import sys
+import time
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -47,3 +50,33 @@ def test_a_cell_that_is_refused_for_what_it_says_has_failed(cell, tmp_path):
     crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: None)
     assert crew.run() == 1
     assert (crew.jobs[0].state, crew.jobs[0].said) == ("failed", "model: there is no such model")
+
+
+def test_a_signal_while_a_run_ends_or_begins_stops_the_table(cell, tmp_path, monkeypatch):
+    """It met a process that was closed, or none that it could ask, and the table waited for the whole run."""
+
+    def hit(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "_last_line", hit)
+        assert running.Crew([cell], tmp_path / "logs", 1, lambda words: None, lambda crew: None).run() == 143
+    start = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda process: (start(process), hit()))
+    begun = time.monotonic()
+    assert running.Crew([cell], tmp_path / "logs", 1, lambda words: time.sleep(9), lambda crew: None).run() == 143
+    assert time.monotonic() - begun < 5
+
+
+def test_a_run_that_is_killed_is_not_said_to_fail_as_its_last_start_did(cell, tmp_path):
+    log = tmp_path / "logs" / f"{cell.name}.log"
+    log.parent.mkdir()
+    log.write_text("fl-lightning: error: model: there is no such model\n")
+
+    def fit(words):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: None)
+    assert crew.run() == 1
+    assert crew.jobs[0].said == "ended with exit code -9"

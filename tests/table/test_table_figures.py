@@ -8,7 +8,7 @@ from scipy import stats
 from fl_lightning.table.figures import Value, _mark, _of_clients, differ, over_clients, students
 from fl_lightning.table.progress import duration
 from fl_lightning.table.quantity import Figure
-from fl_lightning.table.writing import spread_out
+from fl_lightning.table.writing import marks_rest_on, spread_out
 
 
 def test_means_and_both_spreads_by_hand():
@@ -65,6 +65,26 @@ def test_clients_count_in_the_test_as_they_do_in_the_mean():
     assert -1.01 < low < high < -0.99
     low, high = over_clients(Value({0: 0.5}, clients), Value({0: 0.0}, flat))
     assert low < 0 < high
+
+
+def test_what_is_marked_says_how_many_pairs_that_rests_on():
+    def of(mean, seeds, clients=0):
+        own = {client: mean + 0.01 * (client % 3) * mean for client in range(clients)}
+        return Value(seeds={seed: mean + 0.1 * seed * (mean > 60) for seed in seeds}, clients=own)
+
+    table = {f"{name} {column}": value for column, both in {
+        "three": (of(70, (0, 1, 2)), of(60, (0, 1, 2, 3))),
+        "two": (of(70, (0, 1), 8), of(60, (0, 1), 8)),
+        "few": (of(70, (0, 1), 2), of(60, (0, 1), 2)),  # of two pairs nothing is said
+    }.items() for name, value in zip(("first", "second"), both, strict=True)}  # fmt: skip
+    for column in ("three", "two", "few"):
+        _mark({row: value for row, value in table.items() if row.endswith(column)})
+    assert {row: (own.mark, own.rests_on) for row, own in table.items() if own.mark} == {
+        "first three": ("best", "3 seeds"), "first two": ("best", "8 clients"),
+    }  # fmt: skip
+    said = marks_rest_on({(row, None): own for row, own in table.items()})
+    assert said.startswith(" The tests rest on 8 clients or 3 seeds. Of three or four pairs, which is few,")
+    assert marks_rest_on({}) == ""
 
 
 def run_of(folder, clients, config=None):

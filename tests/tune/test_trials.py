@@ -1,9 +1,12 @@
 import csv
+import io
 import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.tune.command import Tuning
 from fl_lightning.tune.space import read_search
 from fl_lightning.tune.trials import Median, Optuna, Trial
@@ -33,14 +36,15 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     pytest.importorskip("optuna")
 
     def go_on(stop_after, folder="out"):
-        sampler, asked = Optuna(search, search.contenders[0], tmp_path / folder), []
-        while (answer := sampler.ask()) is not None:
-            asked.append(answer[0])
-            if len(asked) > stop_after:  # killed in the middle of a trial
-                return asked
-            state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
-            sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
-        return asked
+        with closing(Optuna(search, search.contenders[0], tmp_path / folder)) as sampler:
+            asked = []
+            while (answer := sampler.ask()) is not None:
+                asked.append(answer[0])
+                if len(asked) > stop_after:  # killed in the middle of a trial
+                    return asked
+                state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
+                sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
+            return asked
 
     straight = go_on(100, "straight")
     assert len(straight) == search.trials
@@ -50,6 +54,39 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     for stop_after in (0, 5, 5, 8):  # the same one twice
         assert go_on(stop_after) == straight[: stop_after + 1]
     assert go_on(100) == straight
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("old", "new", "runs"),
+    [
+        ("monitor: Local-T.last", "monitor: eval_loss/Local-T.last", ()),  # and less of it is better
+        ("high: 1.0", "high: 0.2", ()),
+        ("[a, b]", "[a, c]", ()),  # of which Optuna wants to know nothing
+        ("trials: 12", "trials: 12", ("a-run-of-another-base",)),
+    ],
+)
+def test_a_search_that_asks_something_else_learns_nothing_from_the_journal(old, new, runs, tmp_path):
+    pytest.importorskip("optuna")
+    for text, names, is_new in ((SEARCH, (), True), (SEARCH.replace(old, new), runs, True), (SEARCH, (), False)):
+        (tmp_path / "s.yaml").write_text(text)
+        search = read_search(tmp_path / "s.yaml")
+        with closing(Optuna(search, search.contenders[0], tmp_path, names)) as sampler:
+            point, handle = sampler.ask()
+            assert (handle is not None) == is_new
+            assert point["optimizer.init_args.lr"] <= search.contenders[0].space["optimizer.init_args.lr"].high
+            sampler.tell(Trial(0, point, value=1.0, state="complete", handle=handle))
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
+    """The second ended the first one's trials, whose values then nobody took."""
+    pytest.importorskip("optuna")
+    said = r"search: another process is running in .*Method\.journal"
+    with closing(Optuna(search, search.contenders[0], tmp_path)), pytest.raises(ConfigError, match=said):
+        Optuna(search, search.contenders[0], tmp_path)
 
 
 def run(name, values, rounds=10, column="Local-T"):
@@ -75,3 +112,26 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     with (tuning.folder / "trials.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
+
+
+def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, monkeypatch):
+    """Files are written as UTF-8, and were read as the locale has it."""
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("Method:", "Fed-Ä:"), "utf-8")
+    tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
+    tuning.write({"Fed-Ä": [Trial(0, {"method.mu": 0.5}, state="failed")]})
+    before = (tuning.folder / "trials.csv").read_bytes()
+    tuning.write({})
+    assert (tuning.folder / "trials.csv").read_bytes() == before
+
+
+def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_path):
+    trial = Trial(0, {"method.mu": 0.5}, value=0.9, state="complete")
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    tuning._write_overlay = lambda contender, best: None
+    tuning.write({"Method": [trial]})
+    assert "0.9" in (tuning.folder / "trials.csv").read_text()
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("Local-T.last", "eval_loss/Local-T.last"))
+    Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None).write({})
+    assert "0.9" not in (tuning.folder / "trials.csv").read_text()
+    assert "90.00" not in (tuning.folder / "tune.md").read_text()

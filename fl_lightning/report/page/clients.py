@@ -87,7 +87,8 @@ def bars(lines: Sequence[Series]) -> Iterator[Figure]:
     spec = {"facet": {"row": {"field": "label", "type": "nominal", "sort": LABELS, "header": header}}, "spec": single}
     text = (
         "Local-T of every client in the last evaluated round, but for attackers and newcomers, who count in no mean of "
-        "it; the worst tenth stands out, the dashed line is the mean. "
+        f"it; the worst tenth stands out, the dashed line is the mean. Of more than {MOST_CLIENTS} clients the first "
+        "are drawn, and the line is theirs. "
         "Bars above each other are the same client wherever the partition is the same."
     )
     heads = {"label": "run", "pick": "run and moment", "client": "client", "y": "Local-T, %", "worst": "worst tenth"}
@@ -199,9 +200,9 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
                 if other is None or is_silent(run):
                     continue
                 own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
-                for client in sorted(own.keys() & reference.keys())[:MOST_CLIENTS]:
-                    gap = 100 * (own[client] - reference[client])
-                    below, total = below + (gap < -1e-9), total + 1
+                gaps = {client: 100 * (own[client] - reference[client]) for client in own.keys() & reference.keys()}
+                below, total = below + sum(gap < -1e-9 for gap in gaps.values()), total + len(gaps)
+                for client, gap in sorted(gaps.items())[:MOST_CLIENTS]:
                     values = {"own": 100 * own[client], "alone": 100 * reference[client]}
                     rows.add(s=place, pick=moment, seed=run.seed, client=client, x=gap, **values)
             if total:

@@ -59,8 +59,8 @@ def accuracies(lines: Sequence[Series]) -> Iterator[Figure]:
 
 
 def _sides(mean: float, std: float) -> tuple[float, float]:
-    """Both ends of a band in percent; NaN where there is no spread."""
-    return (100 * max(0.0, mean - std), 100 * min(1.0, mean + std)) if np.isfinite(std) else (np.nan, np.nan)
+    """Both ends of a band in percent, beyond what an accuracy can be, too; NaN where there is no spread."""
+    return 100 * (mean - std), 100 * (mean + std)
 
 
 def _by_round(curve: Curve) -> dict[int, float]:
@@ -258,15 +258,16 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
         bands: whether bands are drawn.
         groups: fields that tell panels apart.
     """
-    clients = "cl" in rows.columns
+    clients = "cl" in rows.columns  # of an accuracy, in percent
     few = len(set(rows.columns["x"])) <= FEW_POINTS
     low, high = ("sl", "sh") if not clients else ("low", "high")
     spread = [
         {"calculate": f"band == 'clients' ? datum.c{end} : band == 'seeds' ? datum.s{end} : null", "as": name}
         for end, name in (("l", "low"), ("h", "high"))
     ]
+    cut = [{"calculate": f"clamp(datum.{end}, 0, 100)", "as": end} for end in (low, high)] if clients else []
     band: Spec = {
-        "transform": [*(spread if clients else []), {"filter": f"datum.{low} !== null"}],
+        "transform": [*(spread if clients else []), {"filter": f"datum.{low} !== null"}, *cut],
         "mark": {"type": "area", "opacity": 0.16, "line": False},
         "encoding": {"y": quantity(low, unit), "y2": {"field": high}},
     }

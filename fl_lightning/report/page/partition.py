@@ -17,13 +17,13 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
     """Clients against classes, a bubble's area the training samples."""
     settings = list(dict.fromkeys(line.setting for line in lines))
     rows, picks, classes = Rows("g", "pick", "client", "class_", "n"), list[str](), list[str]()
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()  # of a setting; another one may have the same partition
     for line in lines:
         for run in line.runs:
             counts = class_counts(run)
-            if not counts or run.partition_hash in seen or len(picks) == MOST_PARTITIONS:
+            if not counts or (line.setting, run.partition_hash) in seen or len(picks) == MOST_PARTITIONS:
                 continue
-            seen.add(run.partition_hash)
+            seen.add((line.setting, run.partition_hash))
             picks.append(f"{_title(run, line)}, label skew {label_skew(counts):.2f}")
             names = [str(name) for name in run.partition["classes"]]
             held = [(n, client, c) for client, own in enumerate(counts) for c, n in enumerate(own) if n]

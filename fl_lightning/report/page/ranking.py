@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
 from fl_lightning.report.series import Series
@@ -25,6 +25,7 @@ class RankedRow(NamedTuple):
         gap: to the row with the best mean; 0 for that one.
         low: lower end of its 95 % interval; None where there is nothing to pair.
         high: upper end.
+        pairs: what that interval rests on: ``5 seeds``, ``20 clients``.
     """
 
     column: str
@@ -36,6 +37,7 @@ class RankedRow(NamedTuple):
     gap: float
     low: float | None
     high: float | None
+    pairs: str = ""
 
     @property
     def places(self) -> str:
@@ -61,7 +63,7 @@ def rankings(lines: Sequence[Series], ranked: Sequence[RankedRow]) -> Iterator[F
     """
     by_name = {(line.label, line.setting): place for place, line in enumerate(lines)}
     picks = list(dict.fromkeys(own.figure for own in ranked))
-    rows = Rows("s", "pick", "order", "places", "mean", "gap", "low", "high", "from_", "to", "open")
+    rows = Rows("s", "pick", "order", "places", "mean", "gap", "low", "high", "pairs", "from_", "to", "open")
     facts: dict[tuple[str, str], list[str]] = {}
     for order, own in enumerate(ranked):
         is_open, best = own.first == 1, own.mean - own.gap
@@ -69,9 +71,11 @@ def rankings(lines: Sequence[Series], ranked: Sequence[RankedRow]) -> Iterator[F
             facts.setdefault((own.column, own.figure), []).append(own.row)
         if (own.row, own.column) in by_name:
             ends = [None if end is None else best + end for end in (own.low, own.high)]
-            values = {"mean": own.mean, "gap": own.gap, "low": own.low, "high": own.high, "open": is_open}
+            values: dict[str, Any] = {"mean": own.mean, "gap": own.gap, "low": own.low, "high": own.high}
+            values |= {"pairs": own.pairs}
             place, pick = by_name[own.row, own.column], picks.index(own.figure)
-            rows.add(s=place, pick=pick, order=order, places=own.places, from_=ends[0], to=ends[1], **values)
+            values |= {"from_": ends[0], "to": ends[1], "open": is_open}
+            rows.add(s=place, pick=pick, order=order, places=own.places, **values)
     if not len(rows):
         return
     said = [_said(f"{column} {figure}".strip(), names) for (column, figure), names in facts.items()]
@@ -81,14 +85,20 @@ def rankings(lines: Sequence[Series], ranked: Sequence[RankedRow]) -> Iterator[F
         "corrected for the number of rows; rows in red may be the first."
     )
     heads = {"places": "places", "label": "row", "mean": "mean", "gap": "gap to the first", "low": "gap, low"}
-    heads |= {"high": "gap, high"}
+    heads |= {"high": "gap, high", "pairs": "pairs"}
     yield Figure("ranking", "Ranking", "Ranking", text, _spec(), rows.columns, heads, {}, picks, said, wide=True)
 
 
 def _spec() -> Spec:
     """A row of the table a line, the best on top."""
     said = tips(
-        ("places", "places"), ("label", "row"), ("mean", "mean"), ("gap", "gap"), ("low", "low"), ("high", "high")
+        ("places", "places"),
+        ("label", "row"),
+        ("mean", "mean"),
+        ("gap", "gap"),
+        ("low", "low"),
+        ("high", "high"),
+        ("pairs", "pairs"),
     )
     x = quantity("mean", "mean over seeds", scale={"zero": False})
     shade = {"condition": {"test": "datum.open", "value": OPEN}, "value": BEHIND}

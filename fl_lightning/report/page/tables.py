@@ -34,6 +34,7 @@ class PublishedCell:
         difference: ours minus theirs.
         mark: ``best``, ``second`` or nothing.
         moments: the same figure at other moments.
+        pairs: what the test behind the mark rests on: ``5 seeds``.
     """
 
     text: str
@@ -41,6 +42,7 @@ class PublishedCell:
     difference: str = ""
     mark: str = ""
     moments: Mapping[str, str] | None = None
+    pairs: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def _cell(cell: PublishedCell | None) -> str:
         return "–"
     text = escape(cell.text)
     text = {"best": f"<strong>{text}</strong>", "second": f"<u>{text}</u>"}.get(cell.mark, text)
+    if cell.mark and cell.pairs:
+        text += f' <span class="small">{escape(cell.pairs)}</span>'
     if cell.published:
         text += f'<br><span class="small">published {escape(cell.published)}'
         text += f"; ours {escape(cell.difference)}</span>" if cell.difference else "</span>"

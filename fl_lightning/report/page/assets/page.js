@@ -44,7 +44,7 @@
   // --- drawing ------------------------------------------------------------------------------------------------------
 
   const filled = (node, values) => {
-    if (typeof node === "string") return node in values ? values[node] : node;
+    if (typeof node === "string") return Object.hasOwn(values, node) ? values[node] : node;
     if (Array.isArray(node)) return node.map((each) => filled(each, values));
     if (node && typeof node === "object")
       return Object.fromEntries(Object.entries(node).map(([name, each]) => [name, filled(each, values)]));
@@ -127,7 +127,8 @@
   // --- hovering -----------------------------------------------------------------------------------------------------
 
   const tip = document.body.appendChild(make("div", null, { id: "tip", hidden: "" }));
-  const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : value === true ? "yes" : value === false ? "no" : String(value));
+  const digits = (value) => String(Number.isInteger(value) ? value : Number(value.toPrecision(4))); // a seed has all of its
+  const number = (value) => (typeof value === "number" ? digits(value) : value === true ? "yes" : value === false ? "no" : String(value));
   const isCurve = (figure) => "x" in figure.columns && "y" in figure.columns && figure.heads.x === "round";
   const hover = (figure, event, value) => {
     if (!value) { tip.hidden = true; return; }
@@ -137,8 +138,7 @@
       row.append(make("th", name), make("td", text));
     };
     if (isCurve(figure)) {
-      const at = rowsOf(figure, (row) => here(row) && !state.hidden.has(row.s) && row.x === Number(value.x))
-        .filter((row) => !("term" in row) || row.term === value.term);
+      const at = shown(figure).filter((row) => row.x === Number(value.x) && (!("term" in row) || row.term === value.term));
       add(`round ${value.x}`, value.term ?? "");
       const end = state.band === "clients" && "ch" in figure.columns ? "ch" : "sh";
       at.sort((a, b) => b.y - a.y).forEach((row) => {
