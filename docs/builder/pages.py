@@ -22,6 +22,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "experiments/README.md",
     "experiments/RESULTS.md",
+    "experiments/drdfl/results/README.md",
     "experiments/fedcpd/README.md",
     "experiments/fedcpd/results/README.md",
     "experiments/feddw/results/README.md",
