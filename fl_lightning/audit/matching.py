@@ -16,10 +16,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fl_lightning.core.client import ClientModule, counts
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.step import Bench, Step
+from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError
 
 Objective = Literal["cosine", "dlg"]

@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.compiled import CompiledLosses
 from fl_lightning.core.descent import Descent, FitSettings, Machine
 from fl_lightning.core.devices import Part, SharedFit
-from fl_lightning.core.division import Division, division_of, load_entries, matches, overlap
+from fl_lightning.core.division import Division, division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.freezing import batch_norms, trainable
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.naming import check_names
+from fl_lightning.core.method_checks import check_fit, check_method
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
-from fl_lightning.core.term import Term
+from fl_lightning.core.term import counts
 from fl_lightning.core.workload import Workload
-from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -121,11 +119,7 @@ class ClientModule(L.LightningModule):
         self._machine = Machine()
         self.memory: Memory | None = None
         self._plan = Plan()
-        check_names(method)
-        check_phases(method)
-        check_extra_terms(method)
-        check_own_steps(method)
-        check_statistics(method)
+        check_method(method)
 
     # --- a round's messages -------------------------------------------------------------------------------------------
 
@@ -375,85 +369,3 @@ def _count_step(fit: Fit) -> Any:
         fit.num_steps += 1
 
     return count
-
-
-def counts(term: Term, phase: Phase, weight: float) -> bool:
-    """Whether a term has a weight and, in this phase, something to train.
-
-    Args:
-        term: the term.
-        phase: a phase, whose parameters require a gradient.
-        weight: the term's in the present round.
-    """
-    return weight > 0 and _reaches(term, phase) and (phase.terms is None or term.name in phase.terms)
-
-
-def _reaches(term: Term, phase: Phase) -> bool:
-    own = any(p.requires_grad for p in term.parameters())
-    return own or any(overlap(part, trained) for part in term.reaches for trained in phase.trains)
-
-
-def check_phases(method: Method) -> None:
-    """Refuse phases of which none has anything to train: a body without parameters, a model that is frozen.
-
-    Raises:
-        ConfigError: naming the method and what its phases train.
-    """
-    phases = [phase for phase in method.phases() if phase.epochs != 0]
-    names = tuple(name for phase in phases for own in phase.by_part.values() for name in own)
-    learns = any(p.requires_grad and matches(name, names) for name, p in method.named_parameters())
-    named = " and ".join(dict.fromkeys(name or "everything" for name in names))
-    rule = f"{type(method).__name__} trains {named}, where no parameter learns: unfreeze it, or take another model"
-    require(learns or not names, "method", rule)
-
-
-def check_own_steps(method: Method) -> None:
-    """Refuse losses that a model cannot heed that steps by itself, on what it computes alone.
-
-    Raises:
-        ConfigError: naming the method and the loss.
-    """
-    if not method.model.own.steps_itself:
-        return
-    losses = [term.name for term in method.terms if term.weight and term.sees != "weights"][1:]
-    name = next(iter([*losses, *method.losses()]), None)
-    rule = f"{type(method).__name__}'s loss {name} needs automatic optimization, but the module steps by itself"
-    require(name is None, "model", rule)
-
-
-def check_fit(method: Method, meter: LossMeter) -> None:
-    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down.
-
-    Raises:
-        ConfigError: naming the method.
-    """
-    fit = method.fit
-    idle = fit.num_batches > 0 and fit.num_steps == 0 and meter.num_steps == 0 and not method.model.own.has_loss
-    rule = f"{type(method).__name__}.local_step() trains nothing: no step.descend() in a whole fit"
-    require(not idle, "method", rule)
-
-
-def check_extra_terms(method: Method) -> None:
-    """Refuse a term that the configuration adds where it would train nothing.
-
-    Raises:
-        ConfigError: naming the term and the method.
-    """
-    phases = [phase for phase in method.phases() if phase.epochs != 0]
-    for term in method.terms.extra:
-        trains = not term.weight or any(counts(term, phase, term.weight) for phase in phases)
-        reached = " and ".join(term.reaches) or "its own parameters"
-        rule = f"{type(term).__name__} trains {reached}, which no phase of {type(method).__name__} does: leave it out"
-        require(trains, "method.extra_terms", rule)
-
-
-def check_statistics(method: Method) -> None:
-    """Refuse batch norm that predicts a sample by those that happen to be tested with it.
-
-    Raises:
-        ConfigError: naming the layer.
-    """
-    for name, layer in method.named_modules():
-        rule = f"{name} ({type(layer).__name__}) has no running statistics, and predicts each sample by the others of a"
-        rule += " batch; let it keep some (track_running_stats=True) or take GroupNorm"
-        require(not isinstance(layer, _BatchNorm) or layer.running_mean is not None, "model", rule)

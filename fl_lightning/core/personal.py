@@ -13,13 +13,13 @@ from fl_lightning.core.predictor import Predictor, Seen
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
 
+Merged = Callable[[], nn.Module] | None
+"""What makes the network that stands for a prediction, as `Predictor.merged`; None where none does."""
+
 
 def personal_copy(method: Any) -> None:
     """Keep a copy of the model, `personal`, beside it: what a method can say as ``setup = personal_copy``."""
     method.personal = copy.deepcopy(method.model)
-
-
-Merged = Callable[[], nn.Module] | None
 
 
 def personal_only(personal: SplitModel | Callable[[Seen], Tensor], merged: Merged = None) -> dict[str, Predictor]:

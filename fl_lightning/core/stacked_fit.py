@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.core.client import ClientModule, Plan, Planned, counts
+from fl_lightning.core.client import ClientModule, Plan, Planned
 from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
@@ -20,6 +20,7 @@ from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, S
 from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.stacked_optimizers import StackedOptimizer, Stretch
 from fl_lightning.core.step import Bench
+from fl_lightning.core.term import counts
 
 
 class Batches(Protocol):

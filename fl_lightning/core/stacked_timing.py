@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from fl_lightning.core.client import ClientModule, counts
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.descent import Descent, Machine
 from fl_lightning.core.devices import Part
 from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.rows import Rows
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
 from fl_lightning.core.step import Bench, Step
+from fl_lightning.core.term import counts
 
 STEPS, PASSES = 6, 2
 """Steps that are made of each kind, so many times over; the fastest counts, the first ones warm up."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from fl_lightning.core.division import overlap
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.precision import Wide, widened
 from fl_lightning.errors import ConfigError, require
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fl_lightning.core.aggregation import RuleFactory
-    from fl_lightning.core.facts import Facts
+    from fl_lightning.core.facts import Facts, Phase
     from fl_lightning.core.host import Host, OwnData
     from fl_lightning.core.message import Artifact, Message
     from fl_lightning.models.split import SplitModel
@@ -181,3 +182,19 @@ class Terms(nn.ModuleList):
     def extra(self) -> list[Term]:
         """Those that the configuration adds."""
         return list(self)[self.num_own : self.num_own + self._num_extra]
+
+
+def counts(term: Term, phase: Phase, weight: float) -> bool:
+    """Whether a term has a weight and, in this phase, something to train.
+
+    Args:
+        term: the term.
+        phase: a phase, whose parameters require a gradient.
+        weight: the term's in the present round.
+    """
+    return weight > 0 and _reaches(term, phase) and (phase.terms is None or term.name in phase.terms)
+
+
+def _reaches(term: Term, phase: Phase) -> bool:
+    own = any(p.requires_grad for p in term.parameters())
+    return own or any(overlap(part, trained) for part in term.reaches for trained in phase.trains)

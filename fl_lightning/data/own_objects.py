@@ -54,10 +54,7 @@ class TorchDataset(Dataset):
         rule = f"inputs must be of the type of those of train, {kinds[0]}, and on their scale"
         require(_alike(kinds[-1], kinds[0]), f"{KEY}.test", rule, str(kinds[-1]))
         names = [_class_names(part) for part in parts.values()]
-        rule = (
-            f"must have the classes of train, {', '.join(names[0] or [])}, in their order: a class is its place there"
-        )
-        require(names[-1] == names[0] or None in names, f"{KEY}.test", rule, ", ".join(names[-1] or []))
+        _require_same_classes("train", names[0], names[-1])
         x = np.stack([sample for part in pairs for sample, _ in part])
         labels, classes = as_labels([label for part in pairs for _, label in part], "TorchDataset")
         inputs = as_inputs(x, "TorchDataset")
@@ -104,6 +101,13 @@ def _class_names(part: TorchBase[Any]) -> list[str] | None:
     """What torchvision's data sets, and those made like them, call their classes; None where they do not say."""
     names = getattr(part, "classes", None)
     return [str(name) for name in names] if isinstance(names, Sequence) and not isinstance(names, str) else None
+
+
+def _require_same_classes(train: str, names: list[str] | None, others: list[str] | None) -> None:
+    """Refuse a test part whose classes have other places than those of the training part, where both say."""
+    if names is not None and others is not None:
+        rule = f"must have the classes of {train}, {', '.join(names)}, in their order: a class is its place there"
+        require(others == names, f"{KEY}.test", rule, ", ".join(others))
 
 
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
@@ -179,13 +183,10 @@ class HuggingFace(Dataset):
         """
         parts = self._parts()
         size = len(parts[0])
-        names, *others = (tuple(getattr(part.features[self.label], "names", None) or ()) for part in parts)
+        names, *others = (getattr(part.features[self.label], "names", None) or None for part in parts)
         for other in others:
-            rule = (
-                f"must have the classes of {self.train}, {', '.join(names)}, in their order: a class is its place there"
-            )
-            require(other == names or () in (other, names), f"{KEY}.test", rule, ", ".join(other))
-        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names)
+            _require_same_classes(self.train, names, other)
+        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names or ())
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in part[self.input]]

@@ -52,8 +52,9 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
         console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", highlight=False)
     if not differing:
         figures = sum(at[0] <= both for at in left)
+        rounds_of = "round" if both == 1 else "rounds"
         said = "equal:" if rounds[0] == rounds[1] else "equal as far as both go:"
-        console.print(f"{said} {both} round{'s'[: both > 1]}, {figures} figures, bit for bit", highlight=False)
+        console.print(f"{said} {both} {rounds_of}, {figures} figures, bit for bit", highlight=False)
         return rounds[0] == rounds[1]
     first = differing[0][0]
     console.print(_table(f"first differing round: {first}", [at for at in differing if at[0] == first], left, right))

@@ -82,7 +82,7 @@ def markdown(table: Definition, values: Values, notes: Sequence[str] = ()) -> st
 def marks_rest_on(values: Values) -> str:
     """How many pairs the tests behind a table's marks have; empty where nothing is marked."""
     found = {value.rests_on for value in values.values() if value.mark and value.rests_on}
-    told = sorted(found, key=lambda text: (text.split()[::-1][0], int(text.split()[0])))
+    told = sorted(found, key=lambda text: (text.split()[1], int(text.split()[0])))
     few = " Of three or four pairs, which is few, a test finds more by chance than it should."
     said = f" The tests rest on {' or '.join(told)}." if told else ""
     return said + (few if any(text.split()[0] in ("3", "4") for text in told) else "")

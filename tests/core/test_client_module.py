@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from fl_lightning.core.aggregation import ClassMeanRule, TensorMean
-from fl_lightning.core.client import ClientModule, FitSettings, counts
+from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.server import Server
-from fl_lightning.core.term import Term
+from fl_lightning.core.term import Term, counts
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.split import Body, SplitModel
 

@@ -404,4 +404,5 @@ class DescendsOnItsOwn(Method):
 
 
 def test_a_fit_may_follow_gradients_alone(mlp, run_federation):
-    assert run_federation(lambda: DescendsOnItsOwn(mlp()), rounds=1)
+    loop = run_federation(lambda: DescendsOnItsOwn(mlp()), rounds=1)
+    assert loop.runner.modules[0].method.fit.num_steps == loop.data.clients[3].num_steps(4)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fl_lightning.core.client import counts
 from fl_lightning.core.message import Message
+from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.proximal import Proximal, proximal_loss

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from sections import sectioned
 
-from fl_lightning.core.client import counts
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.term import counts
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError

@@ -1,0 +1,75 @@
+"""What a method may not be: a client refuses it in one line, when it is made or after its first fit."""
+
+from __future__ import annotations
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_lightning.core.division import matches
+from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.method import Method
+from fl_lightning.core.naming import check_names
+from fl_lightning.core.term import counts
+from fl_lightning.errors import require
+
+
+def check_method(method: Method) -> None:
+    """Refuse what cannot learn, or not be tested, before anything is trained.
+
+    Raises:
+        ConfigError: naming the method, and what of it.
+    """
+    check_names(method)
+    _check_phases(method)
+    _check_extra_terms(method)
+    _check_own_steps(method)
+    _check_statistics(method)
+
+
+def check_fit(method: Method, meter: LossMeter) -> None:
+    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down.
+
+    Raises:
+        ConfigError: naming the method.
+    """
+    fit = method.fit
+    idle = fit.num_batches > 0 and fit.num_steps == 0 and meter.num_steps == 0 and not method.model.own.has_loss
+    rule = f"{type(method).__name__}.local_step() trains nothing: no step.descend() in a whole fit"
+    require(not idle, "method", rule)
+
+
+def _check_phases(method: Method) -> None:
+    """Refuse phases of which none has anything to train: a body without parameters, a model that is frozen."""
+    phases = [phase for phase in method.phases() if phase.epochs != 0]
+    names = tuple(name for phase in phases for own in phase.by_part.values() for name in own)
+    learns = any(p.requires_grad and matches(name, names) for name, p in method.named_parameters())
+    named = " and ".join(dict.fromkeys(name or "everything" for name in names))
+    rule = f"{type(method).__name__} trains {named}, where no parameter learns: unfreeze it, or take another model"
+    require(learns or not names, "method", rule)
+
+
+def _check_own_steps(method: Method) -> None:
+    """Refuse losses that a model cannot heed that steps by itself, on what it computes alone."""
+    if not method.model.own.steps_itself:
+        return
+    losses = [term.name for term in method.terms if term.weight and term.sees != "weights"][1:]
+    name = next(iter([*losses, *method.losses()]), None)
+    rule = f"{type(method).__name__}'s loss {name} needs automatic optimization, but the module steps by itself"
+    require(name is None, "model", rule)
+
+
+def _check_extra_terms(method: Method) -> None:
+    """Refuse a term that the configuration adds where it would train nothing."""
+    phases = [phase for phase in method.phases() if phase.epochs != 0]
+    for term in method.terms.extra:
+        trains = not term.weight or any(counts(term, phase, term.weight) for phase in phases)
+        reached = " and ".join(term.reaches) or "its own parameters"
+        rule = f"{type(term).__name__} trains {reached}, which no phase of {type(method).__name__} does: leave it out"
+        require(trains, "method.extra_terms", rule)
+
+
+def _check_statistics(method: Method) -> None:
+    """Refuse batch norm that predicts a sample by those that happen to be tested with it."""
+    for name, layer in method.named_modules():
+        rule = f"{name} ({type(layer).__name__}) has no running statistics, and predicts each sample by the others of a"
+        rule += " batch; let it keep some (track_running_stats=True) or take GroupNorm"
+        require(not isinstance(layer, _BatchNorm) or layer.running_mean is not None, "model", rule)
