@@ -9,6 +9,9 @@ SEED is of initial weights and batches.
       [--method fedavg|fedprox|fednova|scaffold] [--mu 0.01] [--dataset fmnist|mnist|cifar10]
       [--partition label_quantity|dirichlet] [--seed 0] [--rounds 50]
 
+A run that was cut goes on after its last whole round, with the same draws, from FILE.csv.state; one of scaffold, whose
+clients keep files of their own, begins anew.
+
   --data DIR   the folder in which torchvision's data set lies; for cifar10 one with folders of images, train and
                test, a folder a class. Its crops of a reflected border and flips are drawn as the baseline draws them.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -155,13 +159,22 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, str(Path(options.baseline).resolve()))
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as controls, open(options.output, "w", encoding="utf-8") as file:
+    output, state = Path(options.output), Path(f"{options.output}.state")
+    with tempfile.TemporaryDirectory() as controls:
         baseline = Baseline(options, controls)
-        print("round,Server-T", file=file)
-        for number in range(options.rounds + 1):
+        rows, start = ["round,Server-T"], 0
+        if state.exists() and options.method != "scaffold":
+            saved = torch.load(state, weights_only=False)  # written below, by this script
+            rows, start = saved["rows"], len(saved["rows"]) - 1
+            baseline.weights = saved["weights"]
+            torch.set_rng_state(saved["draws"])
+        for number in range(start, options.rounds + 1):
             if number:
                 baseline.round(number)
-            print(f"{number},{baseline.accuracy():.6f}", file=file, flush=True)
+            rows.append(f"{number},{baseline.accuracy():.6f}")
+            torch.save({"rows": rows, "weights": baseline.weights, "draws": torch.get_rng_state()}, f"{state}.part")
+            os.replace(f"{state}.part", state)
+            output.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fl_lightning.heap import give_back
 from fl_lightning.seeding import isolated_streams
 
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -25,7 +26,8 @@ def undisturbed() -> Iterator[None]:
     """Run a block, and put back what runs change for a whole process.
 
     That is: random streams, torch's threads, deterministic algorithms and default type, filters of warnings, levels of
-    Lightning's logs, and variables of the environment. Signals are put back by who takes them.
+    Lightning's logs, and variables of the environment. Signals are put back by who takes them. Memory that a run has
+    freed goes back to the system.
     """
     levels = {name: logging.getLogger(name).level for name in _LOGS}
     variables = {name: os.environ.get(name) for name in _VARIABLES}
@@ -52,3 +54,4 @@ def undisturbed() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        give_back()

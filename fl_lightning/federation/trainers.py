@@ -20,6 +20,7 @@ from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
+from fl_lightning.heap import keep_freed_memory
 
 
 def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
@@ -32,6 +33,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
+    keep_freed_memory()
     if not torch.cuda.is_available():
         # Lightning lets torch ask the driver's library, which optimizers do at every step: a tenth of a small one.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"

@@ -1,0 +1,60 @@
+"""What a step frees stays with the process, unless the environment says otherwise."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library's own way is set nowhere else")
+
+_PAGES_A_STEP = """
+import resource, sys
+import numpy as np
+from fl_lightning.heap import give_back, keep_freed_memory
+
+set_now = keep_freed_memory() if sys.argv[1] == "keep" else False
+
+def step():
+    return sum(float(own[0]) for own in [np.ones(1_000_000) for _ in range(6)])
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 20
+held = resident()
+give_back()
+print(int(set_now), faults, held - resident())
+"""
+
+
+def pages_a_step(what: str, **environment: str) -> tuple[bool, float, int]:
+    """Whether it was set, pages that a step asks the system for, and pages that went back at the end."""
+    command = [sys.executable, "-c", _PAGES_A_STEP, what]
+    told = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    was_set, faults, returned = told.stdout.split()
+    return bool(int(was_set)), float(faults), int(returned)
+
+
+def test_a_step_asks_the_system_for_no_page_twice() -> None:
+    was_set, faults, returned = pages_a_step("keep")
+    assert was_set
+    assert faults < 50
+    assert returned > 1000  # of 4 KiB: 48 MB of arrays
+    assert pages_a_step("as it comes")[1] > 1000
+
+
+@pytest.mark.parametrize(
+    "said", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}], ids=str
+)
+def test_what_the_environment_says_of_the_allocator_stands(said: dict[str, str]) -> None:
+    was_set, faults, _ = pages_a_step("keep", **said)
+    assert not was_set
+    assert faults > 1000
