@@ -25,6 +25,7 @@ _NO_IDENTITY = (
 )  # fmt: skip
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
 _LENGTH = re.compile(r"federation\.(rounds|early_stopping)(\.|$)")
+_CARE = {"federation.on_client_error": "stop", "federation.max_growth": 1e4}  # and what they usually are
 _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
@@ -47,9 +48,14 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def length(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How long a run is to be, which may differ between a run and its continuation, but not between repeats."""
-    return {key: value for key, value in _flatten(config) if _LENGTH.match(key)}
+def care(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What becomes of clients that fail, where it is not the usual; it may differ between a run and its continuation."""
+    return {key: value for key, value in _flatten(config) if key in _CARE and value != _CARE[key]}
+
+
+def course(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What may differ between a run and its continuation, but not between repeats: how long it is, and its care."""
+    return {**{key: value for key, value in _flatten(config) if _LENGTH.match(key)}, **care(config)}
 
 
 def contents(config: Mapping[str, Any]) -> dict[str, str]:

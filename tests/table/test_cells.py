@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.settings import Federation
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
 from fl_lightning.table.cells import Cell, Choice, cells_of, of_edited_folders, of_other_folders, of_two_data_sets
@@ -72,6 +73,16 @@ def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path)
     assert len({missing, one, name()}) == 3
     start.write_bytes(b"one")
     assert name() == one
+
+
+def test_runs_that_care_otherwise_for_clients_that_fail_are_two_cells(tmp_path):
+    def name(**settings):
+        config = {**CONFIG, "federation": {"rounds": 2, **settings}}
+        return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path).name
+
+    usual = Federation(rounds=2)
+    assert name() == name(on_client_error=usual.on_client_error, max_growth=usual.max_growth)
+    assert len({name(), name(on_client_error="skip"), name(max_growth=100.0)}) == 3
 
 
 @pytest.mark.parametrize(
