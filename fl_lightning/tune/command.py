@@ -180,7 +180,7 @@ class Tuning:
         return max(known, key=lambda trial: (sign * (trial.value or 0.0), -trial.number), default=None)
 
     def write(self, found: dict[str, list[Trial]]) -> str:
-        """Write `trials.csv`, `tune.md` and an overlay a method; returns the table."""
+        """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
         rows_before, lines_before = self._of_others()
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
@@ -209,6 +209,9 @@ class Tuning:
                 value = f"{self.search.monitor.usual_scale * (best.value or 0.0):.2f}"
                 said = in_markdown(_said(best.point))
                 lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | {value} | {said} |")
+            elif trials and all(trial.state == "failed" for trial in trials):
+                (self.folder / contender.file).unlink(missing_ok=True)  # an earlier search's, of other settings
+                lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | – | every trial failed |")
         write_text(self.folder / "trials.csv", buffer.getvalue())
         write_text(self.folder / "tune.md", "\n".join(lines) + "\n")
         return "\n".join(lines)

@@ -114,6 +114,18 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
 
 
+def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(search, tmp_path):
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    overlay = tuning.folder / search.contenders[0].file
+    overlay.parent.mkdir(parents=True)
+    overlay.write_text("method: {class_path: FedAvg}\n")
+    trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="pruned")]
+    tuning.write({"Method": trials})
+    assert overlay.exists()
+    assert "| Method | 1 | – | every trial failed |" in tuning.write({"Method": trials[:1]})
+    assert not overlay.exists()
+
+
 def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, monkeypatch):
     """Files are written as UTF-8, and were read as the locale has it."""
     monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
