@@ -49,7 +49,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def care(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What becomes of clients that fail, where it is not the usual; it may differ between a run and its continuation."""
+    """What becomes of clients that fail, where it is not the usual; a run that goes on may have it otherwise."""
     return {key: value for key, value in _flatten(config) if key in _CARE and value != _CARE[key]}
 
 

@@ -12,7 +12,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
 from fl_lightning.report.columns import is_share
 from fl_lightning.report.record import Row, read_rows
-from fl_lightning.report.recorded_run import read_run
+from fl_lightning.report.recorded_run import has_ended, read_run
 from fl_lightning.report.series import Member, in_one_picture
 from fl_lightning.trust import Trust
 
@@ -72,13 +72,11 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all its rounds are done; of a run that was extended and goes on, the summary is of its first end."""
+        """Whether it is over: all its rounds are done, or it was stopped early."""
         if not (self.folder / "summary.json").is_file():
             return False
-        summary, later = self.summary, max((row.get("round") or 0 for row in self.rounds), default=0)
-        planned = (self.config.get("federation") or {}).get("rounds", 0)
-        ended = summary["rounds"] >= planned or bool(summary.get("stopped"))
-        return bool(summary["finished"]) and ended and summary["rounds"] >= later
+        done = max((row.get("round") or 0 for row in self.rounds), default=0)
+        return has_ended(self.summary, (self.config.get("federation") or {}).get("rounds", 0), done)
 
     @property
     def rounds(self) -> list[Row]:

@@ -101,10 +101,23 @@ def read_run(path: Path, command: str) -> RecordedRun:
     if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
         notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
     done, planned = rows[-1]["round"], _entry(config, "federation", "rounds")
-    stopped = summary.get("stopped") and summary.get("rounds") == done  # or it was gone on with
-    if isinstance(planned, int) and done < planned and not stopped:
+    if isinstance(planned, int) and done < planned and not has_ended(summary, planned, done):
         notes.append(f"it is not finished: {done} of its {planned} rounds are done")
     return RecordedRun(path, config, summary, partition, rows, tuple(notes))
+
+
+def has_ended(summary: Mapping[str, Any], planned: int, done: int = 0) -> bool:
+    """Whether a run is over: with all its rounds, or early because something told it to stop.
+
+    Args:
+        summary: what ``summary.json`` says; of a run that was extended and goes on it is of its first end.
+        planned: rounds that it is to have.
+        done: rounds that its tables have.
+    """
+    rounds = summary.get("rounds")
+    rounds = rounds if isinstance(rounds, int) else 0
+    whole = rounds >= planned or bool(summary.get("stopped"))
+    return bool(summary.get("finished")) and whole and rounds >= done
 
 
 def rows_of(path: Path) -> list[Row]:

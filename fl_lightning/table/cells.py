@@ -21,7 +21,7 @@ from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.recorded_run import rows_of
+from fl_lightning.report.recorded_run import has_ended, rows_of
 from fl_lightning.table.definition import Column, Definition, Row
 from fl_lightning.table.overlays import Overlay
 
@@ -120,8 +120,7 @@ class Cell:
     def finished(self) -> bool:
         """Whether all rounds are done and its tables are what it wrote; a damaged one is gone on with, and mended."""
         summary = self.summary()
-        ended = summary.get("rounds", 0) >= self.rounds or bool(summary.get("stopped"))
-        return bool(summary.get("finished")) and ended and not altered(self.folder, summary)
+        return has_ended(summary, self.rounds) and not altered(self.folder, summary)
 
     def keep_results(self) -> None:
         """Delete what only a run that goes on needs, its checkpoints and its clients' models."""
