@@ -12,12 +12,16 @@ import torch
 
 
 def machine() -> dict[str, Any]:
-    """The processor's name with the vector units that decide how fast it multiplies, cores and threads."""
+    """The processor's name with the vector units that decide how fast it multiplies, cores and threads.
+
+    One name is given to processors of several generations ("AMD EPYC"), so that family and model stand beside it.
+    """
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
-    name = next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
     units = [unit for unit in ("avx2", "avx512f", "amx_bf16") if unit in text]
-    processor = " ".join([name or platform.machine(), *units])
+    of = f"family {told['cpu family']}, model {told['model']}" if {"cpu family", "model"} <= told.keys() else ""
+    processor = " ".join([told.get("model name") or platform.machine(), *([f"({of})"] if of else []), *units])
     return {"processor": processor, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
 
