@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # that it takes
-_KEPT = 512 << 20
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
+_NEVER = -1
 _SAID = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what a step frees, up to 512 MiB, for the next step to take.
+    """Let this process keep what a step frees for the next step to take, until `give_back`.
 
-    As it comes, glibc gives the end of its heap back to the system whenever a few megabytes of it are free, so that a
-    step that makes and drops gradients and activations of that size asks for the same pages again, thousands a second,
-    each of which the system clears first: of a small convolutional network's step a quarter (`benchmarks/fits.py`).
-    Numbers are the same, and a process holds no more than it had held at its peak.
+    As it comes, glibc gives freed memory back to the system: the end of its heap when a few megabytes of it are free,
+    and a block of more than 32 MiB at once. A step that makes and drops gradients and activations of that size asks for
+    the same pages again, tens of thousands a second, each of which the system clears first: a third of a step of a
+    small convolutional network, and of one of an LSTM (`benchmarks/fits.py`). Numbers are the same, and a process holds
+    no more than it had held at its peak.
 
     What the environment says of the allocator stands (``MALLOC_TRIM_THRESHOLD_`` and its like, ``GLIBC_TUNABLES``).
 
@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
     set_option = getattr(_c_library(), "mallopt", None)
     if set_option is None:
         return False
-    return bool(set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)) and bool(set_option(_TRIM_THRESHOLD, _KEPT))
+    return bool(set_option(_TRIM_THRESHOLD, _NEVER)) and bool(set_option(_MMAP_MAX, 0))
 
 
 def give_back() -> None:
