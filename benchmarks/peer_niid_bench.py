@@ -9,8 +9,8 @@ SEED is of initial weights and batches.
       [--method fedavg|fedprox|fednova|scaffold] [--mu 0.01] [--dataset fmnist|mnist|cifar10]
       [--partition label_quantity|dirichlet] [--seed 0] [--rounds 50]
 
-A run that was cut goes on after its last whole round, with the same draws, from FILE.csv.state; one of scaffold, whose
-clients keep files of their own, begins anew.
+A run that was cut goes on after its last whole round, with the same draws, from FILE.csv.state; one of other options,
+or of scaffold, whose clients keep files of their own, begins anew.
 
   --data DIR   the folder in which torchvision's data set lies; for cifar10 one with folders of images, train and
                test, a folder a class. Its crops of a reflected border and flips are drawn as the baseline draws them.
@@ -160,11 +160,12 @@ def main() -> None:
     sys.path.insert(0, str(Path(options.baseline).resolve()))
     torch.set_num_threads(1)
     output, state = Path(options.output), Path(f"{options.output}.state")
+    asked = {name: getattr(options, name) for name in ("method", "mu", "dataset", "partition", "seed")}
     with tempfile.TemporaryDirectory() as controls:
         baseline = Baseline(options, controls)
         rows, start = ["round,Server-T"], 0
-        if state.exists() and options.method != "scaffold":
-            saved = torch.load(state, weights_only=False)  # written below, by this script
+        saved = torch.load(state, weights_only=False) if state.exists() else {}  # written below, by this script
+        if saved.get("asked") == asked and options.method != "scaffold":
             rows, start = saved["rows"], len(saved["rows"]) - 1
             baseline.weights = saved["weights"]
             torch.set_rng_state(saved["draws"])
@@ -172,7 +173,8 @@ def main() -> None:
             if number:
                 baseline.round(number)
             rows.append(f"{number},{baseline.accuracy():.6f}")
-            torch.save({"rows": rows, "weights": baseline.weights, "draws": torch.get_rng_state()}, f"{state}.part")
+            now = {"asked": asked, "rows": rows, "weights": baseline.weights, "draws": torch.get_rng_state()}
+            torch.save(now, f"{state}.part")
             os.replace(f"{state}.part", state)
             output.write_text("\n".join(rows) + "\n", encoding="utf-8")
 

@@ -38,7 +38,8 @@ print(int(set_now), faults, held - resident())
 def pages_a_step(what: str, **environment: str) -> tuple[bool, float, int]:
     """Whether it was set, pages that a step asks the system for, and pages that went back at the end."""
     command = [sys.executable, "-c", _PAGES_A_STEP, what]
-    told = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    told = subprocess.run(command, env=plain | environment, capture_output=True, text=True, check=True)
     was_set, faults, returned = told.stdout.split()
     return bool(int(was_set)), float(faults), int(returned)
 
