@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning import __version__
-from fl_lightning.errors import ConfigError, refuse, require, suggest
+from fl_lightning.errors import TRACEBACK, ConfigError, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.parser import configured, one_line_parser, resolve
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from fl_lightning.configuration import Config
     from fl_lightning.experiment import BuiltExperiment
 
-TRACEBACK = "FL_LIGHTNING_TRACEBACK"
-"""Environment variable under which a sick client's error is shown as it was raised."""
 COMMANDS = {
     "fit": "run a federation: fl-lightning fit --config exp.yaml [--method.init_arg value …]",
     "evaluate": "compute a run's accuracies again from its folder: fl-lightning evaluate runs/quickstart",

@@ -5,12 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from fl_lightning.terminal import printable
 
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+TRACEBACK = "FL_LIGHTNING_TRACEBACK"
+"""The variable of the environment that asks for errors of clients and servers as they were raised."""
 LONGEST = 270
 """Characters of a message; with the program's name before it, a line stays below 300."""
 
@@ -152,6 +158,19 @@ def own_code(key: str, owner: object, what: str = "") -> Iterator[None]:
             raise
         who = f"{kind.__name__}.{what}" if what else kind.__name__
         raise ConfigError(key, f"{who} raises {type(error).__name__}: {error}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """Where in a file of the user's own an error was raised, `` (mymethod.py:52)``; empty where it was in none."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    return f" ({printable(Path(own[-1].filename).name)}:{own[-1].lineno})" if own else ""
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file of code is neither a library's nor the package's."""
+    parts = Path(file).parts
+    ours = any(Path(file).is_relative_to(str(root)) for root in (*_LIBRARIES, Path(__file__).parent))
+    return Path(file).is_absolute() and not ours and "site-packages" not in parts and "dist-packages" not in parts
 
 
 def require_positive(owner: str, **options: float) -> None:

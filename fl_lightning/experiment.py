@@ -25,7 +25,7 @@ from fl_lightning.configuration import Config, contents, identity, short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.module import FederatedData
-from fl_lightning.errors import ConfigError, require, shortened
+from fl_lightning.errors import TRACEBACK, ConfigError, place_of, require, shortened
 from fl_lightning.federation.calendar import number_drawn
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loggers import Loggers
@@ -215,17 +215,17 @@ class BuiltExperiment:
 
     def said_of(self, error: RoundError) -> str:
         """The line on what has ended the run; a long reason loses its middle, the command that goes on does not."""
-        last = self._last_good
-        return f"fl-lightning: error: {shortened(str(error), max(80, 276 - len(last)))}; {last}"
+        last = self._last_good(bool(error.__cause__ and place_of(error.__cause__)))
+        return f"fl-lightning: error: {shortened(str(error), max(170, 276 - len(last)))}; {last}"
 
-    @property
-    def _last_good(self) -> str:
-        """Where a run goes on that a sick client or server has ended."""
+    def _last_good(self, is_mistake: bool) -> str:
+        """Where a run goes on that a sick client or server, or a mistake in somebody's own file, has ended."""
         checkpoints = self.loop.checkpoints
         kept = checkpoints.all() if checkpoints is not None else []
+        whole = f"{TRACEBACK}=1 shows the error as it was raised"
         if not kept:
-            return "no round was saved"
-        skip = "--federation.on_client_error skip leaves sick clients out"
+            return f"no round was saved ({whole})" if is_mistake else "no round was saved"
+        skip = whole if is_mistake else "--federation.on_client_error skip leaves sick clients out"
         return f"last good checkpoint: {kept[-1]}; {continue_command(self.folder)} continues there ({skip})"
 
     def _run(self, callbacks: Callable[..., Any] | None) -> Config | None:

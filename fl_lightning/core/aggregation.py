@@ -189,7 +189,7 @@ RuleFactory = Callable[[], ArtifactRule]
 
 
 class TensorMean(ArtifactRule):
-    """Mean of tensors, weighted by samples.
+    """Mean of tensors, weighted by samples; of whole numbers and truths (class counts, masks) a float32.
 
     Args:
         uniform: all clients alike instead.
@@ -204,6 +204,7 @@ class TensorMean(ArtifactRule):
 
     @override
     def add(self, value: Tensor, num_samples: int) -> None:
+        value = value if value.is_floating_point() else value.float()  # a state's integers take the maximum
         self._mean.add({"value": value}, 1 if self._uniform else num_samples)
 
     @override

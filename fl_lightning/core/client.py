@@ -17,6 +17,7 @@ from fl_lightning.core.division import Division, division_of, load_entries, matc
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.freezing import batch_norms, trainable
+from fl_lightning.core.handover import Heard, handed_over
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
@@ -118,6 +119,7 @@ class ClientModule(L.LightningModule):
         self._plugin: Precision | None = None
         self._machine = Machine()
         self.memory: Memory | None = None
+        self._heard = Heard(Message())
         self._plan = Plan()
         check_method(method)
 
@@ -162,12 +164,25 @@ class ClientModule(L.LightningModule):
         return BoundData(source, self.bench, self.drop_last)
 
     def receive(self, message: Message, source: Any) -> None:
-        """Let the method take a message."""
-        self.method.receive(message, self.bound(source))
+        """Let the method take a message.
+
+        Raises:
+            Unsound: if it changes tensors of it, which are others', too.
+        """
+        self._heard = Heard(message)
+        self.method.receive(self._heard.message, self.bound(source))
+        self._heard.part_from(self.method)
+        self._heard.check()
 
     def send(self, source: Any) -> Message:
-        """What the method sends after its fit; what it has counted on the CPU goes with the rest."""
-        message = self.method.send(self.bound(source))
+        """What the method sends after its fit; what it has counted on the CPU goes with the rest.
+
+        Raises:
+            Unsound: if that is no message, or the method has changed what it received.
+        """
+        message = handed_over(self.method.send(self.bound(source)), self.method, source.num_train)
+        self._heard.check()
+        self._heard = Heard(Message())
         if self.device.type != "cpu":
             message.artifacts = {name: value.to(self.device) for name, value in message.artifacts.items()}
         return message

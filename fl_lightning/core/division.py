@@ -29,9 +29,9 @@ class Divided(Protocol):
 
 
 class LooseBuffers:
-    """The non-persistent buffers of a method's models and their copies as they are now, which no state dict holds.
+    """The non-persistent buffers of a method, its terms and its models as they are now, which no state dict holds.
 
-    Those of the method and its terms themselves are not among them: every receive makes them anew.
+    Every receive makes those of the method and its terms anew; what one leaves as it is must not be another client's.
 
     Args:
         places: the dicts that have them, and their keys there.
@@ -159,11 +159,12 @@ def _places(module: nn.Module) -> list[Place] | None:
 
 
 def _loose_places(method: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the non-persistent buffers of a method's models stand, and of copies of their layers anywhere in it."""
+    """Where the non-persistent buffers of a method, its terms, its models and copies of their layers stand."""
     own = (part for name, part in method.named_children() if name != "terms")
     models = {id(part): part for each in own for part in each.modules() if isinstance(part, SplitModel)}
     kinds = {type(layer) for model in models.values() for layer in model.modules() if layer._non_persistent_buffers_set}
-    layers = [part for part in method.modules() if type(part) in kinds]
+    itself = [part for name, part in method.named_modules() if name == "" or name.rpartition(".")[0] == "terms"]
+    layers = [part for part in method.modules() if type(part) in kinds or any(part is own for own in itself)]
     return [(layer._buffers, key) for layer in layers for key in sorted(layer._non_persistent_buffers_set)]
 
 

@@ -193,7 +193,7 @@ class Flat:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
         self._tensors = [weights[name] for name in self.names]
-        self._versions = list(map(_version, self._tensors))
+        self._versions = list(map(version_of, self._tensors))
         self.values = together(self._tensors) if self._tensors else torch.empty(0)
         """[P], in the order of the names."""
 
@@ -202,7 +202,7 @@ class Flat:
         return (
             self.names == names
             and all(weights[name] is own for name, own in zip(names, self._tensors, strict=True))
-            and self._versions == list(map(_version, self._tensors))
+            and self._versions == list(map(version_of, self._tensors))
         )
 
     @cached_property
@@ -331,7 +331,8 @@ def unpacked(name: str, value: Any) -> Artifact:
     return KINDS[kind](**fields)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written to; 0 for one that nobody counts of."""
     return 0 if tensor.is_inference() else tensor._version
 
 

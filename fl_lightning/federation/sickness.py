@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.core.checkup import Unsound, check_values, tensors_of
 from fl_lightning.core.message import NOTHING, Message, Size
-from fl_lightning.errors import ConfigError, shortened
+from fl_lightning.errors import ConfigError, place_of, shortened
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.transport import WorkerLost
 from fl_lightning.federation.wire import Wire
@@ -216,5 +216,8 @@ def _reason(error: Exception) -> str:
     """What happened, in short; a full or read-only disk befalls the whole run, and passes as it is."""
     if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
         raise error
-    name = "" if isinstance(error, Unsound) else f"{type(error).__name__}: "
-    return shortened(f"{name}{error}", LONGEST_REASON)
+    if isinstance(error, Unsound):
+        return shortened(str(error), LONGEST_REASON)
+    where = place_of(error)
+    reason = shortened(f"{type(error).__name__}: {error}", LONGEST_REASON - len(where))
+    return f"{reason}{where}"

@@ -436,3 +436,12 @@ def test_known_square_changes_no_bit_of_a_sum(largest):
         one.add(values, 17)
         other.add(values, 17, Flat({"a": values}).square)
     assert torch.equal(one.value(9.0), other.value(9.0))
+
+
+def test_artifact_of_whole_numbers_or_truths_is_averaged_and_no_maximum():
+    """A state's counter takes the maximum; a histogram of classes does not."""
+    for values, mean in (((torch.tensor([2, 8]), torch.tensor([4, 0])), [3.0, 4.0]), (torch.eye(2).bool(), [0.5, 0.5])):
+        rule = TensorMean()
+        for value in values:
+            rule.add(value, 10)
+        assert rule.result(None).tolist() == mean

@@ -183,7 +183,9 @@ def test_error_is_one_line_with_its_type(mlp, set_up_federation):
     loop = set_up_federation(lambda: ill(FedAvg, fails="send")(mlp()))
     with pytest.raises(ClientError) as caught:
         loop.run()
-    assert str(caught.value) == "round 2, client 1, send: ValueError: went wrong"
+    said, line = str(caught.value).removesuffix(")").rsplit(":", 1)
+    assert said == "round 2, client 1, send: ValueError: went wrong (test_sickness.py"  # whose file it is of
+    assert 0 < int(line) - ill.__code__.co_firstlineno < 40
 
 
 def test_artifacts_are_looked_at_too(mlp, set_up_federation):

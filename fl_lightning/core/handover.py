@@ -1,0 +1,113 @@
+"""What a client is handed and what it hands over: nobody else's tensors are its to change, and nobody changes its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.core.checkup import Unsound, tensors_of
+from fl_lightning.core.message import Message, Structured, version_of
+
+
+class Heard:
+    """A message that a method takes, whose tensors the server and other clients hold, too.
+
+    Args:
+        message: what came in.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self.message = replace(message, weights=dict(message.weights), artifacts=dict(message.artifacts))
+        """The same in containers of its own: what a method takes out of them stays with the others."""
+        self._tensors = tensors_of(message)
+        self._versions = {name: version_of(tensor) for name, tensor in self._tensors.items()}
+
+    @torch.no_grad()
+    def part_from(self, method: nn.Module) -> None:
+        """Give copies to the parameters and buffers of a method that were set to tensors of the message.
+
+        A step, or the state of the next client, would change them for all.
+        """
+        places = _places(self._tensors.values())
+        for part in method.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None and _place(parameter) in places:
+                    parameter.data = parameter.data.clone()
+            for name, buffer in part._buffers.items():
+                if buffer is not None and _place(buffer) in places:
+                    part._buffers[name] = buffer.detach().clone()
+
+    def check(self) -> None:
+        """Refuse what was changed in place.
+
+        Raises:
+            Unsound: naming the first tensor.
+        """
+        for name, tensor in self._tensors.items():
+            if version_of(tensor) != self._versions[name]:
+                raise Unsound(f"changes the {name} that it received in place, and others hear it, too: clone it first")
+
+
+@torch.no_grad()
+def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
+    """What a method sends, without a graph and in memory of its own.
+
+    A buffer that is sent as it stands would hold the next client's values by the time that a server, or a neighbour,
+    looks at it.
+
+    Args:
+        message: what the method made.
+        method: the method.
+        num_train: training samples of the client.
+
+    Raises:
+        Unsound: if it is none, or one that would count in no mean.
+    """
+    kind = type(method).__name__
+    _require(isinstance(message, Message), f"{kind}.send() gives {_kind(message)}, and must give a Message")
+    counts = message.num_samples != 0 or num_train == 0 or not (message.weights or message.artifacts)
+    _require(counts, f"{kind}.send() gives no num_samples, so that it counts in no mean: Message(…, …, data.num_train)")
+    for name, tensor in message.weights.items():
+        _require(isinstance(tensor, Tensor), f"weight {name} is {_kind(tensor)}, no tensor")
+    for name, value in message.artifacts.items():
+        known = isinstance(value, (Tensor, Structured))
+        rule = "send a tensor, a ClassMeans or a kind of your own (@artifact)"
+        _require(known, f"artifact {name} is {_kind(value)}: {rule}")
+    own = _places(tensor for part in method.modules() for tensor in _tensors(part))
+    weights = {
+        name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()
+    }
+    artifacts = {
+        name: _copied(value) if isinstance(value, Tensor) else value.map(_copied)
+        for name, value in message.artifacts.items()
+    }
+    return replace(message, weights=weights, artifacts=artifacts)
+
+
+def _tensors(part: nn.Module) -> Iterator[Tensor]:
+    yield from (tensor for home in (part._parameters, part._buffers) for tensor in home.values() if tensor is not None)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _places(tensors: Iterable[Tensor]) -> set[int]:
+    return {_place(tensor) for tensor in tensors} - {0}
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Unsound(otherwise)
