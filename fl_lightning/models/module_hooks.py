@@ -33,6 +33,8 @@ REFUSED: Mapping[str, str] = {
     "transfer_batch_to_device": "on_after_batch_transfer is",
     "configure_callbacks": "use trainer.callbacks",
     "configure_sharded_model": "configure_model is",
+    "training_epoch_end": "of Lightning 1; on_train_epoch_end is",
+    "training_step_end": "of Lightning 1; do it in training_step",
     "on_save_checkpoint": "keep in parameters or persistent buffers what a client must keep",
 }
 """Hooks that would change the training and are not called, and what to do instead."""
@@ -51,7 +53,7 @@ def hooks_of(module: L.LightningModule) -> frozenset[str]:
 
 
 def _overrides(module: L.LightningModule, hook: str) -> bool:
-    return getattr(type(module), hook) is not getattr(L.LightningModule, hook, None)
+    return getattr(type(module), hook, None) is not getattr(L.LightningModule, hook, None)
 
 
 def build(module: L.LightningModule) -> None:

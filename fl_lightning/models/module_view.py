@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torchmetrics import Metric
 
 from fl_lightning.models.module_optimizers import Stretch
 
@@ -22,11 +23,27 @@ class Logged:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+        self._metrics: dict[str, Metric] = {}
+        self._forked: set[str] = set()  # logged by the step and by the epoch
         self.loss: Tensor | None = None
         """The present mini-batch's, if it was logged."""
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         """In place of Lightning's."""
+        if on_step and on_epoch:
+            self._forked.add(name)
+        if isinstance(value, Metric):
+            self._metrics[name] = value
+            return
         value = value.detach() if isinstance(value, Tensor) else value
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             self._values.setdefault(name, []).append(float(value))
@@ -36,11 +53,21 @@ class Logged:
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """The same of several values."""
         for name, value in dictionary.items():
-            self.log(name, value)
+            self.log(name, value, *args, **kwargs)
 
     def means(self) -> dict[str, float]:
-        """What was logged in the present epoch, each value's mean."""
-        return {name: sum(values) / len(values) for name, values in self._values.items()}
+        """What was logged in the present epoch: each value's mean, a metric of what it has seen so far.
+
+        What was logged by the step and by the epoch is there under Lightning's three names.
+        """
+        found = {name: sum(values) / len(values) for name, values in self._values.items()}
+        for name, metric in self._metrics.items():
+            value = metric.compute() if metric.update_called else None
+            if isinstance(value, Tensor) and value.numel() == 1:
+                found[name] = float(value)
+        steps = {f"{name}_step": self._values[name][-1] for name in self._forked & self._values.keys()}
+        epochs = {f"{name}_epoch": found[name] for name in self._forked & found.keys()}
+        return {**found, **steps, **epochs}
 
 
 class LocalFit(Protocol):
@@ -95,7 +122,7 @@ class FitView:
         training: the module's.
     """
 
-    logger = datamodule = train_dataloader = val_dataloaders = None
+    logger = datamodule = progress_bar_callback = train_dataloader = val_dataloaders = None
     loggers: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
     max_steps = -1
@@ -108,7 +135,11 @@ class FitView:
     validating = testing = predicting = sanity_checking = fast_dev_run = False
 
     def __init__(self, training: LocalFit) -> None:
-        self._own = training
+        vars(self)["_own"] = training
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        ends = "; on_train_batch_start ends an epoch where it returns -1" if name == "should_stop" else ""
+        raise AttributeError(f"self.trainer.{name} cannot be set in a federated fit{ends}")
 
     @property
     def optimizers(self) -> list[Any]:

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 
 from fl_lightning.errors import ConfigError
@@ -367,3 +368,55 @@ def test_a_mini_batch_that_a_method_passes_several_times_counts_once(run_federat
     batches = [index for client in data.clients for index in range(-(-client.num_train // 4))]
     assert Counted.starts[1:] == batches  # one was tried out
     assert Counted.passes[1:] == [index for index in batches for _ in range(2)]
+
+
+# --- what a module logs and asks of its trainer -----------------------------------------------------------------------
+
+
+class LogsAll(Plain):
+    """Logs as Lightning's own examples do: a loss by step and epoch, and a metric object."""
+
+    seen, monitor = [], ""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict({"train_acc": self.accuracy}, on_step=False, on_epoch=True)
+        self.losses = [*(self.losses if batch_idx else ()), loss.item()]
+        return loss
+
+    def on_train_epoch_end(self):
+        self.print("epoch", self.current_epoch)
+        self.seen.append(({k: float(v) for k, v in self.trainer.callback_metrics.items()}, self.losses))
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        watch = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": watch, "monitor": self.monitor}}
+
+
+@pytest.mark.parametrize("monitor", ["train_acc", "train_loss_epoch"])
+def test_what_is_logged_goes_by_lightnings_names(monitor, set_up_federation, capsys):
+    LogsAll.monitor, LogsAll.seen = monitor, []
+    set_up_federation(lambda: FedAvg(wrapped(LogsAll())), rounds=1).run()
+    for found, losses in LogsAll.seen:
+        assert found["train_loss"] == found["train_loss_epoch"] == pytest.approx(sum(losses) / len(losses))
+        assert found["train_loss_step"] == pytest.approx(losses[-1])
+        assert 0 <= found["train_acc"] <= 1
+    assert capsys.readouterr().out == "epoch 0\n" * 4
+
+
+def test_what_a_module_sets_of_its_trainer_is_not_ignored():
+    class Stops(Plain):
+        def training_step(self, batch, batch_idx):
+            self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    rule = r"self\.trainer\.should_stop cannot be set in a federated fit; on_train_batch_start ends an epoch"
+    with pytest.raises(ConfigError, match=rule):
+        wrapped(Stops())
