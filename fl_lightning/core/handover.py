@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
-from fl_lightning.core.message import Message, Structured, version_of
+from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
 
 
 class Heard:
@@ -76,6 +76,8 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         known = isinstance(value, (Tensor, Structured))
         rule = "send a tensor, a ClassMeans or a kind of your own (@artifact)"
         _require(known, f"artifact {name} is {_kind(value)}: {rule}")
+        whole = not isinstance(value, ClassMeans) or not value.count.is_floating_point()
+        _require(whole, f"artifact {name}: a ClassMeans counts samples in whole numbers: count.long()")
     own = _places(tensor for part in method.modules() for tensor in _tensors(part))
     weights = {
         name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fl_lightning.core.message import Message
+from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.core.server import Server
 from fl_lightning.federation.sickness import ClientError
 from fl_lightning.methods.fedavg import FedAvg
@@ -153,6 +153,10 @@ def gives(value):
     [
         (lambda message, data: message.weights, r"Gives\.send\(\) gives dict, and must give a Message"),
         (lambda message, data: Message({}, {"a": 1.5}, data.num_train), "artifact a is float: send a tensor"),
+        (
+            lambda message, data: Message({}, {"a": ClassMeans(torch.ones(2, 3), torch.ones(2))}, data.num_train),
+            "artifact a: a ClassMeans counts samples in whole numbers",
+        ),
         (lambda message, data: Message({"model": 1.5}, {}, data.num_train), "weight model is float, no tensor"),
         (lambda message, data: Message(message.weights), r"Gives\.send\(\) gives no num_samples"),
     ],
