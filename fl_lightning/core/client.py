@@ -30,6 +30,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
 from fl_lightning.core.workload import Workload
+from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -164,22 +165,12 @@ class ClientModule(L.LightningModule):
         return BoundData(source, self.bench, self.drop_last)
 
     def receive(self, message: Message, source: Any) -> None:
-        """Let the method take a message.
-
-        Raises:
-            Unsound: if it changes tensors of it, which are others', too.
-        """
+        """Let the method take a message."""
         self._heard = Heard(message)
-        self.method.receive(self._heard.message, self.bound(source))
-        self._heard.part_from(self.method)
-        self._heard.check()
+        self._heard.give(self.method, self.bound(source))
 
     def send(self, source: Any) -> Message:
-        """What the method sends after its fit; what it has counted on the CPU goes with the rest.
-
-        Raises:
-            Unsound: if that is no message, or the method has changed what it received.
-        """
+        """What the method sends after its fit; what it has counted on the CPU goes with the rest."""
         message = handed_over(self.method.send(self.bound(source)), self.method, source.num_train)
         self._heard.check()
         self._heard = Heard(Message())
@@ -201,6 +192,8 @@ class ClientModule(L.LightningModule):
     def make_server(self, facts: Facts) -> Server:
         """The method's server, with the rules of its terms' artifacts."""
         server = self.method.make_server(self.initial_message(), facts)
+        rule = f"{type(self.method).__name__}.make_server() gives {type(server).__name__}, and must give a Server"
+        require(isinstance(server, Server), "method", rule)
         rules = {name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()}
         server.rules = {**rules, **server.rules}
         return server

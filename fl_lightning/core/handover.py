@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
+
+if TYPE_CHECKING:
+    from fl_lightning.core.host import OwnData
+    from fl_lightning.core.method import Method
 
 
 class Heard:
@@ -20,13 +25,23 @@ class Heard:
     """
 
     def __init__(self, message: Message) -> None:
-        self.message = replace(message, weights=dict(message.weights), artifacts=dict(message.artifacts))
-        """The same in containers of its own: what a method takes out of them stays with the others."""
+        self._message = message
         self._tensors = tensors_of(message)
         self._versions = {name: version_of(tensor) for name, tensor in self._tensors.items()}
 
+    def give(self, method: Method, data: OwnData) -> None:
+        """Let a method take it, in containers of its own: what it takes out of them stays with the others.
+
+        Raises:
+            Unsound: if it changes tensors of the message.
+        """
+        weights, artifacts = dict(self._message.weights), dict(self._message.artifacts)
+        method.receive(replace(self._message, weights=weights, artifacts=artifacts), data)
+        self._part_from(method)
+        self.check()
+
     @torch.no_grad()
-    def part_from(self, method: nn.Module) -> None:
+    def _part_from(self, method: nn.Module) -> None:
         """Give copies to the parameters and buffers of a method that were set to tensors of the message.
 
         A step, or the state of the next client, would change them for all.
@@ -41,7 +56,7 @@ class Heard:
                     part._buffers[name] = buffer.detach().clone()
 
     def check(self) -> None:
-        """Refuse what was changed in place.
+        """Refuse a change in place.
 
         Raises:
             Unsound: naming the first tensor.

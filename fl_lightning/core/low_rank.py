@@ -117,6 +117,8 @@ class LowRankServer(Server):
         energy: of a round, by its number.
     """
 
+    in_parts = True
+
     def __init__(self, initial: Message, energy: Callable[[int], float]) -> None:
         super().__init__(initial, weighting="uniform")
         self.energy = energy

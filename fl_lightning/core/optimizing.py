@@ -22,7 +22,7 @@ class OptimizingServer(Server):
         weighting: as the base's.
     """
 
-    hears_mean = True
+    hears_mean = in_parts = True
 
     def __init__(
         self, initial: Message, step: ServerOptimizer, trained: Iterable[str], weighting: Weighting = "samples"

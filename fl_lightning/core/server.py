@@ -44,6 +44,9 @@ class Server:
     (`core/private_mean.py`). Not inherited either."""
     takes_noise: ClassVar[bool] = True
     """Whether messages may come clipped and blurred one by one."""
+    in_parts: ClassVar[bool] = True
+    """Whether what is made of a message as it is folded in rests on that message alone. What the server knows of
+    earlier rounds is the main process's; who looks at it there (`weight_of`) must hear all messages. Not inherited."""
     sees_messages: ClassVar[bool] = False
     """Whether `see` is called: for a server that must see every single message, in the order of clients."""
 
@@ -73,6 +76,7 @@ class Server:
         super().__init_subclass__(**options)
         cls.only_averages = cls.__dict__.get("only_averages", False)
         cls.hears_mean = cls.__dict__.get("hears_mean", False)
+        cls.in_parts = cls.__dict__.get("in_parts", False)
         if "collect" in cls.__dict__ or ("see" in cls.__dict__ and not cls.sees_messages):
             raise TypeError(f"{cls.__name__}: to look at messages, override `see` and say `sees_messages = True`")
 
@@ -105,7 +109,7 @@ class Server:
     @property
     def works_in_parts(self) -> bool:
         """Whether every worker may fold in its own clients, so that only sums travel."""
-        return not self.sees_messages and all(rule().in_parts for rule in self.rules.values())
+        return self.in_parts and not self.sees_messages and all(rule().in_parts for rule in self.rules.values())
 
     @property
     def increments(self) -> frozenset[str]:

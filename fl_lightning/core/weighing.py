@@ -17,6 +17,8 @@ class SelfWeighingServer(Server):
         weighed_by: name of the artifact that is the number, a scalar tensor.
     """
 
+    in_parts = True
+
     def __init__(self, initial: Message, weighed_by: str) -> None:
         super().__init__(initial)
         self.weighed_by = weighed_by

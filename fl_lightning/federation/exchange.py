@@ -19,6 +19,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.guarding import Guard
+from fl_lightning.federation.unsaved import Unsaved
 
 
 class Hop(NamedTuple):
@@ -188,7 +189,7 @@ class Star(Exchange):
 
     @override
     def setup(self, template: ClientModule, facts: Facts) -> None:
-        self.facts = facts
+        self.facts, self.unsaved = facts, Unsaved()
         self.server = template.make_server(facts)
         self.server.setup(facts)
         self.increments = self.server.increments
@@ -225,6 +226,7 @@ class Star(Exchange):
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
         self.server.open_round()
+        self.unsaved.look(self.server)
         if self.mean is not None:
             self.mean.open_round()
         if self.guarded is not None:

@@ -12,6 +12,7 @@ from tiny_optimizers import adam
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
+from fl_lightning.core.weighing import SelfWeighingServer
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
@@ -249,6 +250,19 @@ def test_means_in_parts_equal_the_mean(assert_identical):
 def test_server_of_its_own_kind_does_not_work_in_parts():
     assert Server(Message()).works_in_parts
     assert not Keeps(Message()).works_in_parts
+
+    class Weighs(Server):
+        """By what only the main process knows, as far as anybody can tell."""
+
+        def weight_of(self, message):
+            return 1.0 + len(self.message.weights)
+
+    class Alone(Weighs):
+        in_parts = True
+
+    assert not Weighs(Message()).works_in_parts
+    assert Alone(Message()).works_in_parts
+    assert SelfWeighingServer(Message(), "trace").works_in_parts
 
 
 def test_rule_that_needs_every_value_keeps_a_server_from_working_in_parts():

@@ -1,0 +1,69 @@
+"""What a server of somebody's own remembers, and no checkpoint does."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.core.message import Message
+from fl_lightning.core.server import Server
+from fl_lightning.terminal import say
+
+_KNOWN = frozenset(vars(Server(Message())))
+
+
+class Unsaved:
+    """Looks, once a round has been opened, for attributes that have changed since the round before.
+
+    What a server makes anew for every round is as it was by then. What is not, and not in `state_dict`, is lost to a
+    run that is resumed, which says nothing of it otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Hashable] | None = None
+        self._said = False
+
+    def look(self, server: Server) -> None:
+        """Say which attribute a resumed run would lack, once.
+
+        Args:
+            server: the exchange's, whose round was just opened.
+        """
+        if self._said or _saves_by_itself(server):
+            return
+        now = {name: _mark(value) for name, value in vars(server).items() if name not in _KNOWN}
+        before, self._before = self._before, now
+        lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
+        lost = [name for name in lost if name not in server.state_dict()]
+        if lost:
+            who = type(server).__name__
+            say(
+                f"fl-lightning: {who}.{lost[0]} changes from round to round and is not in {who}.state_dict(), so that "
+                "a resumed run differs: override state_dict and load_state_dict"
+            )
+            self._said = True
+
+
+def _saves_by_itself(server: Server) -> bool:
+    """Whether it is one of ours, or says by itself what it saves."""
+    kind = type(server)
+    saves = next(own for own in kind.__mro__ if "state_dict" in vars(own))
+    return _is_ours(kind) or not _is_ours(saves)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("fl_lightning.")
+
+
+def _mark(value: Any) -> Hashable:
+    """What tells a value from another: of numbers, texts, tensors and what holds them; nothing of other objects."""
+    if isinstance(value, Tensor):
+        values = value.detach().double()  # by value: a tensor of zeros may be made anew for every round
+        return tuple(value.shape), values.sum().item(), values.square().sum().item()
+    if isinstance(value, Mapping):
+        return tuple((str(key), _mark(own)) for key, own in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(map(_mark, value))
+    return value if isinstance(value, (bool, int, float, complex, str, bytes)) else None
