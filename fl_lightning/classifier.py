@@ -163,16 +163,16 @@ def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
     known = type(client) is int and 0 <= client < loop.num_clients
     require(known, "client", f"must be from 0 to {loop.num_clients - 1}", client)
     file = folder / "models" / f"{client:05d}.pt"
-    module = loop.runner.load(client)
+    module, samples = loop.runner.load(client), loop.runner.attackers.samples[client]  # which an attack may change
     if file.is_file():
         load_model(module, file, "client")
     else:
         kept = "this run keeps no models (federation.checkpoint.models), or is not finished"
         took_part = loop.round == 0 or bool(loop.board.took_part[client])
         require(not took_part, "client", f"there is no file {file}: {kept}")
-        loop.runner.receive(module, Message(), loop.data.clients[client], loop.runner.facts)
+        loop.runner.receive(module, Message(), samples, loop.runner.facts)
     way = headline(module.predictors, "Local-T")
     if way is not None and module.predictors[way].adapts:
         with isolated_streams(loop.seed, "adapt/trained", client=client), loop.runner.evaluator.context():
-            module.adapt(loop.data.clients[client])
+            module.adapt(samples)
     return module

@@ -10,6 +10,7 @@ from tiny_optimizers import adam
 import fl_lightning
 from fl_lightning.classifier import classifier_of
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.attacks import Attack
 from fl_lightning.files import load_tensors, save_tensors
 from fl_lightning.report.page.classifier import heads_of
 from fl_lightning.report.recorded_run import read_run
@@ -36,6 +37,16 @@ def test_classifier_predicts_as_the_evaluation_does(name, set_up_federation, con
             classifier_of(loop, tmp_path, None)
     else:
         assert accuracy(classifier_of(loop, tmp_path, None), loop.data, loop.data.server_test) == server
+
+
+def test_attacker_is_personalised_on_what_it_trains_on(set_up_federation, mlp, tmp_path, sgd):
+    attack = Attack(clients=[0, 3], kind="label_flip")
+    options = {"folder": tmp_path, "optimizer": sgd(0.3), "attack": attack}
+    loop = set_up_federation(lambda: METHODS["FedBABU"](mlp()), rounds=1, **options)
+    loop.run()
+    for client in range(loop.num_clients):
+        test = loop.data.clients[client].test
+        assert accuracy(classifier_of(loop, tmp_path, client), loop.data, test) == loop.scores["Local-T"][client]
 
 
 @pytest.fixture(scope="module")
