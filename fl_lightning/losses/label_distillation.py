@@ -222,10 +222,11 @@ class LabelDistillation(Term):
             collected = data.collected()
             predictions = torch.softmax(widened(collected.logits), 1)
             means = ClassMeans.from_samples(predictions, collected.y, len(self.valid))
-        sent = means.valid
-        self.own.copy_(torch.where(sent[:, None], means.mean.to(self.own), self.own))
-        self.sent_round.masked_fill_(sent, host.facts.round)
-        return {"label_distillation": ClassMeans(torch.where(sent[:, None], self.own, 0.0).float(), means.count)}
+        sent, own = means.valid, means.mean.to(self.own)
+        if not self.include_self:  # who leaves it in its teacher keeps none of it, and the next client must find none
+            self.own.copy_(torch.where(sent[:, None], own, self.own))
+            self.sent_round.masked_fill_(sent, host.facts.round)
+        return {"label_distillation": ClassMeans(torch.where(sent[:, None], own, 0.0).float(), means.count)}
 
     @override
     def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:

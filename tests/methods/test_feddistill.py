@@ -17,6 +17,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
+from fl_lightning.files import load_tensors
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation, label_distillation_loss
 from fl_lightning.methods.fedavg import FedAvg
@@ -329,6 +330,14 @@ def test_feddistill_on_a_ring_may_include_the_own_soft_labels(mlp, run_federatio
     assert torch.equal(valid, own.valid | other.valid)
     expected = (own.mean + other.mean) / (own.valid.long() + other.valid.long()).clamp(min=1)[:, None]
     torch.testing.assert_close(teacher, expected)
+
+
+def test_feddistill_that_includes_the_own_soft_labels_hands_none_on_to_the_next_client(mlp, run_federation, tmp_path):
+    run_federation(lambda: FedDistill(mlp(), include_self=True), rounds=1, folder=tmp_path)
+    for client in range(4):
+        state = load_tensors(tmp_path / "models" / f"{client:05d}.pt", "test")
+        assert not state["terms.1.own"].any()
+        assert not state["terms.1.sent_round"].any()
 
 
 # --- degenerate cases ----------------------------------------------
