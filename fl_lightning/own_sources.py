@@ -1,0 +1,83 @@
+"""The files of code of one's own that a configuration names a class of: found and read, never imported."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ASIDE = frozenset({"logger", "federation.callbacks"})
+"""Sections whose classes change no number."""
+_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+
+def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the files hold in which a configuration's own classes stand, and what they import of one's own.
+
+    Returns:
+        The file, by its module's name -> first digits of its SHA-256; what is not found, or installed, is left out.
+    """
+    found: dict[str, str] = {}
+    for class_path in _class_paths(config):
+        _add(class_path.rpartition(".")[0], found)
+    return dict(sorted(found.items()))
+
+
+def _class_paths(node: Any, place: str = "") -> Iterator[str]:
+    if isinstance(node, Mapping):
+        named = node.get("class_path")
+        if isinstance(named, str):
+            yield named
+        for key, value in node.items():
+            inside = f"{place}.{key}" if place else str(key)
+            if inside not in _ASIDE:
+                yield from _class_paths(value, inside)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _class_paths(value, place)
+
+
+def _add(module: str, found: dict[str, str]) -> None:
+    """Take down a module's file, and those that it imports."""
+    file = None if module in found else _file_of(module)
+    if file is None:
+        return
+    with suppress(OSError, SyntaxError, ValueError):
+        text = file.read_bytes()
+        found[module] = hashlib.sha256(text).hexdigest()[:16]
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        for name in _imported(ast.parse(text), package):
+            _add(name, found)
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """Names of the modules that a file imports, or may: what follows ``from a import`` is one, or stands in ``a``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*above, *([node.module] if node.module else [])])
+            yield home
+            yield from (f"{home}.{alias.name}" for alias in node.names)
+
+
+def _file_of(module: str) -> Path | None:
+    """A module's file where it is one's own: in the folder of the command, or on Python's path and not installed."""
+    parts = module.split(".")
+    if parts[0] == "fl_lightning" or not all(part.isidentifier() for part in parts):
+        return None
+    for root in (os.getcwd(), *sys.path):
+        base = Path(root or ".").joinpath(*parts)
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return (
+                    None if any(file.resolve().is_relative_to(Path(place).resolve()) for place in _INSTALLED) else file
+                )
+    return None
