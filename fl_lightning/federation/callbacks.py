@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fl_lightning.federation.reports import ClientReport
+from fl_lightning.terminal import say
 
 Loop = Any
 """The running `FederatedLoop` (`federation/loop.py`); its settings hold the callbacks, so it is not named here."""
@@ -31,7 +32,16 @@ class FederationCallback:
         """One participant has received, fitted and sent."""
 
     def on_round_end(self, loop: Loop, row: dict[str, Any]) -> None:
-        """A round is done, before it is saved; `row` is its row of `metrics.csv`, None where nothing applies."""
+        """A round is done, before it is saved; `row` copies its row of `metrics.csv`, None where nothing applies."""
 
     def on_run_end(self, loop: Loop, summary: dict[str, Any]) -> None:
         """All rounds are done."""
+
+
+def tell(callbacks: Iterable[FederationCallback], hook: str, loop: Loop, *arguments: Any) -> None:
+    """Call a hook of all; figures come as copies, of which a change is said."""
+    for callback in callbacks:
+        given = [dict(own) if isinstance(own, dict) else own for own in arguments]
+        getattr(callback, hook)(loop, *given)
+        if any(isinstance(own, dict) and own != was for own, was in zip(given, arguments, strict=True)):
+            say(f"fl-lightning: {type(callback).__name__}.{hook} changes figures, which are written as they were")

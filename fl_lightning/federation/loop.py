@@ -17,6 +17,7 @@ from fl_lightning.errors import require
 from fl_lightning.federation import saving
 from fl_lightning.federation.agreement import Agreement
 from fl_lightning.federation.calendar import Calendar
+from fl_lightning.federation.callbacks import tell
 from fl_lightning.federation.checkpoint import RunStorage
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.cohort import Cohort
@@ -347,5 +348,4 @@ class FederatedLoop:
 
     def _call(self, hook: str, *arguments: Any) -> None:
         with Waiting.context(), self.stopwatch.part(None):  # somebody else's code may take its time
-            for callback in self.callbacks if self.workers.is_main else ():
-                getattr(callback, hook)(self, *arguments)
+            tell(self.callbacks if self.workers.is_main else (), hook, self, *arguments)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
@@ -95,3 +96,17 @@ def test_what_a_callback_puts_in_a_mini_batch_is_trained_on(set_up_federation, m
     loop.run()
     first = next(name for name, tensor in before.items() if tensor.ndim == 2)
     assert torch.equal(loop.exchange.global_message().weights[first], before[first])
+
+
+class Embellishes(FederationCallback):
+    def on_round_end(self, loop, row):
+        row["Local-T"] = 1.0
+
+
+def test_what_a_callback_makes_of_a_row_reaches_nobody_and_is_said(set_up_federation, mlp, capsys):
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1)
+    loop.callbacks.insert(0, Embellishes())
+    loop.run()
+    assert loop.diary.rows[0]["Local-T"] < 1
+    said = "fl-lightning: Embellishes.on_round_end changes figures, which are written as they were\n"
+    assert capsys.readouterr().err == said
