@@ -76,7 +76,8 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
         classes: the name of class 0, 1 and so on, where they are known.
 
     Raises:
-        ConfigError: for anything that is no list of names or whole numbers, and for names of other classes.
+        ConfigError: for anything that is no list of names or whole numbers, for measured values, and for names of other
+            classes.
     """
     array = as_array(y) if isinstance(y, Tensor) else _as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
@@ -85,11 +86,21 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
     if array.dtype.kind == "S":
         array = np.char.decode(array, "utf-8", "backslashreplace")
     names, numbers = np.unique(array, return_inverse=True)
+    rule = f"{name}: the labels are {len(names)} different numbers in {len(array)} samples; cut what is measured into"
+    rule += " classes"
+    require(not (array.dtype.kind == "U" and len(names) > len(array) / 2 and _are_decimals(names)), KEY, rule)
     if classes:
         return _named(array, names, numbers, tuple(classes), name)
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def _are_decimals(names: np.ndarray) -> bool:
+    try:
+        return not np.array_equal(names.astype(np.float64), np.round(names.astype(np.float64)))
+    except ValueError:
+        return False
 
 
 def _named(

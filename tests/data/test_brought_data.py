@@ -722,3 +722,10 @@ def test_samples_are_scaled_as_they_were_rounded_in_training(tmp_path):
     dataset = Narrow(str(tmp_path / "t.csv"), "y")
     new = read_unlabelled(tmp_path / "new.npz", dataset, dataset.arrays()).x
     assert len(new.unique()) == len(torch.from_numpy(seconds).float().unique())
+
+
+def test_measured_targets_are_no_classes(tmp_path):
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,stars", *(f"{n},{n / 7:.3f},{n % 9 / 2}" for n in range(40))]))
+    with pytest.raises(ConfigError, match="the labels are 40 different numbers in 40 samples; cut what is measured"):
+        CSVTable(str(tmp_path / "t.csv"), "y").arrays()
+    assert len(CSVTable(str(tmp_path / "t.csv"), "stars").arrays().classes) == 9  # half stars are classes
