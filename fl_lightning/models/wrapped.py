@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,34 @@ def split_at(
 
     classifier = network.get_submodule(head)
     parent, _, child = head.rpartition(".")
-    setattr(network.get_submodule(parent), child, nn.Identity())
-    _require_nothing_shared(network, classifier, head)
-    for feature in features:
-        require_submodule(network, "model.features", feature)
-    body = HookedBody(network, features)
-
-    z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
+    with _shaken(network, classifier):
+        expected = _evaluate(network, x)
+        setattr(network.get_submodule(parent), child, nn.Identity())
+        _require_nothing_shared(network, classifier, head)
+        for feature in features:
+            require_submodule(network, "model.features", feature)
+        body = HookedBody(network, features)
+        z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
     _evaluate(body, x, body.forward_features)
     return body, classifier, z.shape[1]
+
+
+@contextmanager
+def _shaken(network: nn.Module, head: nn.Module) -> Iterator[None]:
+    """Move numbers and vectors but a head's for a while: a learned scale behind it is not seen as long as it is 1."""
+    own = {id(parameter) for parameter in head.parameters()}
+    moved = [p for p in network.parameters() if id(p) not in own and p.dim() <= 1 and p.is_floating_point()]
+    before = [parameter.detach().clone() for parameter in moved]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in moved:
+            parameter.mul_(1.1 + 0.2 * torch.rand((), generator=generator).item()).add_(0.1)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(moved, before, strict=True):
+                parameter.copy_(value)
 
 
 class HookedBody(Body):

@@ -31,6 +31,17 @@ class UserNet(nn.Module):
         return self.classifier(F.relu(self.norm(self.conv(x))).flatten(1))
 
 
+class Tempered(UserNet):
+    """A learned temperature behind the head, which is 1 at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) / self.temperature
+
+
 class LogProbabilities(UserNet):
     def forward(self, x):
         return F.log_softmax(super().forward(x), dim=1)
@@ -178,6 +189,7 @@ def test_wrapped_model_takes_tokens():
             {"head": "classifier"},
             "^model.head: .*must be the last thing that LogProbabilities does",
         ),
+        (Tempered(), {"head": "classifier"}, "^model.head: .*must be the last thing that Tempered does"),
         (UserNet(), {"head": "conv"}, '^model.head: "conv" must be the last thing that UserNet does'),
         (ReadsItsHead(), {"head": "classifier.2"}, "^model.head: .*must be the last thing .*it fails"),
         (Maps(), {"head": "head"}, r"^model.head: .*one tensor z of shape \[B, D\], got \(2, 4, 6, 6\)$"),
