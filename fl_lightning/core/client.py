@@ -21,7 +21,7 @@ from fl_lightning.core.handover import Heard, handed_over
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
-from fl_lightning.core.method_checks import check_fit, check_method
+from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
@@ -267,7 +267,7 @@ class ClientModule(L.LightningModule):
         descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
         self._descents = [descent(self._machine, parts, self.settings) for parts in by_part]
         self._trainable = [p for p in self.parameters() if p.requires_grad]
-        self._weights = self.method.term_weights()
+        self._weights = checked_weights(self.method)
         self._waiting = 0
         self._resting: list[nn.Module] = []
         if self._machine.careful is not None:

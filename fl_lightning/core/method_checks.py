@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.division import matches
@@ -9,7 +11,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.naming import check_names
 from fl_lightning.core.term import counts
-from fl_lightning.errors import require
+from fl_lightning.errors import own_code, require, suggest
 
 
 def check_method(method: Method) -> None:
@@ -19,10 +21,24 @@ def check_method(method: Method) -> None:
         ConfigError: naming the method, and what of it.
     """
     check_names(method)
+    _check_losses(method)
     _check_phases(method)
     _check_extra_terms(method)
     _check_own_steps(method)
     _check_statistics(method)
+
+
+def checked_weights(method: Method) -> dict[str, float]:
+    """The factors of a method's losses in the present round.
+
+    Raises:
+        ConfigError: for one below 0, which would count as 0, or one that is no number.
+    """
+    weights = method.term_weights()
+    odd = next((name for name, weight in weights.items() if not weight >= 0), None)
+    rule = f"{type(method).__name__} weighs its loss {odd!r} by less than 0: negate the loss itself"
+    require(odd is None, "method", rule, odd and float(weights[odd]))
+    return weights
 
 
 def check_fit(method: Method, meter: LossMeter) -> None:
@@ -37,8 +53,27 @@ def check_fit(method: Method, meter: LossMeter) -> None:
     require(not idle, "method", rule)
 
 
+def _check_losses(method: Method) -> None:
+    """Refuse losses without weights."""
+    who = type(method).__name__
+    with own_code("method", method, "losses()"):
+        said = method.losses()
+    rule = f"{who}.losses() must give each loss of local_step its weight, as in {{'pull': 0.5}}"
+    require(isinstance(said, Mapping), "method", rule, said)
+    checked_weights(method)
+
+
 def _check_phases(method: Method) -> None:
     """Refuse phases of which none has anything to train: a body without parameters, a model that is frozen."""
+    terms = {term.name for term in method.terms}
+    for phase in method.phases():
+        where = f"{type(method).__name__}'s phase {phase.name!r}"
+        whole = phase.epochs is None or (isinstance(phase.epochs, int) and phase.epochs >= 0)
+        require(whole, "method", f"{where} must have a whole number of epochs, 0 or more", phase.epochs)
+        require(phase.lr is None or phase.lr > 0, "method", f"{where} must have a learning rate above 0", phase.lr)
+        unknown = next((name for name in phase.terms or () if name not in terms), None)
+        rule = f"{where} (terms) names {unknown!r}, which is none of its terms; {suggest(str(unknown), terms)}"
+        require(unknown is None, "method", rule)
     phases = [phase for phase in method.phases() if phase.epochs != 0]
     names = tuple(name for phase in phases for own in phase.by_part.values() for name in own)
     learns = any(p.requires_grad and matches(name, names) for name, p in method.named_parameters())

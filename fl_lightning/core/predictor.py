@@ -58,7 +58,8 @@ class Predictor:
     """One way to predict.
 
     Args:
-        scores: from a batch to class scores [B, C]; the largest wins.
+        scores: from a batch to class scores [B, C]; the largest wins. Losses and calibration take them for logits, so
+            that probabilities go in by their logarithm.
         figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
             scores rest on what travels alone, which is measured, not believed.
         adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.

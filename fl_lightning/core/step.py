@@ -82,6 +82,17 @@ class Bench:
         return self.machine.precision if self.machine.autocasts else None
 
 
+def require_weights(bench: Bench, values: Mapping[str, Tensor]) -> None:
+    """Refuse a loss without a weight, which would count as nothing.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not values.keys() <= bench.weights.keys():
+        name, who = min(values.keys() - bench.weights.keys()), type(bench.method).__name__
+        raise ConfigError("method", f"{who}.local_step() has a loss {name!r} to which losses() gives no weight")
+
+
 class Step:
     """One local mini-batch: its samples, and all that a method may do with them.
 
@@ -309,6 +320,7 @@ class Step:
             values: by name, as in `Method.term_weights`.
             parts: the phase's parts that step; they alone get a gradient. None are all.
         """
+        require_weights(self._bench, values)
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
-from fl_lightning.core.method import Seen
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.core.method import Method, Seen
+from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.workloads import cuts_epochs
@@ -65,12 +65,23 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
         key = "model" if len(modules) == 1 else f"model.{index}"
         with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
             try:
-                for way in module.predictors.values():
-                    way.scores(Seen(x))
+                made = {name: way.scores(Seen(x)) for name, way in module.predictors.items()}
             except Exception:  # whatever the method raises; whether it is the model's doing is seen by itself
                 _try_model(module.method.model, x, key)
-                raise
+                with own_code("method", module.method, "predictors()"):
+                    raise
             _try_model(module.method.model, x, key)
+            for name, scores in made.items():
+                _check_scores(module.method, name, scores, len(x))
+
+
+def _check_scores(method: Method, name: str, scores: Any, size: int) -> None:
+    wanted = (size, method.model.num_classes)
+    rule = (
+        f"{type(method).__name__}'s predictor {name!r} must give scores of every class, {list(wanted)} of {size} sample"
+    )
+    made = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    require(made == wanted, "method", rule, list(made) if isinstance(made, tuple) else made)
 
 
 def _try_model(model: SplitModel, x: Tensor, key: str) -> None:
