@@ -164,7 +164,10 @@ class Method(Wide):
         """What goes out after the fit: the shared weights, and each term's artifacts from the client's own data."""
         artifacts: dict[str, Artifact] = {}
         for term in self.terms.exchanging:
-            artifacts.update(term.send(self, data))
+            sent = term.send(self, data)
+            if not isinstance(sent, Mapping):
+                raise TypeError(f"{type(term).__name__}.send() gives {type(sent).__name__}, not artifacts by name")
+            artifacts.update(sent)
         return Message(division_of(self).weights(), artifacts, data.num_train)
 
     # --- predictions --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.division import matches
@@ -35,9 +37,11 @@ def checked_weights(method: Method) -> dict[str, float]:
         ConfigError: for one below 0, which would count as 0, or one that is no number.
     """
     weights = method.term_weights()
-    odd = next((name for name, weight in weights.items() if not weight >= 0), None)
-    rule = f"{type(method).__name__} weighs its loss {odd!r} by less than 0: negate the loss itself"
-    require(odd is None, "method", rule, odd and float(weights[odd]))
+    who = type(method).__name__
+    for name, weight in weights.items():
+        require(isinstance(weight, (Real, Tensor)), "method", f"{who} weighs its loss {name!r} by no number", weight)
+        rule = f"{who} weighs its loss {name!r} by less than 0: negate the loss itself"
+        require(weight >= 0, "method", rule, float(weight))
     return weights
 
 

@@ -37,6 +37,7 @@ def by_scores(scores):
         ),
         (own(losses=lambda self: None), r"Own\.losses\(\) must give each loss of local_step its weight"),
         (own(losses=lambda self: ["pull"]), r"Own\.losses\(\) must give each loss of local_step its weight"),
+        (own(losses=lambda self: {"pull": None}), "weighs its loss 'pull' by no number, got None"),
         (own(losses=lambda self: {"pull": -1.0}), "weighs its loss 'pull' by less than 0: negate the loss itself"),
         (by_scores(lambda self, seen: seen.logits(self.model).argmax(1)), r"predictor '' must give .*, got \[1\]"),
         (by_scores(lambda self, seen: seen.logits(self.model)[:, :2]), r"predictor '' must give .*, got \[1, 2\]"),
