@@ -127,8 +127,7 @@ class ModelContrast(Term):
     @override
     def receive(self, host: Host, message: Message) -> None:
         self._known = int(self.num_known)  # once a round: reading it in every step would wait for the device
-        if self._known:
-            _copy_state(host.model.body, dict(self.received.named_buffers()))
+        _copy_state(host.model.body, dict(self.received.named_buffers()))  # or the client before's stayed here
 
     @override
     def forward(self, host: Host, out: Forward) -> Tensor:

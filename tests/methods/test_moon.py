@@ -8,6 +8,7 @@ from torch import nn
 
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.files import load_tensors
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.moon import MOON
@@ -24,6 +25,19 @@ def test_moon_first_round_is_fedavgs_at_a_loss_of_log_2_more(mlp, run_federation
     assert_identical(loop.exchange.global_message().weights, plain.exchange.global_message().weights)
     assert loop.diary.rows[0]["loss/model_contrast"] == pytest.approx(math.log(2))
     assert loop.diary.rows[0]["loss"] == pytest.approx(plain.diary.rows[0]["loss"] + 5 * math.log(2), rel=1e-6)
+
+
+def test_moon_model_file_of_a_first_fit_holds_the_body_that_came_in_and_no_other_clients(mlp, run_federation, tmp_path):
+    loop = run_federation(lambda: MOON(mlp()), rounds=2, participation=0.5, folder=tmp_path)
+    participants = [{client for round, client in loop.diary.received if round == number} for number in (1, 2)]
+    new = participants[1] - participants[0]
+    assert new
+    for client in new:
+        state = load_tensors(tmp_path / "models" / f"{client:05d}.pt", "test")
+        kept = {n.removeprefix("terms.1.received."): t for n, t in state.items() if n.startswith("terms.1.received.")}
+        came = loop.diary.received[2, client].weights
+        assert kept
+        assert all(torch.equal(tensor, came[f"model.body.{name}"]) for name, tensor in kept.items())
 
 
 def test_moon_term_is_lower_where_it_weighs_more(mlp, run_federation):
