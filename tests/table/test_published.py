@@ -26,6 +26,7 @@ TABLES = {
     "feddw/tables/table4.yaml": (10, 5, 10),
     "feddw/tables/mu.yaml": (20, 5, 0),
     "fedproto/tables/mnist.yaml": (54, 1, 56),
+    "fedproto/tables/mnist_tuned.yaml": (15, 3, 24),
     "fedproto/tables/femnist.yaml": (54, 1, 56),
     "fedproto/tables/cifar10.yaml": (54, 1, 56),
     "fedproto/tables/shots.yaml": (21, 1, 0),
