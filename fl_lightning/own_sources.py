@@ -14,7 +14,9 @@ from typing import Any
 
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
-_INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of packages: this environment's, the user's, the system's."""
 
 
 def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
@@ -77,7 +79,9 @@ def _file_of(module: str) -> Path | None:
         base = Path(root or ".").joinpath(*parts)
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if file.is_file():
-                return (
-                    None if any(file.resolve().is_relative_to(Path(place).resolve()) for place in _INSTALLED) else file
-                )
+                return None if _is_installed(file.resolve()) else file
     return None
+
+
+def _is_installed(file: Path) -> bool:
+    return bool(_INSTALLED & set(file.parts)) or any(file.is_relative_to(Path(p).resolve()) for p in _PYTHONS)

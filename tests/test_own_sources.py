@@ -45,3 +45,11 @@ def test_an_edited_file_is_another(name, changes, folder):
 
 def test_nothing_is_found_of_what_is_installed_or_not_there(folder):
     assert own_sources({"model": {"class_path": "torch.nn.Linear"}, "method": {"class_path": "nowhere.Mine"}}) == {}
+
+
+def test_nothing_is_found_of_what_the_user_or_the_system_has_installed(folder, monkeypatch):
+    installed = folder / "usr/lib/python3/dist-packages"
+    installed.mkdir(parents=True)
+    (installed / "theirs.py").write_text("")
+    monkeypatch.syspath_prepend(installed)
+    assert own_sources({"model": {"class_path": "theirs.Net"}}) == {}
