@@ -14,7 +14,8 @@ from typing import Any, NoReturn, get_args
 
 from fl_lightning.terminal import printable
 
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_PYTHONS = tuple(Path(str(sysconfig.get_path(name))).resolve() for name in ("stdlib", "platstdlib"))
+_PACKAGES = frozenset({"site-packages", "dist-packages"})  # this environment's, the user's, the system's
 TRACEBACK = "FL_LIGHTNING_TRACEBACK"
 """The variable of the environment that asks for errors of clients and servers as they were raised."""
 LONGEST = 270
@@ -166,11 +167,14 @@ def place_of(error: BaseException) -> str:
     return f" ({printable(Path(own[-1].filename).name)}:{own[-1].lineno})" if own else ""
 
 
+def is_installed(file: Path) -> bool:
+    """Whether a file of code is Python's, or of an installed package, and so nobody's own."""
+    return not _PACKAGES.isdisjoint(file.parts) or any(file.is_relative_to(own) for own in _PYTHONS)
+
+
 def _is_own(file: str) -> bool:
-    """Whether a file of code is neither a library's nor the package's."""
-    parts = Path(file).parts
-    ours = any(Path(file).is_relative_to(str(root)) for root in (*_LIBRARIES, Path(__file__).parent))
-    return Path(file).is_absolute() and not ours and "site-packages" not in parts and "dist-packages" not in parts
+    path = Path(file)
+    return path.is_absolute() and not path.is_relative_to(Path(__file__).parent) and not is_installed(path.resolve())
 
 
 def require_positive(owner: str, **options: float) -> None:

@@ -6,17 +6,15 @@ import ast
 import hashlib
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.errors import is_installed
+
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
-_PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders of packages: this environment's, the user's, the system's."""
 
 
 def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
@@ -79,9 +77,5 @@ def _file_of(module: str) -> Path | None:
         base = Path(root or ".").joinpath(*parts)
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if file.is_file():
-                return None if _is_installed(file.resolve()) else file
+                return None if is_installed(file.resolve()) else file
     return None
-
-
-def _is_installed(file: Path) -> bool:
-    return bool(_INSTALLED & set(file.parts)) or any(file.is_relative_to(Path(p).resolve()) for p in _PYTHONS)

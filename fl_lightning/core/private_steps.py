@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fl_lightning.core.descent import Descent
 from fl_lightning.core.devices import Part
-from fl_lightning.core.step import Step, require_weights
+from fl_lightning.core.step import Step
 from fl_lightning.errors import ConfigError, require
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class PrivateStep(Step):
 
     @override
     def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
-        require_weights(self._bench, values)
+        self._bench.require_weights(values)
         self._logged.update(values)
         self._total, self._descents = self.total(values), self._descents + 1
         descent = self._bench.descent

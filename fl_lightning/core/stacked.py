@@ -14,7 +14,7 @@ from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.rows import Alias, Layout, Unstackable
-from fl_lightning.core.step import Bench, Step, require_weights
+from fl_lightning.core.step import Bench, Step
 
 
 class Mixed(Exception):
@@ -147,7 +147,7 @@ class StackedStep(Step):
         """
         if self._descents:
             raise Unstackable("its step descends twice on a mini-batch")
-        require_weights(self._bench, values)
+        self._bench.require_weights(values)
         self._total, self._descents, self.parts = self.total(values), 1, parts
         self._logged.update(values)
         self._known = self._state()

@@ -81,16 +81,15 @@ class Bench:
         """The context of a pass through a network; None where there is none."""
         return self.machine.precision if self.machine.autocasts else None
 
+    def require_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Refuse a loss without a weight, which would count as nothing.
 
-def require_weights(bench: Bench, values: Mapping[str, Tensor]) -> None:
-    """Refuse a loss without a weight, which would count as nothing.
-
-    Raises:
-        ConfigError: naming it.
-    """
-    if not values.keys() <= bench.weights.keys():
-        name, who = min(values.keys() - bench.weights.keys()), type(bench.method).__name__
-        raise ConfigError("method", f"{who}.local_step() has a loss {name!r} to which losses() gives no weight")
+        Raises:
+            ConfigError: naming it.
+        """
+        if not values.keys() <= self.weights.keys():
+            name, who = min(values.keys() - self.weights.keys()), type(self.method).__name__
+            raise ConfigError("method", f"{who}.local_step() has a loss {name!r} to which losses() gives no weight")
 
 
 class Step:
@@ -319,8 +318,11 @@ class Step:
         Args:
             values: by name, as in `Method.term_weights`.
             parts: the phase's parts that step; they alone get a gradient. None are all.
+
+        Raises:
+            ConfigError: naming a loss that has no weight.
         """
-        require_weights(self._bench, values)
+        self._bench.require_weights(values)
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
