@@ -11,7 +11,7 @@ from fl_lightning.configuration import Config, read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
 from fl_lightning.report.columns import is_share
-from fl_lightning.report.record import Row, read_rows
+from fl_lightning.report.record import LOGGED, Row, read_logged, read_metrics, read_rows
 from fl_lightning.report.recorded_run import has_ended, read_run
 from fl_lightning.report.series import Member, in_one_picture
 from fl_lightning.trust import Trust
@@ -81,7 +81,7 @@ class Run:
     @property
     def rounds(self) -> list[Row]:
         """The rows of ``metrics.csv``, a mapping a round; None where something does not apply."""
-        return read_rows(self.folder / "metrics.csv")
+        return read_metrics(self.folder)
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -100,6 +100,15 @@ class Run:
             ConfigError: if pandas is not installed.
         """
         return _frame(read_rows(self.folder / "clients.csv"), "run.clients")
+
+    @property
+    def logged(self) -> pd.DataFrame:
+        """``logged.csv``: a row a value that a client's fit logged by itself; without a client the mean over clients.
+
+        Raises:
+            ConfigError: if pandas is not installed.
+        """
+        return _frame(read_logged(self.folder / LOGGED), "run.logged")
 
     # --- what is made of it -------------------------------------------------------------------------------------------
 
@@ -200,5 +209,6 @@ def _frame(rows: Sequence[Row], who: str) -> pd.DataFrame:
         rule = "needs pandas: pip install 'fl-lightning[pandas]'; run.rounds are the same numbers without it"
         raise ConfigError(who, rule) from error
     frame = pd.DataFrame(rows)
-    empty = [name for name in frame.columns if frame[name].dtype == object]
+    texts = {"name"}
+    empty = [name for name in frame.columns if frame[name].dtype == object and name not in texts]
     return frame.astype(dict.fromkeys(empty, float))

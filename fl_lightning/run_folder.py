@@ -32,8 +32,8 @@ _OWN = (
     "checkpoints/aside-*/clients/r*-w*.states", "checkpoints/aside-*/clients/*-r*.pt",
     "checkpoints/aside-*/models/[0-9]*.pt",
     "models/[0-9]*.pt", "wandb/debug*.log", "wandb/latest-run",
-    "metrics.csv", "clients.csv", "topology.csv", "summary.json", "partition.json", "loggers.json", "wandb.json",
-    "curves.png", "partition.png", "config.yaml",
+    "metrics.csv", "clients.csv", "topology.csv", "logged.csv", "summary.json", "partition.json", "loggers.json",
+    "wandb.json", "curves.png", "partition.png", "config.yaml",
 )  # fmt: skip
 _OWN_TREES = ("wandb/run-*-*", "wandb/offline-run-*-*")
 _OWN_FOLDERS = (

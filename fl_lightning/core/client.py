@@ -16,6 +16,7 @@ from fl_lightning.core.devices import Part, SharedFit
 from fl_lightning.core.division import Division, division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
+from fl_lightning.core.fit_log import FitLog
 from fl_lightning.core.freezing import batch_norms, trainable
 from fl_lightning.core.handover import Heard, handed_over
 from fl_lightning.core.message import Message
@@ -111,6 +112,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
+        self.logged = FitLog()
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None
@@ -120,8 +122,7 @@ class ClientModule(L.LightningModule):
         self._plugin: Precision | None = None
         self._machine = Machine()
         self.memory: Memory | None = None
-        self._heard = Heard(Message())
-        self._plan = Plan()
+        self._heard, self._plan = Heard(Message()), Plan()
         check_method(method)
 
     # --- a round's messages -------------------------------------------------------------------------------------------
@@ -334,13 +335,12 @@ class ClientModule(L.LightningModule):
                     machine.careful.end_batch()
         self._bench.descent.end_bundle()
         self._waiting, self._begins = waiting, False
+        self.logged.tell(self, self.meter, batch.is_last or self.trainer.is_last_batch)
 
     def on_train_epoch_end(self) -> None:
-        """Hand the mean losses to the trainer, for callbacks that watch `callback_metrics`; it takes milliseconds."""
+        """Let a model of the user's own end its epoch."""
         self.own.end_epoch()
-        if self.trainer.callbacks:  # type: ignore[attr-defined]
-            means = self.meter.means()
-            self.log_dict({name if name == "loss" else f"loss/{name}": value for name, value in means.items()})
+        self.logged.tell(self, self.meter)
 
     def on_train_end(self) -> None:
         """Thaw what the last phase froze, and let method and terms keep what they need."""
@@ -353,6 +353,7 @@ class ClientModule(L.LightningModule):
         if self.private is not None:
             self.private.leave()
         self.own.end_fit()
+        self.logged.end(self, self.meter, self.own.logged_in_fit)
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None

@@ -9,7 +9,7 @@ from fl_lightning.core.message import NOTHING, Size
 from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
-from fl_lightning.federation.scores import loss_column, mean_losses
+from fl_lightning.federation.scores import loss_column, mean_logged, mean_losses
 from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.report.columns import SECONDS, is_measure, spreads_of
 
@@ -105,6 +105,7 @@ class Ledger:
         row |= mean_losses([report.losses for report in honest if report.client < self.num_founders])
         later = mean_losses([report.losses for report in honest if report.client >= self.num_founders])
         row |= {"loss_newcomers": later["loss"]} if "loss" in later else {}
+        row |= mean_logged([report.logged for report in honest if report.client < self.num_founders])
         row |= {} if self.account is None else {"epsilon": self.account.epsilon(round)}
         if self.records is not None:
             self.records.enter(reports)

@@ -21,9 +21,20 @@ from fl_lightning.federation.exchange import Hop
 from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_sizes import num_parameters
+from fl_lightning.federation.reports import ClientReport
+from fl_lightning.federation.runner import Runner
+from fl_lightning.federation.scores import LOG
 from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
-from fl_lightning.report.record import chosen_by, num_evaluated, read_rows, summarise
+from fl_lightning.report.record import (
+    LOGGED,
+    LOGGED_COLUMNS,
+    chosen_by,
+    num_evaluated,
+    read_metrics,
+    read_rows,
+    summarise,
+)
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.terminal import say
 
@@ -44,6 +55,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         self.about = dict(about)
         self._loggers = loggers or Loggers()
         self._before: Mapping[str, Any] = {}
+        self._logged: dict[int, dict[str, float]] = {}  # in the fits of the present round, by client
 
     @property
     def loggers(self) -> list[Logger]:
@@ -66,9 +78,14 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         sick = ["skipped"] if loop.ledger.skips else []
         hostile = ["attacker"] if loop.ledger.hostile else []
         ahead = ["round", "client", "participated", "failed", *sick, *hostile, "num_train", "num_test"]
-        columns = {"metrics.csv": loop.row_columns, "clients.csv": [*ahead, *loop.examiner.columns, "loss"]}
+        columns: dict[str, Sequence[str]] = {
+            "metrics.csv": loop.row_columns,
+            "clients.csv": [*ahead, *loop.examiner.columns, "loss"],
+        }
         if loop.exchange.between_clients:
             columns["topology.csv"] = ["round", *Hop._fields]
+        if _logs(loop.runner):
+            columns[LOGGED] = LOGGED_COLUMNS
         resumed = loop.checkpoints is not None or loop.round > 0  # one that saves nothing any more has rows before it
         journal = Checkpoints(self.folder / "checkpoints").journal if resumed else None
         self.tables = RunTables(self.folder, columns, journal)
@@ -83,7 +100,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 loop.data.arrays.classes,
                 loop.data.class_counts(),
                 loop.settings.rounds,
-                read_rows(self.folder / "metrics.csv"),
+                read_metrics(self.folder),
                 read_rows(self.folder / "clients.csv"),
                 loop.patience.monitor,
                 loop.patience.less,
@@ -92,11 +109,18 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         )
 
     @override
+    def on_client_fit_end(self, loop: FederatedLoop, report: ClientReport) -> None:
+        self._logged[report.client] = report.logged
+
+    @override
     def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:
         clients = self._client_rows(loop)
         rows: dict[str, list[dict[str, Any]]] = {"metrics.csv": [row], "clients.csv": clients}
         if loop.exchange.between_clients:
             rows["topology.csv"] = [{"round": loop.round, **hop._asdict()} for hop in loop.exchange.hops]
+        if _logs(loop.runner):
+            rows[LOGGED] = _logged_rows(self._logged, row)
+        self._logged = {}
         self.tables.append(loop.round, rows)
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         evaluated = loop.calendar.is_evaluated(loop.round)
@@ -226,6 +250,21 @@ def shared_by_class(message: Message | None, template: ClientModule) -> Shared:
         found |= drawn
         relations |= drawn.keys()
     return Shared(found, frozenset(relations))
+
+
+def _logs(runner: Runner) -> bool:
+    """Whether fits may log values: Lightning's callbacks do, and models with a training step of their own."""
+    return bool(runner.trainer.callbacks) or any(module.own.has_loss for module in runner.modules)  # type: ignore[attr-defined]
+
+
+def _logged_rows(logged: Mapping[int, Mapping[str, float]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every participant's fit logged, a row a value, and the means over participants that the round's row has."""
+    own = [(client, name, value) for client in sorted(logged) for name, value in logged[client].items()]
+    means = [(None, name.removeprefix(LOG), value) for name, value in row.items() if name.startswith(LOG)]
+    return [
+        {"round": row["round"], "client": client, "value": value, "name": " ".join(name.split())}
+        for client, name, value in (*own, *means)
+    ]
 
 
 def _known(value: float) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.federation.evaluation import Scores
@@ -19,6 +19,7 @@ class ClientReport:
         scores: its accuracies, by column.
         losses: mean over its samples, by name.
         num_steps: local mini-batches.
+        logged: what a model of the user's own and Lightning's callbacks logged in its fit, by name.
         seconds: how long it took.
         downlink: size of all that was sent to it for what it received; the exchange knows.
         uplink: size of all that it sends.
@@ -32,6 +33,7 @@ class ClientReport:
     seconds: float
     downlink: Size = NOTHING
     uplink: Size = NOTHING
+    logged: dict[str, float] = field(default_factory=dict)
 
     def without_message(self) -> ClientReport:
         """The same, with no more of the message than its size."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts, OptimizerFactory
+from fl_lightning.core.fit_log import FitLog
 from fl_lightning.core.freezing import set_mode
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
@@ -39,7 +40,7 @@ from fl_lightning.federation.scores import loss_column
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer, sees_batches
+from fl_lightning.federation.trainers import check_callbacks, keep_metrics_apart, make_trainer, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -145,6 +146,7 @@ class Runner:
             check_optimizer(module, self.device)
         if self.settings.channels_last and _has_convolution(module):
             module.to(memory_format=torch.channels_last)
+        keep_metrics_apart(self.trainer, module)
         return module.use(self.trainer.precision_plugin).to(self.device)
 
     @property
@@ -193,7 +195,7 @@ class Runner:
         with at(round, client, "fit"):
             self.fit(module, data, round) if visit.fit is None else visit.fit()
             self._own, self._memory = visit.own, visit.memory
-            losses = checkups.losses()
+            losses, logged = checkups.losses(), module.logged.values
             checkups.state(module.entries, self._own)
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:
@@ -210,7 +212,7 @@ class Runner:
             visit.began = {name: tensor.clone() for name, tensor in began.items()}
         self._keep(module, client, round, job.keep_model)
         visit.seconds += time.perf_counter() - start
-        return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds)
+        return ClientReport(client, message, scores, losses, module.meter.num_steps, visit.seconds, logged=logged)
 
     def begin(self, job: Job, waits: bool = False) -> Visit:
         """The first part of a participant's round: receive, up to the fit.
@@ -308,7 +310,7 @@ class Runner:
         module.workload = self.workload(data.client, round)
         epochs = module.plan().epochs
         if epochs == 0:  # nothing to train: every phase is off
-            module.meter = LossMeter()
+            module.meter, module.logged = LossMeter(), FitLog()
             return
         bundles = EpochBundles(
             data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -177,6 +178,10 @@ class ScoreBoard:
             self.alone = state["alone"].numpy().copy()
 
 
+LOG = "log/"
+"""What the columns of logged values begin with."""
+
+
 def is_received(column: str) -> bool:
     """Whether a column is of the moment right after the receive."""
     return "_received" in column
@@ -186,6 +191,13 @@ def mean_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Unweighted means over the participants, by column."""
     names = dict.fromkeys(name for own in losses for name in own)
     return {loss_column(name): float(np.mean([own[name] for own in losses if name in own])) for name in names}
+
+
+def mean_logged(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Unweighted means over the participants that logged a finite value, by column."""
+    names = dict.fromkeys(name for own in logged for name, value in own.items() if math.isfinite(value))
+    finite = {name: [own[name] for own in logged if math.isfinite(own.get(name, math.nan))] for name in names}
+    return {LOG + name: float(np.mean(values)) for name, values in finite.items()}
 
 
 def loss_column(name: str) -> str:

@@ -12,9 +12,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+import torchmetrics
+import torchmetrics.metric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
@@ -55,6 +58,9 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
         strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
+    for value in [value for each in trainer.callbacks for value in vars(each).values()]:  # type: ignore[attr-defined]
+        if isinstance(value, nn.Module):
+            keep_metrics_apart(trainer, value)
     return trainer
 
 
@@ -137,6 +143,31 @@ def sees_batches(trainer: L.Trainer) -> bool:
     """Whether a callback that is not Lightning's looks at single mini-batches."""
     hooks = [getattr(type(each), f"on_train_batch_{end}") for each in trainer.callbacks for end in ("start", "end")]  # type: ignore[attr-defined]
     return any(not hook.__module__.startswith("lightning.") for hook in hooks)
+
+
+def keep_metrics_apart(trainer: L.Trainer, module: nn.Module) -> None:
+    """Let metrics of torchmetrics count what this process sees, where workers fit clients of their own.
+
+    They add up over all processes of a group wherever there is one: over other clients, and as often as each process
+    asks, so that a worker with one client more would wait for ever. Processes that share a fit do add up.
+
+    Args:
+        trainer: of the fits.
+        module: a client, or what else holds metrics that are made already.
+    """
+    shares_fits = not isinstance(trainer.strategy, SingleDeviceStrategy)
+    is_group = _IS_GROUP if shares_fits else _is_no_group
+    torchmetrics.metric.jit_distributed_available = is_group  # of metrics that a fit is yet to make
+    for part in module.modules():
+        if isinstance(part, torchmetrics.Metric) and part.distributed_available_fn in (_IS_GROUP, _is_no_group):
+            part.distributed_available_fn = is_group
+
+
+_IS_GROUP = torchmetrics.metric.jit_distributed_available
+
+
+def _is_no_group() -> bool:
+    return False
 
 
 def _nothing(*_: Any, **__: Any) -> None:

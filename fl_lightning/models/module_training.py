@@ -47,6 +47,7 @@ class ModuleTraining(OwnTraining):
         self.batch = -1
         """The present mini-batch of the epoch; before the first one -1."""
         self.logged = Logged()
+        self.logged_in_fit: dict[str, float] = {}
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
         self._skips = False  # the rest of the epoch
@@ -151,6 +152,7 @@ class ModuleTraining(OwnTraining):
     @override
     def start_fit(self) -> None:
         self.batch, self.num_steps = -1, 0
+        self.logged_in_fit = {}
         reset_metrics(self.joined.module)
         self._call("on_fit_start")
         self._call("on_train_start")
@@ -165,8 +167,10 @@ class ModuleTraining(OwnTraining):
     def end_epoch(self) -> None:
         self._end_batch()
         self._call("on_train_epoch_end")
+        logged = self.logged.means()
+        self.logged_in_fit |= logged
         if not self.steps_itself:
-            self.present.end_epoch(self.epoch, self.logged.means())
+            self.present.end_epoch(self.epoch, logged)
         reset_metrics(self.joined.module)
 
     @override
@@ -369,6 +373,7 @@ class Together(OwnTraining):
     def end_fit(self) -> None:
         for home in self.homes:
             home.end_fit()
+        self.logged_in_fit = self.homes[0].logged_in_fit
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:

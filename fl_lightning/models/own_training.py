@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class OwnTraining:
     """Whether `watched` and `before_step` do anything: whether a module looks at gradients on their way."""
     steps = 1
     """Mini-batches of an epoch, as the runner says before a fit."""
+    logged_in_fit: Mapping[str, float] = MappingProxyType({})
+    """What the model has logged in the present fit, or in the last one: of each name what its last epoch came to."""
 
     def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
         """The share of the model and of further copies of it, which a method trains beside it.

@@ -13,10 +13,11 @@ from fl_lightning.errors import require
 from fl_lightning.reading import read_yaml
 from fl_lightning.report.columns import is_time
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.report.record import read_rows
+from fl_lightning.report.record import LOGGED, read_logged, read_rows
 
 FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
 """File -> the columns that say which row it is."""
+ORDER = [*FILES, LOGGED]
 SHOWN = 20  # figures of the first round that differs
 
 Figures = dict[tuple[Any, ...], str]
@@ -47,7 +48,7 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
     both = min(rounds)
     require(both > 0, "compare", "there is no round in its metrics.csv", str(a if rounds[0] == 0 else b))
     differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
-    differing.sort(key=lambda at: (at[0], list(FILES).index(at[1])))
+    differing.sort(key=lambda at: (at[0], ORDER.index(at[1])))
     if rounds[0] != rounds[1]:
         console.print(f"{a} has {rounds[0]} rounds, {b} has {rounds[1]}", highlight=False)
     if not differing:
@@ -72,7 +73,7 @@ def _table(title: str, places: list[tuple[Any, ...]], left: Figures, right: Figu
         table.add_column(column, overflow="fold")
     for at in places[:SHOWN]:
         _, file, row, column = at
-        where = f"client {row[1]}: {column}" if row[1:] else column
+        where = f"client {row[1]}: {column}" if row[1:] and row[1] is not None else column
         table.add_row(file, where, left.get(at, "–"), right.get(at, "–"))
     return table
 
@@ -87,6 +88,8 @@ def _figures(run: Path) -> Figures:
             for column, value in row.items():
                 if value is not None and column not in names and not is_time(column):
                     found[place[0], file, place, column] = repr(value)
+    for row in read_logged(run / LOGGED):
+        found[row["round"], LOGGED, (row["round"], row["client"]), f"log/{row['name']}"] = repr(row["value"])
     return found
 
 

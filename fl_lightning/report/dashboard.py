@@ -82,7 +82,9 @@ SECTIONS = (
             _share("Validation", "Local-V", "Local-V_received", "Server-V"),
         ),
     ),
-    Section("Losses", (Panel("Loss", ("loss",)), Panel("Loss terms", ("loss/*",)))),
+    Section(
+        "Losses", (Panel("Loss", ("loss",)), Panel("Loss terms", ("loss/*",)), Panel("Logged in the fits", ("log/*",)))
+    ),
     Section(
         "Communication and time",
         (
@@ -100,7 +102,7 @@ SECTIONS = (
         ),
     ),
 )
-DRAWN_APART = ("Values a round",)  # the picture has no room for it, and it looks like the bytes
+DRAWN_APART = ("Values a round", "Logged in the fits")  # the picture has no room for them
 
 
 def definition() -> dict[str, Any]:

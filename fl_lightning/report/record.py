@@ -1,4 +1,4 @@
-"""A run's numbers on disk: `metrics.csv`, `clients.csv` and what `summary.json` says of them."""
+"""A run's numbers on disk: `metrics.csv`, `clients.csv`, `logged.csv` and what `summary.json` says of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from fl_lightning.report.columns import is_score, less_is_better
 from fl_lightning.terminal import printable
 
 Row = dict[str, Any]
+LOGGED = "logged.csv"
+"""What fits have logged by themselves: a row a value, and a row without a client for the mean over those that count."""
+LOGGED_COLUMNS = ("round", "client", "value", "name")
 ACCURACIES = ("Local-T", "Global-T", "Server-T")
 
 
@@ -74,6 +77,31 @@ def _number(cell: str) -> float | int | None:
             return float(cell)
         except ValueError:
             return None
+
+
+def read_logged(path: Path) -> list[Row]:
+    """Read a run's `logged.csv`; a row that is damaged, or cut short, is left out."""
+    if not path.is_file():
+        return []
+    text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
+    whole, _, _ = text.rpartition("\n")
+    found = []
+    for cells in csv.reader(io.StringIO(whole)):
+        if len(cells) == len(LOGGED_COLUMNS) and cells[0].isdigit():
+            round, client, value, name = *map(_number, cells[:3]), printable(cells[3])
+            found.append({"round": round, "client": client, "value": value, "name": name})
+    return found
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows of a run's `metrics.csv`, with the means of what its fits logged as ``log/<name>``."""
+    rows = read_rows(folder / "metrics.csv")
+    means = [own for own in read_logged(folder / LOGGED) if own["client"] is None]
+    names = dict.fromkeys(f"log/{own['name']}" for own in means)
+    by_round = {row.get("round"): dict.fromkeys(names) for row in rows}
+    for own in means:
+        by_round.get(own["round"], {})[f"log/{own['name']}"] = own["value"]
+    return [{**row, **by_round[row.get("round")]} for row in rows]
 
 
 def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from fl_lightning.files import content_of, fits_checksum, plain_json
 from fl_lightning.identity import course, folders, identity
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
-from fl_lightning.report.record import Row, read_rows
+from fl_lightning.report.record import Row, read_metrics, read_rows
 from fl_lightning.terminal import printable
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -92,7 +92,7 @@ def read_run(path: Path, command: str) -> RecordedRun:
     Raises:
         ConfigError: if it holds no round of a run.
     """
-    rows = rows_of(path / "metrics.csv")
+    rows = _with_round(read_metrics, path)
     require(bool(rows), command, "there is no run with at least one round in that folder", str(path))
     notes: list[str] = []
     config = _mapping(path / "config.yaml", notes)
@@ -122,8 +122,12 @@ def has_ended(summary: Mapping[str, Any], planned: int, done: int = 0) -> bool:
 
 def rows_of(path: Path) -> list[Row]:
     """The rows of a run's CSV file that name a round; empty where it is missing or no such file."""
+    return _with_round(read_rows, path)
+
+
+def _with_round(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
     try:
-        return [row for row in read_rows(path) if isinstance(row.get("round"), int)]
+        return [row for row in read(path) if isinstance(row.get("round"), int)]
     except (OSError, ValueError, csv.Error):
         return []
 

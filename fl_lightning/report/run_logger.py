@@ -24,7 +24,8 @@ class RunStart:
         classes: [C] class names.
         class_counts: [N, C] training samples of each client and class; of a large population of the first clients.
         rounds: the rounds that the run will have.
-        rows: the rows of ``metrics.csv`` so far; rounds of an earlier process that a checkpoint covers.
+        rows: the rows of ``metrics.csv`` so far, with the means of what fits logged (``log/<name>``); rounds of an
+            earlier process that a checkpoint covers.
         client_rows: the rows of ``clients.csv`` so far.
         monitor: the column that chooses the best round (`early_stopping.monitor`); empty leaves it to the rows.
         less: whether less of it is better; None goes by its name.

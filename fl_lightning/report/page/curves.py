@@ -149,8 +149,19 @@ def _single(lines: Sequence[Series], column: str, section: str, title: str, text
 
 def losses(lines: Sequence[Series]) -> Iterator[Figure]:
     """The loss and its terms, a panel each."""
+    text = "Means over the round's steps and clients; terms without their weights. The total is their weighted sum."
+    yield from _small_panels(lines, "loss", "term", "Loss and its terms", text)
+
+
+def logged(lines: Sequence[Series]) -> Iterator[Figure]:
+    """What models and callbacks of the user's own logged, a panel each."""
+    text = "What models with a training step of their own, and callbacks, logged in their fits; means over clients."
+    yield from _small_panels(lines, "log/", "name", "Logged in the fits", text)
+
+
+def _small_panels(lines: Sequence[Series], prefix: str, kind: str, title: str, text: str) -> Iterator[Figure]:
     columns = sorted(
-        {name for line in lines for run in line.runs for name in run.rows[0] if name.startswith("loss")},
+        {name for line in lines for run in line.runs for name in run.rows[0] if name.startswith(prefix)},
         key=lambda name: (name != "loss", name),
     )
     rows, names = Rows("s", "x", "y", "term"), []
@@ -162,17 +173,14 @@ def losses(lines: Sequence[Series]) -> Iterator[Figure]:
             for point in thinned(len(curve.rounds), MOST_OF_A_TERM):
                 rows.add(s=place, x=curve.rounds[point], y=curve.mean[point], term=names.index(column))
     if len(rows):
-        text = "Means over the round's steps and clients; terms without their weights. The total is their weighted sum."
-        heads = {"label": "run", "term": "term", "x": "round", "y": "value"}
+        heads = {"label": "run", "term": kind, "x": "round", "y": "value"}
         spec: Spec = {
             "facet": {"field": "term", "type": "nominal", "title": None, "sort": names, "header": {"labelLimit": 240}},
             "columns": 3,
             "resolve": {"scale": {"y": "independent"}},
             "spec": {**over_rounds(None, rows, False, ["term"]), "width": THIRD, "height": 150},
         }
-        yield Figure(
-            "loss", "Training", "Loss and its terms", text, spec, rows.columns, heads, {"term": names}, wide=True
-        )
+        yield Figure(prefix.rstrip("/"), "Training", title, text, spec, rows.columns, heads, {"term": names}, wide=True)
 
 
 MOST_OF_A_TERM = 150  # points of a line in a small panel

@@ -29,6 +29,7 @@ def figures_of(lines: Sequence[Series]) -> Iterator[Figure]:
     yield from curves.communication(lines)
     yield from curves.seconds(lines)
     yield from curves.losses(lines)
+    yield from curves.logged(lines)
     heads = [classifier.heads_of(line.runs[0]) for line in lines]
     yield from classifier.relations(lines, heads)
     yield from classifier.norms(lines, heads)
