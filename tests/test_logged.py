@@ -8,6 +8,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.report.page.curves import logged
 from fl_lightning.report.record import read_logged, read_metrics
 from fl_lightning.report.recorded_run import read_run
@@ -116,6 +117,25 @@ def test_the_same_is_written_resumed_and_by_several_workers(own):
     assert (own("longer", rounds=3).fit(resume="auto").folder / "logged.csv").read_text() == whole
     shared = own("shared", rounds=3, federation__workers=2).fit()
     assert (shared.folder / "logged.csv").read_text() == whole
+
+
+class Smooth(FederationCallback):
+    """The mean over rounds of what a round's row says was logged."""
+
+    def __init__(self):
+        self.mean = torchmetrics.MeanMetric()
+        self.seen = []
+
+    def on_round_end(self, loop, row):
+        self.mean.update(row["log/hits"])
+        self.seen.append((row["log/hits"], float(self.mean.compute())))
+
+
+def test_metrics_of_the_main_process_wait_for_nobody(own):
+    watch = Smooth()
+    run = own("smoothed", federation__workers=2).fit(callbacks=[watch])
+    hits = [row["log/hits"] for row in run.rounds]
+    assert watch.seen == [(hits[0], pytest.approx(hits[0])), (hits[1], pytest.approx(sum(hits) / 2))]
 
 
 def test_loggers_and_pages_have_the_means(own, tmp_path):

@@ -40,7 +40,7 @@ from fl_lightning.federation.scores import loss_column
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, keep_metrics_apart, make_trainer, sees_batches
+from fl_lightning.federation.trainers import check_callbacks, make_trainer, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -146,7 +146,6 @@ class Runner:
             check_optimizer(module, self.device)
         if self.settings.channels_last and _has_convolution(module):
             module.to(memory_format=torch.channels_last)
-        keep_metrics_apart(self.trainer, module)
         return module.use(self.trainer.precision_plugin).to(self.device)
 
     @property

@@ -13,11 +13,9 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torchmetrics
-import torchmetrics.metric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch import nn
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
@@ -58,9 +56,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
         strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
-    for value in [value for each in trainer.callbacks for value in vars(each).values()]:  # type: ignore[attr-defined]
-        if isinstance(value, nn.Module):
-            keep_metrics_apart(trainer, value)
+    keep_metrics_apart(trainer)
     return trainer
 
 
@@ -145,29 +141,18 @@ def sees_batches(trainer: L.Trainer) -> bool:
     return any(not hook.__module__.startswith("lightning.") for hook in hooks)
 
 
-def keep_metrics_apart(trainer: L.Trainer, module: nn.Module) -> None:
+def keep_metrics_apart(trainer: L.Trainer) -> None:
     """Let metrics of torchmetrics count what this process sees, where workers fit clients of their own.
 
     They add up over all processes of a group wherever there is one: over other clients, and as often as each process
-    asks, so that a worker with one client more would wait for ever. Processes that share a fit do add up.
-
-    Args:
-        trainer: of the fits.
-        module: a client, or what else holds metrics that are made already.
+    asks, so that the main one, or a worker with one client more, would wait for ever. Whose metric it is, and when it
+    was made, is no matter. Processes that share a fit do add up.
     """
-    shares_fits = not isinstance(trainer.strategy, SingleDeviceStrategy)
-    is_group = _IS_GROUP if shares_fits else _is_no_group
-    torchmetrics.metric.jit_distributed_available = is_group  # of metrics that a fit is yet to make
-    for part in module.modules():
-        if isinstance(part, torchmetrics.Metric) and part.distributed_available_fn in (_IS_GROUP, _is_no_group):
-            part.distributed_available_fn = is_group
+    works_apart = dist.is_available() and dist.is_initialized() and isinstance(trainer.strategy, SingleDeviceStrategy)
+    torchmetrics.Metric.sync = _nothing if works_apart else _SYNC  # type: ignore[method-assign]
 
 
-_IS_GROUP = torchmetrics.metric.jit_distributed_available
-
-
-def _is_no_group() -> bool:
-    return False
+_SYNC = torchmetrics.Metric.sync
 
 
 def _nothing(*_: Any, **__: Any) -> None:
