@@ -29,6 +29,8 @@ _CARE = {"federation.on_client_error": "stop", "federation.max_growth": 1e4}  # 
 _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
+CODE = " (code)"
+"""Ends the keys of what is known of one's own code, which may be edited before a run goes on."""
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks", "plugins",

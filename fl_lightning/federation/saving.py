@@ -18,7 +18,8 @@ from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.files import tensors_as_bytes
-from fl_lightning.identity import CONTENTS
+from fl_lightning.identity import CODE, CONTENTS
+from fl_lightning.terminal import say
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
@@ -74,6 +75,8 @@ def restore(loop: Loop, state: Mapping[str, Any]) -> None:
     whose = f"the checkpoint of round {state.get('round')}"
     try:
         check_identity(state["identity"], loop.identity, whose)
+        if loop.workers.is_main:
+            _say_what_was_edited(state["identity"], loop.identity, int(state["round"]))
         changed = "the data are not those that the run began with: samples or labels were added, removed or changed"
         require(state["data"] == loop.data.content_hash, "--resume", changed)
         same = state["partition"] in (loop.data.partition_hash, loop.data.former_hash)
@@ -160,11 +163,20 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str
         ConfigError: with that key.
     """
     for key in sorted(there.keys() | here.keys()):
-        unknown = key.endswith(CONTENTS) and not (key in there and key in here)
+        unknown = key.endswith(CODE) or (key.endswith(CONTENTS) and not (key in there and key in here))
         if there.get(key) != here.get(key) and not unknown:
             was = f"{there[key]!r} there" if key in there else "absent there"
             now = f"{here[key]!r} here" if key in here else "absent here"
             raise ConfigError("--resume", f"{whose} belongs to another configuration: {key} is {was}, {now}")
+
+
+def _say_what_was_edited(there: Mapping[str, Any], here: Mapping[str, Any], done: int) -> None:
+    """Say which of the user's own modules are not what they were; runs of earlier versions did not write that down."""
+    was, now = ({key: own for key, own in known.items() if key.endswith(CODE)} for known in (there, here))
+    edited = [key.removesuffix(CODE) for key in now if was and was.get(key) != now[key]]
+    if edited:
+        rounds = "round 1 is" if done == 1 else f"rounds 1 to {done} are"
+        say(f"fl-lightning: your own code has changed ({', '.join(edited)}): {rounds} of what it was before")
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -70,3 +70,16 @@ def test_client_that_falls_sick_in_its_last_round_counts_with_its_last_score(wor
 def test_growth_that_allows_nothing_is_refused(workplace):
     code, _, err = workplace.call("fit", "--config", "exp.yaml", "--federation.max_growth", "1")
     assert (code, err) == (2, "fl-lightning: error: federation.max_growth: must be > 1 and finite, got 1.0\n")
+
+
+def test_code_of_ones_own_that_was_edited_is_named_when_the_run_goes_on(workplace):
+    arguments = ("fit", "--config", "exp.yaml", "--method", "mine.Sick", "--quiet")
+    assert workplace.call(*arguments)[0] == 1
+    workplace.write("mine.py", SICK.replace("== 2 and", "== 99 and"))
+    code, _, err = workplace.call(*arguments, "--resume", "auto")
+    assert code == 0, err
+    assert "fl-lightning: your own code has changed (mine): round 1 is of what it was before\n" in err
+    last = str(int(rows(workplace)[-1]["round"]) + 1)
+    code, _, err = workplace.call(*arguments, "--resume", "auto", "--federation.rounds", last)
+    assert code == 0, err
+    assert "changed" not in err
