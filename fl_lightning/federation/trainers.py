@@ -16,6 +16,8 @@ import torchmetrics
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
@@ -56,7 +58,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
         strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
-    keep_metrics_apart(trainer)
+    keep_apart(trainer)
     return trainer
 
 
@@ -141,18 +143,19 @@ def sees_batches(trainer: L.Trainer) -> bool:
     return any(not hook.__module__.startswith("lightning.") for hook in hooks)
 
 
-def keep_metrics_apart(trainer: L.Trainer) -> None:
-    """Let metrics of torchmetrics count what this process sees, where workers fit clients of their own.
+def keep_apart(trainer: L.Trainer) -> None:
+    """Let layers and metrics see what this process sees, where workers fit clients of their own.
 
-    They add up over all processes of a group wherever there is one: over other clients, and as often as each process
-    asks, so that the main one, or a worker with one client more, would wait for ever. Whose metric it is, and when it
-    was made, is no matter. Processes that share a fit do add up.
+    Metrics of torchmetrics and `SyncBatchNorm` add up over all processes of a group wherever there is one: over other
+    clients, and as often as each process asks, so that the main one, or a worker with one client more, would wait for
+    ever. Whose they are, and when they were made, is no matter. Processes that share a fit do add up.
     """
     works_apart = dist.is_available() and dist.is_initialized() and isinstance(trainer.strategy, SingleDeviceStrategy)
     torchmetrics.Metric.sync = _nothing if works_apart else _SYNC  # type: ignore[method-assign]
+    nn.SyncBatchNorm.forward = _BatchNorm.forward if works_apart else _SYNC_NORM  # type: ignore[method-assign]
 
 
-_SYNC = torchmetrics.Metric.sync
+_SYNC, _SYNC_NORM = torchmetrics.Metric.sync, nn.SyncBatchNorm.forward
 
 
 def _nothing(*_: Any, **__: Any) -> None:
