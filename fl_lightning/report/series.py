@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy as np
 from fl_lightning.report.colours import DASHES, PALETTE, colours_of
 from fl_lightning.report.record import Row
 from fl_lightning.report.recorded_run import RecordedRun, class_name
+from fl_lightning.source import UnreadableError
+from fl_lightning.static import EMPTY, load, parameters
 
 _USUAL = {"split": "holdout", "test_fraction": 0.25, "validation_fraction": 0.0, "evaluate_on": "test", "shift": None}
 """Keys of ``data`` beside data set, partition and clients that make two runs' figures comparable: their defaults."""
@@ -168,13 +171,24 @@ def _setting(member: Member) -> str:
 
 
 def _shown(node: Any) -> str:
-    """``Dirichlet(beta=0.1, min_samples=20)``: a section of a configuration in one line."""
+    """``Dirichlet(beta=0.1, min_samples=20)``: a section of a configuration in one line, without what is usual."""
     arguments = node.get("init_args") if isinstance(node, Mapping) else None
     given = arguments if isinstance(arguments, Mapping) else {}
+    usual = _defaults(str(node.get("class_path"))) if isinstance(node, Mapping) else {}
+    given = {name: value for name, value in given.items() if name not in usual or usual[name] != value}
     hidden = ("root", "download")
     nested = {k: _shown(v) if isinstance(v, Mapping) else v for k, v in given.items()}  # what a sample is drawn from
     told = [f"{k}={v}" for k, v in nested.items() if k not in hidden and isinstance(v, (bool, int, float, str))]
     return class_name(node) + (f"({', '.join(told)})" if told else "")
+
+
+@lru_cache
+def _defaults(class_path: str) -> Mapping[str, Any]:
+    """What a class of the package takes where nothing is said, read from its source; nothing of others."""
+    try:
+        return {name: default for name, (_, default, _) in parameters(load(class_path)).items() if default is not EMPTY}
+    except UnreadableError:
+        return {}
 
 
 def _labels(lines: Sequence[Sequence[Member]]) -> list[str]:

@@ -154,3 +154,16 @@ def test_damaged_files_are_noted(tmp_path, name, content):
     run = read_run(tmp_path, "test")
     assert run.notes == (f"{name} is damaged",)
     assert run.method == run.name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"beta": 0.1, "min_samples": 10, "balance": True, "fill_empty": False}, "Dirichlet(beta=0.1)"),
+        ({"beta": 0.1, "balance": False}, "Dirichlet(beta=0.1, balance=False)"),
+    ],
+)
+def test_what_a_partition_takes_anyway_is_not_said(given, shown):
+    own = member()
+    own.run.config["data"]["partition"] = {"class_path": "fl_lightning.data.partitions.Dirichlet", "init_args": given}
+    assert shown in series_of([own])[0].setting.split(", 2 clients")[0]
