@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as optimizers_of_torch
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from fl_lightning.core.bare_steps import bare_step
 from fl_lightning.core.descent import Descent, FitSettings, Machine
 
 if TYPE_CHECKING:
@@ -100,41 +99,3 @@ def _whole_step(optimizer: Optimizer) -> Callable[[], None]:
 
 def _nothing() -> None:
     """Do nothing: gradients are there already."""
-
-
-def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
-    """A step of torch's SGD and the clearing of its gradients in one operation a group; None for any other optimizer.
-
-    Args:
-        optimizer: of a fit, with the one hook that counts its steps.
-        fit: whose steps are counted.
-    """
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    hooks += len(optimizers_of_torch._global_optimizer_pre_hooks) + len(
-        optimizers_of_torch._global_optimizer_post_hooks
-    )
-    if type(optimizer) is not SGD or hooks != 1 or "step" in vars(optimizer):
-        return None
-    groups = optimizer.param_groups
-    if not all(_is_bare(group) for group in groups):
-        return None
-
-    @torch.no_grad()
-    def step() -> None:
-        for group in groups:
-            there = [p for p in group["params"] if p.grad is not None]
-            gradients: list[Any] = [p.grad for p in there]
-            if there:
-                if group["weight_decay"]:
-                    gradients = list(torch._foreach_add(gradients, there, alpha=group["weight_decay"]))
-                torch._foreach_add_(there, gradients, alpha=-group["lr"])
-            for parameter in there:
-                parameter.grad = None
-        fit.num_steps += 1
-
-    return step
-
-
-def _is_bare(group: Mapping[str, Any]) -> bool:
-    unusual = group["momentum"] or group["nesterov"] or group["maximize"] or group["differentiable"]
-    return not unusual and not group.get("fused") and isinstance(group["lr"], (float, int))

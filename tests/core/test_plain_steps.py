@@ -107,8 +107,9 @@ class OwnSGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     "make",
     [
-        OPTIMIZERS["momentum"],
-        OPTIMIZERS["adam"],
+        lambda own: torch.optim.RMSprop(own, lr=0.1),
+        lambda own: torch.optim.Adam(own, lr=0.1, amsgrad=True),
+        lambda own: torch.optim.Adam(own, lr=0.1, fused=True),
         lambda own: OwnSGD(own, lr=0.1),
         lambda own: torch.optim.SGD(own, lr=torch.tensor(0.1)),
         lambda own: torch.optim.SGD(own, lr=0.1, maximize=True),
