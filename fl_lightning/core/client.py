@@ -254,7 +254,7 @@ class ClientModule(L.LightningModule):
         """Prepare one fit: meter, devices, optimizers by phase and part."""
         assert self.settings is not None
         several = self.trainer.world_size > 1
-        devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
+        devices = self.own.devices = SharedFit(self.trainer.global_rank, self.trainer.world_size) if several else None
         own = self.own
         plain = not several and self.private is None and not own.watches and is_plain(self.trainer)
         goes_back = backward if plain else self.manual_backward

@@ -100,6 +100,12 @@ class SharedFit:
         _replace(floats, lambda own: self.total(widened(own)) / self.size)
         _replace(others, self.largest)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every device's value, by rank, on every device; for small things."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     @staticmethod
     def largest(value: Tensor) -> Tensor:
         """The largest over devices, of whole numbers."""

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from fl_lightning.core.facts import Fit
 
-_WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+WATCHED = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Hooks of callbacks around the step on a mini-batch."""
 _PASSED = ("pre_backward", "backward", "post_backward", "optimizer_step", "forward_context")
 
 
@@ -35,7 +36,8 @@ def is_plain(trainer: Trainer) -> bool:
     plugin: Any = trainer.precision_plugin
     passes = all(getattr(type(plugin), name) is getattr(Precision, name) for name in _PASSED)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    watched = any(getattr(type(own), name) is not getattr(Callback, name) for own in callbacks for name in _WATCHED)
+    hooks = [(getattr(own, name), getattr(Callback, name)) for own in callbacks for name in WATCHED]
+    watched = any(getattr(hook, "__func__", hook) is not unused for hook, unused in hooks)
     profiled = type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
     return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
 

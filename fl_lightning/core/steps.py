@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
 
 from fl_lightning.core.precision import Wide
 
@@ -194,9 +195,10 @@ def careful(plugin: Precision, device: str) -> Precision:
 def keeps_float32(module: nn.Module) -> bool:
     """Whether a module's own parameters and buffers (not its submodules') stay in float32 under half precision.
 
-    Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms.
+    Batch norm does, because a running mean moves by less than half precision can tell; so do methods and terms, and
+    metrics, which count samples.
     """
-    return isinstance(module, (_BatchNorm, Wide))
+    return isinstance(module, (_BatchNorm, Metric, Wide))
 
 
 class WideCopies:

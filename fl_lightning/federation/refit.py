@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.loops.utilities import _select_data_fetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -48,12 +48,16 @@ class Fits:
         self._entered: set[int] = set()
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
+        timers = (each for each in trainer.callbacks if isinstance(each, Timer))  # type: ignore[attr-defined]
+        self._timers = [(each, copy.deepcopy(vars(each))) for each in timers]
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0."""
         start_anew(self.trainer)
         for callback, unused in self._callbacks:  # or one client's losses would end the next one's fit
             callback.load_state_dict(copy.deepcopy(unused))
+        for timer, unused in self._timers:  # or the first fit's end would end every later one before its first step
+            vars(timer).update(copy.deepcopy(unused))
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from

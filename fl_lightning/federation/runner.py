@@ -40,7 +40,7 @@ from fl_lightning.federation.scores import loss_column
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer, sees_batches
+from fl_lightning.federation.trainers import check_callbacks, make_trainer, most_batches, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -318,7 +318,8 @@ class Runner:
             by_chance=self.private is not None,
             limit=lambda: module.limit(self.trainer.current_epoch),
         )
-        module.own.steps = data.num_steps(*bundles.rules[:1], *bundles.rules[2:])
+        module.own.steps = most_batches(self.trainer, data.num_steps(*bundles.rules[:1], *bundles.rules[2:]))
+        module.own.most_steps = self.trainer.max_steps
         module.private = None if self.private is None else self.private.of(module, data, round)
         try:
             self.fits.fit(module, bundles, epochs)

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.plain_steps import WATCHED
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
@@ -137,10 +138,19 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 
 
+_BY_BATCH = ("on_train_batch_start", "on_train_batch_end", *WATCHED)
+
+
 def sees_batches(trainer: L.Trainer) -> bool:
-    """Whether a callback that is not Lightning's looks at single mini-batches."""
-    hooks = [getattr(type(each), f"on_train_batch_{end}") for each in trainer.callbacks for end in ("start", "end")]  # type: ignore[attr-defined]
+    """Whether a callback that is not Lightning's looks at single mini-batches, or at the steps on them."""
+    hooks = [getattr(each, name) for each in trainer.callbacks for name in _BY_BATCH]  # type: ignore[attr-defined]
     return any(not hook.__module__.startswith("lightning.") for hook in hooks)
+
+
+def most_batches(trainer: L.Trainer, batches: int) -> int:
+    """How many of an epoch's mini-batches a fit passes; `overfit_batches` and `fast_dev_run` set the same limit."""
+    most: int | float = trainer.limit_train_batches  # type: ignore[attr-defined]
+    return int(batches * most) if isinstance(most, float) else min(batches, most)
 
 
 def keep_apart(trainer: L.Trainer) -> None:

@@ -14,6 +14,7 @@ from fl_lightning.models.checks import require_size
 from fl_lightning.models.head_cut import CutBody, Joined, are_same, head_of, reached
 from fl_lightning.models.module_hooks import build, hooks_of
 from fl_lightning.models.module_optimizers import KEY
+from fl_lightning.models.module_rehearsal import rehearse
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.split import SplitModel
 from fl_lightning.models.wrapped import require_submodule, shape_of, try_out
@@ -70,4 +71,4 @@ class WrappedLightningModule(SplitModel):
         joined = Joined(module, head)
         super().__init__(CutBody(joined), joined.head, z.shape[1], num_classes, input_shape)  # type: ignore[union-attr]
         self.own = ModuleTraining(joined, optimizer == "configured")
-        self.own.rehearse(x, torch.arange(len(x)) % num_classes)
+        rehearse(self.own, x, torch.arange(len(x)) % num_classes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
@@ -50,14 +49,18 @@ class ModuleTraining(OwnTraining):
         self.logged_in_fit: dict[str, float] = {}
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
+        self._depth = 0  # of the blocks in which the module is whole
         self._skips = False  # the rest of the epoch
         self.has_passed = False
         """Whether a training pass waits for its way back."""
+        self.trains = False
+        """Whether the module was given a mini-batch in the fit; a method may train a copy of it alone."""
 
     # --- the module, whole, in its fit --------------------------------------------------------------------------------
 
     def __enter__(self) -> L.LightningModule:
         module = self.joined.__enter__().module
+        self._depth += 1
         module.trainer = FitView(self)  # type: ignore[assignment]
         own = (self.logged.log, self.logged.log_dict, self.optimizers, self.lr_schedulers, self.manual_backward)
         module.__dict__.update(zip(_REPLACED, own, strict=True))
@@ -65,17 +68,23 @@ class ModuleTraining(OwnTraining):
 
     def __exit__(self, *exception: object) -> None:
         module = self.joined.module
-        for name in _REPLACED:
-            module.__dict__.pop(name, None)
-        module.trainer = None  # type: ignore[assignment]
+        self._depth -= 1
+        if not self._depth:  # a hook within a training step that steps by itself: the rest of it needs them, too
+            for name in _REPLACED:
+                module.__dict__.pop(name, None)
+            module.trainer = None  # type: ignore[assignment]
         self.joined.__exit__()
 
     def _call(self, hook: str, *arguments: Any) -> Any:
         """Call one of the module's hooks, with as many arguments as it takes; None where it has none of its own."""
-        if hook in self.hooks:
+        if hook not in self.hooks:
+            return None
+        around, self.logged.hook = self.logged.hook, hook
+        try:
             with self as module:
                 return with_fitting(getattr(module, hook), arguments)
-        return None
+        finally:
+            self.logged.hook = around
 
     @override
     def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
@@ -151,27 +160,34 @@ class ModuleTraining(OwnTraining):
 
     @override
     def start_fit(self) -> None:
-        self.batch, self.num_steps = -1, 0
-        self.logged_in_fit = {}
-        reset_metrics(self.joined.module)
+        self.batch, self.num_steps, self.trains = -1, 0, False
+        self._reset_metrics()  # those of a fit that broke off
+        self.logged, self.logged_in_fit = Logged(), {}
         self._call("on_fit_start")
         self._call("on_train_start")
 
     @override
     def start_epoch(self, phase: int, epoch: int) -> None:
-        self.epoch, self.batch, self.logged, self._skips = epoch, -1, Logged(), False
+        self.epoch, self.batch, self._skips = epoch, -1, False
         self.present = self.stretches[phase] if self.stretches else Stretch()
         self._call("on_train_epoch_start")
 
     @override
     def end_epoch(self) -> None:
         self._end_batch()
+        self.logged.counts = True
         self._call("on_train_epoch_end")
-        logged = self.logged.means()
-        self.logged_in_fit |= logged
+        if self.devices is not None:
+            self.logged.merge(self.devices.gather(self.logged.numbers()))
+        self.logged_in_fit |= self.logged.means()
         if not self.steps_itself:
-            self.present.end_epoch(self.epoch, logged)
+            self.present.end_epoch(self.epoch, self.logged_in_fit)
+        self._reset_metrics()
+        self.logged = Logged()
+
+    def _reset_metrics(self) -> None:
         reset_metrics(self.joined.module)
+        self.logged.reset_metrics()
 
     @override
     def end_fit(self) -> None:
@@ -209,6 +225,7 @@ class ModuleTraining(OwnTraining):
         if not again:
             self._end_batch()
             self.batch += 1
+        self.logged.batch_size, self.logged.counts = len(y), self.counts
         batch, index = self._transferred([x, y]), self.batch
         self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
         if self._skips:
@@ -221,7 +238,7 @@ class ModuleTraining(OwnTraining):
                 said = with_fitting(module.training_step, (batch, index))
             finally:
                 handle.remove()
-        self.has_passed = True
+        self.has_passed = self.trains = True
         self._waits_for_end = said, batch, index
         loss = said.get("loss") if isinstance(said, Mapping) else said
         if self.steps_itself:
@@ -241,37 +258,6 @@ class ModuleTraining(OwnTraining):
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
             batch = self._call(hook, batch, 0) if hook in self.hooks else batch
         return batch
-
-    def rehearse(self, x: Tensor, y: Tensor) -> None:
-        """Try the training step out on a copy, so that a mistake is answered before any training.
-
-        Raises:
-            ConfigError: if optimizers cannot be made, the step fails, or its loss reaches no parameter.
-        """
-        double = copy.deepcopy(self)
-        name = type(self.joined.module).__name__
-        try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                double.joined.module.train()
-                double.joined.head.train()
-                trained = [*double.joined.module.parameters(), *double.joined.head.parameters()]
-                trained = [parameter for parameter in trained if parameter.requires_grad]
-                if not self.configured:
-                    make = double.optimizer(_none, 1, 1.0)
-                    double.plan(1)
-                    make(trained)
-                    double.start_epoch(0, 0)
-                loss = double.training_pass(x, y, lambda parameters: [torch.zeros_like(p) for p in parameters]).loss
-        except ConfigError:
-            raise
-        except SkippedBatch:
-            loss = None
-        except Exception as error:  # whatever a module of the user's own raises
-            said = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise ConfigError(KEY, f"{name}'s training step fails ({type(error).__name__}: {said})") from error
-        rule = f"{name}'s training_step must return a loss with a gradient (a scalar, or a dict with loss)"
-        learns = loss is not None and loss.dim() == 0 and loss.requires_grad
-        require(self.steps_itself or learns, KEY, rule)
 
     # --- what the module calls ----------------------------------------------------------------------------------------
 
@@ -339,8 +325,8 @@ class Together(OwnTraining):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        for home in self.homes if name == "steps" else ():
-            home.steps = value
+        for home in self.homes if name in ("steps", "most_steps", "devices") else ():
+            setattr(home, name, value)
 
     @override
     def optimizer(
@@ -373,7 +359,7 @@ class Together(OwnTraining):
     def end_fit(self) -> None:
         for home in self.homes:
             home.end_fit()
-        self.logged_in_fit = self.homes[0].logged_in_fit
+        self.logged_in_fit = next((home for home in self.homes if home.trains), self.homes[0]).logged_in_fit
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -400,7 +386,3 @@ def _holds(home: ModuleTraining, parameters: Sequence[nn.Parameter]) -> bool:
     wanted = {id(parameter) for parameter in parameters}
     with home.joined as joined:
         return any(id(parameter) in wanted for parameter in joined.module.parameters())
-
-
-def _none(parameters: Iterable[nn.Parameter]) -> Any:
-    return torch.optim.SGD(parameters, lr=0.0)

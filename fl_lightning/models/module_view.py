@@ -2,29 +2,70 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.models.module_optimizers import Stretch
 
+_NAMED: dict[Any, str] = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
+_REDUCTIONS = {**_NAMED, sum: "sum", max: "max", min: "min"}
+
+
+class Entry:
+    """What a module logs under one name in one of its hooks, over an epoch.
+
+    Args:
+        reduction: mean, sum, max or min of what is logged.
+        forked: whether it is logged by the step and by the epoch, and has Lightning's three names.
+    """
+
+    def __init__(self, reduction: str, forked: bool) -> None:
+        self.reduction, self.forked = reduction, forked
+        self.values: list[float] = []
+        self.weights: list[float] = []
+        self.metric: Metric | None = None
+
+    def of_epoch(self) -> float | None:
+        """What the epoch comes to so far: a metric of what it has seen; None where it has seen nothing."""
+        if self.metric is not None:
+            return _number(self.metric.compute()) if self.metric.update_called else None
+        if self.reduction == "mean":
+            weighted = sum(value * weight for value, weight in zip(self.values, self.weights, strict=True))
+            return weighted / sum(self.weights)
+        if self.reduction == "sum":
+            return sum(self.values)
+        return max(self.values) if self.reduction == "max" else min(self.values)
+
+    def of_step(self) -> float | None:
+        """The last mini-batch's; None where a metric was not asked for that."""
+        return self.values[-1] if self.metric is None else _number(self.metric._forward_cache)
+
 
 class Logged:
-    """What a module logs: kept for `trainer.callback_metrics` and for schedulers, until the next epoch.
+    """What a module logs in an epoch: kept for `trainer.callback_metrics`, for schedulers, and for the run.
 
-    A loss under one of the names that `LOSSES` has stands for that of a step which returns none.
+    Names, levels and reductions are Lightning's, and a mean is over samples, as there. What is logged by the step alone
+    comes to its mean over the epoch. A loss under one of the names that `LOSSES` has stands for that of a step which
+    returns none.
     """
 
     LOSSES = ("loss", "train_loss")
 
     def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-        self._metrics: dict[str, Metric] = {}
-        self._forked: set[str] = set()  # logged by the step and by the epoch
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self.hook = "training_step"
+        """The hook of the module's that is running."""
+        self.batch_size = 1
+        """Samples of the present mini-batch."""
+        self.counts = True
+        """Whether they count; those of a device that would have none do not."""
         self.loss: Tensor | None = None
         """The present mini-batch's, if it was logged."""
 
@@ -36,19 +77,35 @@ class Logged:
         logger: bool | None = None,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        *,
+        batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """In place of Lightning's."""
-        if on_step and on_epoch:
-            self._forked.add(name)
-        if isinstance(value, Metric):
-            self._metrics[name] = value
+        """In place of Lightning's.
+
+        Raises:
+            ValueError: for what is no number, tensor of one element, or metric, or for another reduction.
+            MisconfigurationException: for a hook in which Lightning has no logging, or not at that level.
+        """
+        levels = _FxValidator.check_logging_and_get_default_levels(self.hook, on_step, on_epoch)
+        reduction = _REDUCTIONS.get(reduce_fx, reduce_fx) if callable(reduce_fx) else str(reduce_fx).lower()
+        reduction = "mean" if reduction == "avg" else reduction
+        if reduction not in _REDUCTIONS.values():
+            raise ValueError(f"self.log({name!r}, reduce_fx=...) takes mean, sum, max or min, or log a metric")
+        number = None if isinstance(value, Metric) else _number(value)
+        if number is None and not isinstance(value, Metric):
+            raise ValueError(f"self.log({name!r}, ...) takes one number, a tensor of one element, or a metric")
+        if name in self.LOSSES and number is not None:
+            self.loss = torch.as_tensor(value).detach().reshape(())
+        if number is not None and not self.counts:
             return
-        value = value.detach() if isinstance(value, Tensor) else value
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            self._values.setdefault(name, []).append(float(value))
-            if name in self.LOSSES:
-                self.loss = torch.as_tensor(value).reshape(())
+        entry = self._entries.setdefault((self.hook, name), Entry(reduction, all(levels)))
+        if number is None:  # on every device, which wait for one another when it is computed
+            entry.metric = value
+        else:
+            entry.values.append(number)
+            entry.weights.append(self.batch_size if batch_size is None else batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """The same of several values."""
@@ -56,18 +113,45 @@ class Logged:
             self.log(name, value, *args, **kwargs)
 
     def means(self) -> dict[str, float]:
-        """What was logged in the present epoch: each value's mean, a metric of what it has seen so far.
+        """What was logged in the present epoch; of a name that several hooks log, the last one's.
 
         What was logged by the step and by the epoch is there under Lightning's three names.
         """
-        found = {name: sum(values) / len(values) for name, values in self._values.items()}
-        for name, metric in self._metrics.items():
-            value = metric.compute() if metric.update_called else None
-            if isinstance(value, Tensor) and value.numel() == 1:
-                found[name] = float(value)
-        steps = {f"{name}_step": self._values[name][-1] for name in self._forked & self._values.keys()}
-        epochs = {f"{name}_epoch": found[name] for name in self._forked & found.keys()}
-        return {**found, **steps, **epochs}
+        found: dict[str, float | None] = {}
+        for (_, name), entry in self._entries.items():
+            found[name] = entry.of_epoch()
+            if entry.forked:
+                found |= {f"{name}_step": entry.of_step(), f"{name}_epoch": found[name]}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def numbers(self) -> dict[tuple[str, str], Entry]:
+        """What was logged beside metrics, which add up over devices by themselves."""
+        return {key: entry for key, entry in self._entries.items() if entry.metric is None}
+
+    def merge(self, parts: Sequence[Mapping[tuple[str, str], Entry]]) -> None:
+        """Take what every device that shares the fit has logged of its part of the mini-batches.
+
+        Args:
+            parts: their `numbers`, by rank; this device's among them.
+        """
+        for key in dict.fromkeys(key for part in parts for key in part):
+            logged = [part[key] for part in parts if key in part]
+            whole = self._entries[key] = Entry(logged[0].reduction, logged[0].forked)
+            whole.values = [value for entry in logged for value in entry.values]
+            whole.weights = [weight for entry in logged for weight in entry.weights]
+
+    def reset_metrics(self) -> None:
+        """Let metrics that were logged start anew, those that are no part of the module, too."""
+        for entry in self._entries.values():
+            if entry.metric is not None:
+                entry.metric.reset()
+
+
+def _number(value: Any) -> float | None:
+    """A value as a number; None where it is none, or several."""
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 class LocalFit(Protocol):
@@ -78,8 +162,10 @@ class LocalFit(Protocol):
     batch: int
     num_steps: int
     steps: int
+    most_steps: int
     accumulate: int
     logged: Logged
+    logged_in_fit: dict[str, float]
 
     def before_step(self, optimizer: Any) -> None:
         """One of the module's optimizers is about to step."""
@@ -125,7 +211,6 @@ class FitView:
     logger = datamodule = progress_bar_callback = train_dataloader = val_dataloaders = None
     loggers: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
-    max_steps = -1
     gradient_clip_val = gradient_clip_algorithm = None
     precision_plugin = Precision()
     """What `self.clip_gradients` clips by; what autocasts is around the whole step."""
@@ -157,6 +242,11 @@ class FitView:
         return self._own.present.epochs
 
     @property
+    def max_steps(self) -> int:
+        """Optimizer steps after which the fit ends; -1 for no such number."""
+        return self._own.most_steps
+
+    @property
     def current_epoch(self) -> int:
         """Of the phase, 0-based."""
         return self._own.epoch
@@ -177,7 +267,8 @@ class FitView:
         """Optimizer steps of the phase."""
         steps, present, accumulate = self._own.steps, self._own.present, self._own.accumulate
         last = steps if present.last is None else present.last
-        return -(-steps // accumulate) * (present.epochs - 1) + -(-last // accumulate)
+        found = -(-steps // accumulate) * (present.epochs - 1) + -(-last // accumulate)
+        return found if self.max_steps == -1 else min(found, self.max_steps)
 
     @property
     def is_last_batch(self) -> bool:
@@ -186,8 +277,9 @@ class FitView:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """What was logged in the present epoch."""
-        return {name: torch.tensor(value) for name, value in self._own.logged.means().items()}
+        """What was logged in the fit: of each name the present epoch's, or the last one's that has it."""
+        found = {**self._own.logged_in_fit, **self._own.logged.means()}
+        return {name: torch.tensor(value) for name, value in found.items()}
 
     logged_metrics = progress_bar_metrics = callback_metrics
 

@@ -46,6 +46,12 @@ class OwnTraining:
     """Whether `watched` and `before_step` do anything: whether a module looks at gradients on their way."""
     steps = 1
     """Mini-batches of an epoch, as the runner says before a fit."""
+    most_steps = -1
+    """Optimizer steps after which the Trainer ends a fit, whatever is left of its epochs; -1 for no such number."""
+    devices: Any = None
+    """Those that share the present fit (`core/devices.py`); None for one."""
+    counts = True
+    """Whether the present mini-batch's samples count; a device that would have none sees one that does not."""
     logged_in_fit: Mapping[str, float] = MappingProxyType({})
     """What the model has logged in the present fit, or in the last one: of each name what its last epoch came to."""
 

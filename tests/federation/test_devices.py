@@ -3,8 +3,11 @@
 import math
 import sys
 
+import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.federation import transport
@@ -21,10 +24,33 @@ from fl_lightning.methods.fedfed import FedFed
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.models.lightning_module import WrappedLightningModule
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes")
 
+
+class Own(L.LightningModule):
+    """Logs its loss, and what its mini-batches have in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("own", loss, on_epoch=True, on_step=False)
+        self.log("samples", len(batch[1]), on_epoch=True, on_step=False, reduce_fx="sum")
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 CASES = {
+    "own training step": (lambda model: FedAvg(WrappedLightningModule((1, 8, 8), 4, Own())), {}),
     "FedAvg": (FedAvg, {}),
     "FedRep": (FedRep, {}),
     "FedProto": (FedProto, {}),
@@ -44,7 +70,7 @@ CASES = {
     "FedCPD": (FedCPD, {"distillation": Distillation(mid_channels=4)}),
     "DRDFL": (DRDFL, {}),
 }
-ALIKE = ("FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")
+ALIKE = ("own training step", "FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")
 """Cases whose losses are means over samples: those of a mini-batch's parts have the mini-batch's loss as their mean."""
 TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
@@ -108,6 +134,9 @@ def test_two_devices_train_what_one_trains(shared, alone, name):
     for here, there in zip(alone[name].diary.rows, left["rows"], strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
         assert here["uplink_params"] == there["uplink_params"]
+        logged = {column: value for column, value in here.items() if column.startswith("log/")}
+        assert {column: there[column] for column in logged} == pytest.approx(logged, rel=1e-4)
+        assert len(logged) == 2 * (name == "own training step")
     weights = alone[name].exchange.state_dict()["message"]["weights"]
     for entry, tensor in weights.items():
         torch.testing.assert_close(left["weights"][entry], tensor, rtol=1e-3, atol=1e-5)

@@ -4,7 +4,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
@@ -168,6 +168,39 @@ def test_early_stopping_of_fits_begins_anew_with_every_client(mlp, run_federatio
     run_federation(lambda: FedAvg(mlp()), 2, local_epochs=5, trainer={"callbacks": [stopper]})
     assert seen == [(0, float("inf"), 0)] * 8
     assert ended == [2] * 8
+
+
+def test_a_timer_of_fits_begins_anew_with_every_client(mlp, run_federation):
+    """The first fit's end would keep every later one from its first step."""
+    timer, seen = Timer("00:01:00:00"), []
+
+    class Watch(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            seen.append(timer.time_elapsed())
+
+        def on_train_end(self, trainer, pl_module):
+            assert 0 < timer.time_elapsed() < 60
+
+    run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [Watch(), timer]})
+    assert seen == [0] * 4
+
+
+def test_who_watches_steps_sees_mini_batches_one_by_one(mlp, run_federation):
+    """Or a mean of what it logs would not be over samples."""
+    sizes = []
+
+    class Norms(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            norm = float(sum(parameter.grad.norm() for parameter in pl_module.parameters()))
+            sizes.append((norm, len(trainer.fit_loop.epoch_loop._results.batch[1])))
+            pl_module.log("norm", norm, on_step=False, on_epoch=True)
+
+        def on_train_end(self, trainer, pl_module):
+            mean = sum(norm * size for norm, size in sizes) / sum(size for _, size in sizes)
+            assert float(trainer.callback_metrics["norm"]) == pytest.approx(mean, rel=1e-5)
+            sizes.clear()
+
+    run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [Norms()]})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

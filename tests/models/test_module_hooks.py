@@ -3,11 +3,13 @@
 import csv
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
@@ -356,6 +358,7 @@ class Counted(Plain):
 
     def training_step(self, batch, batch_idx):
         self.passes.append(batch_idx)
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
         return super().training_step(batch, batch_idx)
 
 
@@ -364,10 +367,11 @@ def test_a_mini_batch_that_a_method_passes_several_times_counts_once(run_federat
     data = make_data(counts=((8, 6, 0, 0), (3, 6, 0, 0)))
     Counted.starts.clear()
     Counted.passes.clear()
-    run_federation(lambda: pFedMe(wrapped(Counted()), inner_steps=2), rounds=1, data=data)
+    loop = run_federation(lambda: pFedMe(wrapped(Counted()), inner_steps=2), rounds=1, data=data)
     batches = [index for client in data.clients for index in range(-(-client.num_train // 4))]
     assert Counted.starts[1:] == batches  # one was tried out
     assert Counted.passes[1:] == [index for index in batches for _ in range(2)]
+    assert loop.runner.modules[0].logged.values == {"index": batches[-1]}  # though the module itself saw none
 
 
 # --- what a module logs and asks of its trainer -----------------------------------------------------------------------
@@ -388,11 +392,13 @@ class LogsAll(Plain):
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         self.log_dict({"train_acc": self.accuracy}, on_step=False, on_epoch=True)
         self.losses = [*(self.losses if batch_idx else ()), loss.item()]
+        self.sizes = [*(self.sizes if batch_idx else ()), len(batch[1])]
         return loss
 
     def on_train_epoch_end(self):
         self.print("epoch", self.current_epoch)
-        self.seen.append(({k: float(v) for k, v in self.trainer.callback_metrics.items()}, self.losses))
+        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.seen.append((found, self.losses, self.sizes))
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -404,11 +410,128 @@ class LogsAll(Plain):
 def test_what_is_logged_goes_by_lightnings_names(monitor, set_up_federation, capsys):
     LogsAll.monitor, LogsAll.seen = monitor, []
     set_up_federation(lambda: FedAvg(wrapped(LogsAll())), rounds=1).run()
-    for found, losses in LogsAll.seen:
-        assert found["train_loss"] == found["train_loss_epoch"] == pytest.approx(sum(losses) / len(losses))
+    for found, losses, sizes in LogsAll.seen:
+        mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+        assert found["train_loss"] == found["train_loss_epoch"] == pytest.approx(mean)
         assert found["train_loss_step"] == pytest.approx(losses[-1])
         assert 0 <= found["train_acc"] <= 1
     assert capsys.readouterr().out == "epoch 0\n" * 4
+
+
+class LogsEach(Plain):
+    """Logs numbers, and metrics that are no part of it, in all of Lightning's ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.apart = {"rows": torchmetrics.SumMetric()}
+        self.hits = torchmetrics.Accuracy("multiclass", num_classes=4)
+
+    def on_train_start(self):
+        self.log("start", 3.0)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("ahead", float(batch_idx), on_epoch=True)
+
+    def training_step(self, batch, batch_idx):
+        size = len(batch[1])
+        self.log("both", float(size), on_epoch=True)
+        self.log("numpy", np.float32(size), on_step=False, on_epoch=True, batch_size=size**2)
+        for number, reduction in enumerate(("sum", max, torch.min, "avg")):
+            self.log(f"reduced/{number}", size, on_step=False, on_epoch=True, reduce_fx=reduction)
+        self.apart["rows"].update(size)
+        self.log("rows", self.apart["rows"], on_step=False, on_epoch=True, metric_attribute="apart")
+        self.hits(F.one_hot(batch[1] * 0, 4).float(), batch[1])
+        self.log("hits", self.hits, on_step=True, on_epoch=True)
+        self.log("twice", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("twice", float(self.current_epoch))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_logged_comes_to_what_lightning_makes_of_it(set_up_federation, make_data):
+    data = make_data(counts=((8, 6, 0, 0), (8, 6, 0, 0)))
+    loop = set_up_federation(lambda: FedAvg(wrapped(LogsEach())), rounds=1, local_epochs=2, data=data)
+    loop.run()
+    rows = data.clients[-1].num_train
+    assert rows % 4  # mini-batches of four, and a smaller one
+    (x, y), *_ = data.clients[-1].passes("train")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LogsEach(), DataLoader(TensorDataset(x, y), batch_size=4))
+    theirs = {name: pytest.approx(float(value)) for name, value in trainer.callback_metrics.items()}
+    found = loop.runner.modules[0].logged.values
+    assert {**found, "hits_step": 0.0} == {"start": 3.0, **theirs, "hits_step": 0.0}
+
+
+def test_metrics_of_a_module_count_in_half_precision(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(LogsEach())), rounds=1, trainer={"precision": "bf16-true"})
+    loop.run()
+    assert loop.runner.modules[0].logged.values["rows"] == loop.data.clients[-1].num_train
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), "much", {"a": 1.0}, None])
+def test_what_is_no_number_is_not_dropped_in_silence(value):
+    class Logs(Plain):
+        def training_step(self, batch, batch_idx):
+            self.log("what", value)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigError, match=r"self\.log\('what', \.\.\.\) takes one number"):
+        wrapped(Logs())
+
+
+class Attached(Manual):
+    """Makes an attribute when its fit begins, watches its steps, and goes on after them."""
+
+    def on_train_start(self):
+        self.count = 0
+
+    def on_after_backward(self):
+        self.count += 1
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", sum(parameter.grad.norm() for parameter in self.parameters()))
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        assert self.optimizers().param_groups
+        self.log("steps", self.trainer.global_step - self.count)
+
+
+def test_a_module_of_manual_optimization_stays_whole_behind_its_hooks(set_up_federation):
+    loop = set_up_federation(lambda: FedAvg(wrapped(Attached())), rounds=1)
+    loop.run()
+    assert loop.runner.modules[0].logged.values == {"norm": pytest.approx(1, abs=1e3), "steps": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({}, (6, 3)),
+        ({"limit_train_batches": 2}, (4, 2)),
+        ({"overfit_batches": 0.5}, (2, 1)),
+        ({"max_steps": 4}, (4, 3)),
+    ],
+)
+def test_a_schedule_knows_where_the_trainer_ends_a_fit(flags, wanted, set_up_federation, make_data):
+    """One of `OneCycleLR` would not come down again."""
+    seen = []
+
+    class Asks(Plain):
+        def on_train_start(self):
+            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+
+    data = make_data(counts=((8, 6, 0, 0), (8, 6, 0, 0)))
+    set_up_federation(lambda: FedAvg(wrapped(Asks())), rounds=1, local_epochs=2, data=data, trainer=flags).run()
+    assert seen[1:] == [wanted] * 2  # one was tried out
 
 
 def test_what_a_module_sets_of_its_trainer_is_not_ignored():
