@@ -108,7 +108,7 @@ class Classifier(nn.Module):
         return images.float().mul_(self.scale).add_(self.shift)
 
 
-def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | Sequence[str] = ()) -> Classifier:
+def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | str | Sequence[str] = ()) -> Classifier:
     """A run's model as a module of its own: normalised inputs [N, …] to class scores [N, C].
 
     The method and the model are built again from the run's configuration, so its data set must be there. Files are
@@ -128,7 +128,7 @@ def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | 
     require((folder / "config.yaml").is_file(), "run", "there is no run in that folder", str(folder))
     trusted = trust or getattr(run, "trust", ())
     with undisturbed():
-        loop = rebuilt(folder, trusted if isinstance(trusted, Trust) else Trust(tuple(trusted)))
+        loop = rebuilt(folder, Trust.of(trusted))
         found = classifier_of(loop, folder, client)
     found.method.fit = Fit()  # the configuration's optimizer stays behind
     return found

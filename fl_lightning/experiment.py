@@ -38,7 +38,7 @@ from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_o
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.files import WriteError, read_json, write_json, write_text
-from fl_lightning.identity import CODE
+from fl_lightning.identity import CODE, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import own_sources
@@ -76,7 +76,7 @@ class BuiltExperiment:
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         sources = {f"{module}{CODE}": known for module, known in own_sources(config).items()}
-        self.identity = {**identity(config), **contents(config), **sources}
+        self.identity = {**identity(config), **contents(config), **sources, **own_files(config)}
         self.architecture = architectures(config["model"], self.data.num_clients)
         self.signals = (signal.SIGINT,) if is_tethered() else STOP_SIGNALS
         """What asks the run to stop."""

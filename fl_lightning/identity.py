@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +30,7 @@ _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
 CODE = " (code)"
-"""Ends the keys of what is known of one's own code, which may be edited before a run goes on."""
+"""Ends the keys of what is known of one's own code and its files, which may be edited before a run goes on."""
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks", "plugins",
@@ -79,14 +79,33 @@ def data_files(config: Mapping[str, Any]) -> dict[str, str]:
     Folders are not among them (`last_change`). A run of the same files is the same wherever it is begun; one that goes
     on compares its data by their own hash.
     """
+    named = _files(_flatten(config.get("data"), "data"))
+    return {f"{key}{CONTENTS}": digest for key, digest in named.items()}
+
+
+def own_files(config: Mapping[str, Any]) -> dict[str, str]:
+    """What other files hold that a configuration's classes are given: key -> first digits of their SHA-256.
+
+    What a method, a model or a metric of one's own reads of them is told by nothing else. Weights are not among them
+    (`contents`), nor what callbacks, loggers and Trainer write into.
+    """
+    sections = ("method", "model", "optimizer", "metrics", "federation")
+    keys = ((key, value) for name in sections for key, value in _flatten(config.get(name), name))
+    named = _files((key, value) for key, value in keys if not key.startswith("federation.callbacks."))
+    weights = contents(config)
+    return {f"{key}{CODE}": digest for key, digest in named.items() if f"{key}{CONTENTS}" not in weights}
+
+
+def _files(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """The keys of a class' arguments whose value is a file, with what it holds."""
     found = {}
-    for key, value in _flatten(config.get("data"), "data"):
+    for key, value in keys:
         if ".init_args." in key and isinstance(value, str):
             path = Path(value).expanduser()
-            with suppress(OSError, ValueError):  # no file's name
+            with suppress(OSError, ValueError, RuntimeError):  # no file's name
                 if path.is_file():
                     status = path.stat()
-                    found[f"{key}{CONTENTS}"] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns)
+                    found[key] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns)
     return found
 
 

@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +46,17 @@ def _class_paths(node: Any, place: str = "") -> Iterator[str]:
 
 
 def _add(module: str, found: dict[str, str]) -> None:
-    """Take down a module's file, and those that it imports."""
+    """Take down a module's file, those that it imports, and those of the packages that it lies in: they run first."""
+    package, _, _ = module.rpartition(".")
+    if package:
+        _add(package, found)
     file = None if module in found else _file_of(module)
     if file is None:
         return
     with suppress(OSError, SyntaxError, ValueError):
         text = file.read_bytes()
         found[module] = hashlib.sha256(text).hexdigest()[:16]
-        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        for name in _imported(ast.parse(text), package):
+        for name in _imported(ast.parse(text), module if file.name == "__init__.py" else package):
             _add(name, found)
 
 
@@ -70,12 +74,30 @@ def _imported(tree: ast.Module, package: str) -> Iterator[str]:
 
 def _file_of(module: str) -> Path | None:
     """A module's file where it is one's own: in the folder of the command, or on Python's path and not installed."""
-    parts = module.split(".")
-    if parts[0] == "fl_lightning" or not all(part.isidentifier() for part in parts):
+    first, *inner = module.split(".")
+    if first == "fl_lightning" or not all(part.isidentifier() for part in (first, *inner)):
         return None
-    for root in (os.getcwd(), *sys.path):
-        base = Path(root or ".").joinpath(*parts)
-        for file in (base.with_suffix(".py"), base / "__init__.py"):
+    spec = _spec_of(first)
+    if spec is None:
+        return None
+    if not inner:
+        return _own(Path(spec.origin or ""))
+    for base in (Path(place).joinpath(*inner) for place in spec.submodule_search_locations or ()):
+        for file in (base / "__init__.py", base.with_suffix(".py")):  # a package goes before a module, as in an import
             if file.is_file():
-                return None if is_installed(file.resolve()) else file
+                return _own(file)
     return None
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Where an import of a module or package without a dot would find it; none is imported for that."""
+    here = os.getcwd()
+    spec = PathFinder.find_spec(name, sys.path if here in sys.path else [here, *sys.path])
+    if spec is None:
+        with suppress(ImportError, ValueError):  # what an editable installation has found by a hook of its own
+            spec = find_spec(name)
+    return spec
+
+
+def _own(file: Path) -> Path | None:
+    return file if file.suffix == ".py" and file.is_file() and not is_installed(file.resolve()) else None

@@ -37,14 +37,14 @@ class Run:
         ConfigError: if there is no run in the folder.
     """
 
-    def __init__(self, folder: str | Path, trust: Trust | Sequence[str] = ()) -> None:
+    def __init__(self, folder: str | Path, trust: Trust | str | Sequence[str] = ()) -> None:
         self.folder = Path(folder)
-        self.trust = trust if isinstance(trust, Trust) else Trust((trust,) if isinstance(trust, str) else tuple(trust))
+        self.trust = Trust.of(trust)
         there = (self.folder / "config.yaml").is_file()
         require(there, "run", "there is no run in that folder", str(folder))
 
     @classmethod
-    def load(cls, folder: str | Path, trust: Sequence[str] = ()) -> Run:
+    def load(cls, folder: str | Path, trust: str | Sequence[str] = ()) -> Run:
         """The run that a folder holds, finished or not."""
         return cls(folder, trust)
 

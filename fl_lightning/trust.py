@@ -42,6 +42,11 @@ class Trust:
     own: bool = False
     announced: set[str] = field(default_factory=lambda: _ANNOUNCED)
 
+    @classmethod
+    def of(cls, given: Trust | str | Sequence[str]) -> Trust:
+        """What a caller from Python says: packages, or one of them, or what another object trusts."""
+        return given if isinstance(given, Trust) else cls((given,) if isinstance(given, str) else tuple(given))
+
     def load(self, class_path: str, key: str, bases: Sequence[type], load: Load | None = None) -> type:
         """Import a class that must derive from one of `bases`; nothing of it is called.
 
@@ -82,7 +87,8 @@ class Trust:
             raise ConfigError(key, "Python's own library has no class for this key", module)
         given = any(f"{module}.".startswith(f"{trusted}.") for trusted in self.packages)
         if not (self.own or given):
-            rule = f"nothing is imported for a run that is read; if you trust its code, say --trust {package}"
+            say_so = f'say --trust {package} (in Python trust="{package}")'
+            rule = f"nothing is imported for a run that is read; if you trust its code, {say_so}"
             raise ConfigError(key, rule, module)
         if self.own and not given and module not in self.announced and is_first_process():
             self.announced.add(module)

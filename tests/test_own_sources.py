@@ -1,7 +1,11 @@
 """Which files of code a configuration rests on: one's own, those that they import, and no installed one."""
 
+import sys
+from importlib.util import spec_from_file_location
+
 import pytest
 
+from fl_lightning.identity import own_files
 from fl_lightning.own_sources import own_sources
 
 CONFIG = {
@@ -53,3 +57,47 @@ def test_nothing_is_found_of_what_the_user_or_the_system_has_installed(folder, m
     (installed / "theirs.py").write_text("")
     monkeypatch.syspath_prepend(installed)
     assert own_sources({"model": {"class_path": "theirs.Net"}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("class_path", "edited"),
+    [
+        ("pack.terms.Pull", "pack/__init__.py"),  # which is run before its modules are
+        ("both.Net", "both/__init__.py"),  # a package goes before a module of its name
+        ("first.Net", "before/first.py"),
+        ("editable.net.Net", "elsewhere/net.py"),
+    ],
+)
+def test_the_file_is_the_one_that_an_import_would_take(class_path, edited, folder, monkeypatch):
+    class Hook:  # as pip leaves one behind for an editable installation
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            places = [str(folder / "elsewhere")]
+            home = spec_from_file_location(name, f"{places[0]}/__init__.py", submodule_search_locations=places)
+            return home if name == "editable" else None
+
+    for name in ("both.py", "both/__init__.py", "first.py", "before/first.py", "elsewhere/net.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    monkeypatch.setattr(sys, "path", [str(folder / "before"), str(folder), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    before = own_sources({"method": {"class_path": class_path}})
+    (folder / edited).write_text("x = 1\n")
+    assert own_sources({"method": {"class_path": class_path}}) != before
+
+
+def test_files_that_ones_own_classes_are_given_are_known_and_what_is_written_is_not(folder):
+    def known():
+        term = {"class_path": "mine.Pull", "init_args": {"table": str(folder / "table.json"), "kind": "mean"}}
+        start = {"class_path": "Wrapped", "init_args": {"weights": str(folder / "start.pt")}}
+        watch = {"class_path": "watch.Mine", "init_args": {"log": str(folder / "table.json")}}
+        method = {"class_path": "mine.Mine", "init_args": {"extra_terms": [term]}}
+        return own_files({"method": method, "model": start, "federation": {"callbacks": [watch]}})
+
+    assert known() == {}
+    (folder / "start.pt").write_text("")  # weights are compared by themselves
+    (folder / "table.json").write_text("[1]")
+    (key, one), *others = known().items()
+    assert (key, others) == ("method.init_args.extra_terms.0.init_args.table (code)", [])
+    (folder / "table.json").write_text("[1, 2]")
+    assert known() != {key: one}

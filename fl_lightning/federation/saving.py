@@ -171,12 +171,12 @@ def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str
 
 
 def _say_what_was_edited(there: Mapping[str, Any], here: Mapping[str, Any], done: int) -> None:
-    """Say which of the user's own modules are not what they were; runs of earlier versions did not write that down."""
+    """Say which of the user's own modules and files have changed; runs of earlier versions did not write them down."""
     was, now = ({key: own for key, own in known.items() if key.endswith(CODE)} for known in (there, here))
-    edited = [key.removesuffix(CODE) for key in now if was and was.get(key) != now[key]]
+    edited = [key.removesuffix(CODE) for key in sorted(was | now) if was and was.get(key) != now.get(key)]
     if edited:
         rounds = "round 1 is" if done == 1 else f"rounds 1 to {done} are"
-        say(f"fl-lightning: your own code has changed ({', '.join(edited)}): {rounds} of what it was before")
+        say(f"fl-lightning: your own code or files have changed ({', '.join(edited)}): {rounds} of what it was before")
 
 
 def _to(state: Any, device: torch.device) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from fl_lightning.configuration import Config, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
-from fl_lightning.identity import care, contents, data_files, folders, identity, last_change
+from fl_lightning.identity import care, contents, data_files, folders, identity, last_change, own_files
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
@@ -78,7 +78,7 @@ class Cell:
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
         what = {**identity(self.config), **contents(self.config), **data_files(self.config), **care(self.config)}
-        what |= own_sources(self.config)
+        what |= {**own_sources(self.config), **own_files(self.config)}
         what["federation.rounds"] = self.rounds
         stopping = self.config["federation"].get("early_stopping")
         what |= {} if stopping is None else {"federation.early_stopping": stopping}

@@ -72,13 +72,16 @@ def test_growth_that_allows_nothing_is_refused(workplace):
     assert (code, err) == (2, "fl-lightning: error: federation.max_growth: must be > 1 and finite, got 1.0\n")
 
 
-def test_code_of_ones_own_that_was_edited_is_named_when_the_run_goes_on(workplace):
+def test_code_of_ones_own_that_was_edited_or_taken_away_is_named_when_the_run_goes_on(workplace):
     arguments = ("fit", "--config", "exp.yaml", "--method", "mine.Sick", "--quiet")
+    workplace.write("aside.py", "")
+    workplace.write("mine.py", f"import aside\n{SICK}")
     assert workplace.call(*arguments)[0] == 1
+    (workplace.run.parents[1] / "aside.py").unlink()
     workplace.write("mine.py", SICK.replace("== 2 and", "== 99 and"))
     code, _, err = workplace.call(*arguments, "--resume", "auto")
     assert code == 0, err
-    assert "fl-lightning: your own code has changed (mine): round 1 is of what it was before\n" in err
+    assert "fl-lightning: your own code or files have changed (aside, mine): round 1 is of what it was before\n" in err
     last = str(int(rows(workplace)[-1]["round"]) + 1)
     code, _, err = workplace.call(*arguments, "--resume", "auto", "--federation.rounds", last)
     assert code == 0, err

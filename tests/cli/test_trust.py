@@ -115,8 +115,12 @@ def test_nothing_of_the_users_own_is_imported_for_a_run_that_is_read(key, monkey
     (tmp_path / "evil.py").write_text(EVIL)
     said = message(with_class(key, OWN), Trust())
     assert said.startswith(key)
-    assert "if you trust its code, say --trust evil" in said
+    assert 'if you trust its code, say --trust evil (in Python trust="evil")' in said
     assert not (tmp_path / "mark").exists()
+
+
+def test_from_python_one_package_may_be_a_text():
+    assert Trust.of("mine") == Trust.of(["mine"]) == Trust.of(Trust(("mine",)))
 
 
 def test_whoever_reads_a_run_may_trust_a_package(monkeypatch, tmp_path):

@@ -75,6 +75,17 @@ def test_a_file_of_weights_that_holds_something_else_makes_another_run(tmp_path)
     assert name() == one
 
 
+def test_a_file_that_a_method_reads_and_that_holds_something_else_makes_another_run(tmp_path):
+    def name():
+        config = {**CONFIG, "method": {"class_path": "mine.Mine", "init_args": {"table": str(tmp_path / "table.json")}}}
+        return Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path).name
+
+    (tmp_path / "table.json").write_text("[1]")
+    one = name()
+    (tmp_path / "table.json").write_text("[1, 2]")
+    assert name() != one
+
+
 def test_runs_that_care_otherwise_for_clients_that_fail_are_two_cells(tmp_path):
     def name(**settings):
         config = {**CONFIG, "federation": {"rounds": 2, **settings}}
