@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning import __version__
-from fl_lightning.errors import TRACEBACK, ConfigError, refuse, require, suggest
+from fl_lightning.errors import TRACEBACK, ConfigError, line_of, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.parser import configured, one_line_parser, resolve
@@ -74,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if error.filename is None:
                 raise
             refuse(f"{error.filename}: {error.strerror or error}")
+        except Exception as error:
+            if not line_of(error):
+                raise
+            say(line_of(error))
+            sys.exit(1)
         except KeyboardInterrupt:  # before anything was there to be saved, or after all was
             sys.exit(exit_code(signal.SIGINT))
 

@@ -155,16 +155,25 @@ def own_code(key: str, owner: object, what: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if kind.__module__.startswith("fl_lightning."):
+        if kind.__module__.startswith("fl_lightning.") or TRACEBACK in os.environ:
             raise
         who = f"{kind.__name__}.{what}" if what else kind.__name__
-        raise ConfigError(key, f"{who} raises {type(error).__name__}: {error}") from error
+        raise ConfigError(key, f"{who} raises {type(error).__name__}: {error}{place_of(error)}") from error
 
 
 def place_of(error: BaseException) -> str:
     """Where in a file of the user's own an error was raised, `` (mymethod.py:52)``; empty where it was in none."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     return f" ({printable(Path(own[-1].filename).name)}:{own[-1].lineno})" if own else ""
+
+
+def line_of(error: BaseException) -> str:
+    """What to say of an error that came out of a file of the user's own; empty for others, and with `TRACEBACK`."""
+    where = place_of(error) or place_of(error.__cause__ or error)
+    if not where or TRACEBACK in os.environ:
+        return ""
+    told = str(error) if where in str(error) else f"{type(error).__name__}: {error}{where}"
+    return f"fl-lightning: error: {shortened(told, 200)}; {TRACEBACK}=1 shows the error as it was raised"
 
 
 def is_installed(file: Path) -> bool:

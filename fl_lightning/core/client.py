@@ -31,7 +31,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
 from fl_lightning.core.workload import Workload
-from fl_lightning.errors import require
+from fl_lightning.errors import own_code, require
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -100,10 +100,13 @@ class ClientModule(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         for term in method.terms:
-            term.alter(method.model)
-        method.setup()
+            with own_code("method", term, "alter()"):
+                term.alter(method.model)
+        with own_code("method", method, "setup()"):
+            method.setup()
         for term in method.terms:
-            term.setup(method)
+            with own_code("method", term, "setup()"):
+                term.setup(method)
         division_of(method, share_buffers)
         self.method = method
         self.settings = settings
@@ -192,7 +195,8 @@ class ClientModule(L.LightningModule):
 
     def make_server(self, facts: Facts) -> Server:
         """The method's server, with the rules of its terms' artifacts."""
-        server = self.method.make_server(self.initial_message(), facts)
+        with own_code("method", self.method, "make_server()"):
+            server = self.method.make_server(self.initial_message(), facts)
         rule = f"{type(self.method).__name__}.make_server() gives {type(server).__name__}, and must give a Server"
         require(isinstance(server, Server), "method", rule)
         rules = {name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()}

@@ -11,15 +11,16 @@ from typing_extensions import override
 
 from fl_lightning.core.aggregator import KEY as AGGREGATOR
 from fl_lightning.core.aggregator import Aggregator
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.private_mean import ANYONE, PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.guarding import Guard
-from fl_lightning.federation.unsaved import Unsaved
+from fl_lightning.federation.unsaved import Unsaved, checked_state
 
 
 class Hop(NamedTuple):
@@ -191,7 +192,8 @@ class Star(Exchange):
     def setup(self, template: ClientModule, facts: Facts) -> None:
         self.facts, self.unsaved = facts, Unsaved()
         self.server = template.make_server(facts)
-        self.server.setup(facts)
+        with own_code("method", self.server, "setup()"):
+            self.server.setup(facts)
         self.increments = self.server.increments
 
     @override
@@ -220,7 +222,11 @@ class Star(Exchange):
 
     @override
     def inbox(self, client: int) -> Message:
-        return self.server.message_for(client)
+        message = self.server.message_for(client)
+        if not isinstance(message, Message):
+            who, given = type(self.server).__name__, type(message).__name__
+            raise Unsound(f"{who}.message_for() gives {given}, and must give a Message")
+        return message
 
     @override
     def open(self, round: int, participants: Sequence[int]) -> None:
@@ -260,7 +266,7 @@ class Star(Exchange):
         known = {id(self.server.message)}
         yield "the server", self.server.message
         for client in self.server.facts.participants:
-            message = self.server.message_for(client)
+            message = self.inbox(client)
             if id(message) not in known:
                 yield f"the server to client {client}", message
 
@@ -283,7 +289,7 @@ class Star(Exchange):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = self.server.state_dict()
+        state = checked_state(self.server)
         if self.guarded is not None:
             state["aggregator"] = self.guarded.state_dict()
         return state if self.mean is None else {**state, "mean": self.mean.state_dict()}

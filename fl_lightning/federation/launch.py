@@ -24,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, line_of, require
 from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code
 from fl_lightning.federation.tether import TetheredDDP
 from fl_lightning.federation.transport import WorkerLost
@@ -326,6 +326,13 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
     except WorkerLost as error:
         time.sleep(GRACE)  # who started the processes knows which one
         say(f"fl-lightning: error: {error}")
+        os._exit(LOST)
+    except Exception as error:
+        if not line_of(error):
+            raise
+        if not is_main:
+            time.sleep(GRACE)
+        say(line_of(error))
         os._exit(LOST)
 
 

@@ -202,7 +202,7 @@ class FederatedLoop:
         self.stopwatch.start()
         round = self.round + 1
         self.participants = self.calendar.participants(round)
-        with self.stopwatch.part("exchange"):
+        with self.stopwatch.part("exchange"), at_server(round):
             self.ward.note_outgoing()
             self.exchange.open(round, self.participants)
             owners = self._share_out(round)
@@ -228,7 +228,7 @@ class FederatedLoop:
                 self.collusion.release(round)
             with at_server(round):
                 self.exchange.close()
-            self.ward.check_outgoing(round)
+                self.ward.check_outgoing(round)
         self.examiner.forget()
         self.round = round
         self._end_round(reports)
@@ -284,10 +284,12 @@ class FederatedLoop:
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
         is_last = self.calendar.may_be_last_fit(client, round)
+        with at_server(round):
+            message = self.wire.down(self.exchange.inbox(client))
         return Job(
             facts,
             client,
-            self.wire.down(self.exchange.inbox(client)),
+            message,
             received=self.examiner.tests_received(round, client),
             trained=self.examiner.tests_trained(round, client),
             known_scores=self.examiner.global_scores(client),
@@ -299,10 +301,12 @@ class FederatedLoop:
         if not self.settings.evaluate.received:
             return {}
         holders = self.holders.of(self.board.clients.tolist())
-        self.exchange.address(holders)
+        with at_server(self.round + 1):
+            self.exchange.address(holders)
 
         def inbox(client: int) -> Message:
-            return self.wire.down(self.exchange.inbox(client))
+            with at_server(self.round + 1):
+                return self.wire.down(self.exchange.inbox(client))
 
         self.final_scores = self.examiner.receive_once_more(holders, inbox, self.round + 1)
         return self.examiner.board.spreads(self.final_scores)

@@ -16,6 +16,7 @@ from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.callbacks import FederationCallback, Loop
 from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
+from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.files import tensors_as_bytes
 from fl_lightning.identity import CODE, CONTENTS
@@ -31,11 +32,16 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "rounds": loop.settings.rounds,
         "on_client_error": loop.settings.on_client_error,
         "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback))},
-        "exchange": loop.exchange.state_dict(),
+        "exchange": _of_exchange(loop),
         "board": loop.board.state_dict(),
         "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
+
+
+def _of_exchange(loop: Loop) -> dict[str, Any]:
+    with at_server(loop.round):
+        return loop.exchange.state_dict()
 
 
 def _checked(name: str, callback: FederationCallback) -> dict[str, Any]:

@@ -91,6 +91,8 @@ class Ward:
             yield
         except RoundError as error:
             self._errors[client] = error
+            if isinstance(error, ServerError):  # which may have nothing for it, and ends the run
+                return
             if takes_part and not self.exchange.between_clients:
                 self._sizes[client] = heard(self.exchange, client, self.wire.down(self.exchange.inbox(client)))
             if takes_part and self.exchange.in_turn and not self.ends_round:  # who comes next must not wait for it

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from io import BytesIO
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
+from fl_lightning.errors import shortened
+from fl_lightning.files import tensors_as_bytes
 from fl_lightning.terminal import say
 
 _KNOWN = frozenset(vars(Server(Message())))
@@ -24,6 +29,7 @@ class Unsaved:
     def __init__(self) -> None:
         self._before: dict[str, Hashable] | None = None
         self._said = False
+        self._rounds = 0
 
     def look(self, server: Server) -> None:
         """Say which attribute a resumed run would lack, once.
@@ -31,6 +37,11 @@ class Unsaved:
         Args:
             server: the exchange's, whose round was just opened.
         """
+        self._rounds += 1
+        if (
+            self._rounds == 2
+        ):  # all that a server keeps of a round is there: a long run must not end without a checkpoint
+            checked_state(server)
         if self._said or _saves_by_itself(server):
             return
         now = {name: _mark(value) for name, value in vars(server).items() if name not in _KNOWN}
@@ -44,6 +55,24 @@ class Unsaved:
                 "a resumed run differs: override state_dict and load_state_dict"
             )
             self._said = True
+
+
+def checked_state(server: Server) -> dict[str, Any]:
+    """What a server wants to keep, if it can be written down and read again; ours can.
+
+    Raises:
+        Unsound: if it cannot.
+    """
+    state = server.state_dict()
+    if _is_ours(type(server)):
+        return state
+    rule = f"{type(server).__name__}.state_dict() must give plain containers of numbers, texts and tensors"
+    try:
+        known = state.keys() - {"message", "memories", "server_optimizer"}
+        torch.load(BytesIO(tensors_as_bytes({key: state[key] for key in known})), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and torch raise half a dozen types
+        raise Unsound(f"{rule} ({shortened(str(error), 100)})") from error
+    return state
 
 
 def _saves_by_itself(server: Server) -> bool:

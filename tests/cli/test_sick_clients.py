@@ -86,3 +86,15 @@ def test_code_of_ones_own_that_was_edited_or_taken_away_is_named_when_the_run_go
     code, _, err = workplace.call(*arguments, "--resume", "auto", "--federation.rounds", last)
     assert code == 0, err
     assert "changed" not in err
+
+
+def test_error_in_a_callback_of_ones_own_is_one_line_with_its_place(workplace):
+    base = "from fl_lightning.federation.callbacks import FederationCallback\n"
+    watch = "class Watch(FederationCallback):\n    def on_round_end(self, loop, row):\n        row['no such']\n"
+    workplace.write("watch.py", base + watch)
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--federation.callbacks", "[watch.Watch]", "--quiet")
+    assert code == 1
+    assert err.splitlines()[1:] == [
+        "fl-lightning: error: KeyError: 'no such' (watch.py:4); "
+        "FL_LIGHTNING_TRACEBACK=1 shows the error as it was raised"
+    ]

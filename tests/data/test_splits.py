@@ -124,5 +124,5 @@ def test_whatever_an_own_partition_raises_is_one_line(make_arrays):
     def fail(labels):
         raise KeyError("sites")
 
-    with pytest.raises(ConfigError, match=r"^data\.partition: Own raises KeyError: 'sites'$"):
+    with pytest.raises(ConfigError, match=r"^data\.partition: Own raises KeyError: 'sites' \(test_splits\.py:\d+\)$"):
         holdout(Own(fail), make_arrays([20, 20]), 2, seed=0)

@@ -1,10 +1,11 @@
-"""A server of somebody's own that remembers more than its checkpoint does says so, and no other one."""
+"""A server of somebody's own: what it remembers is saved and can be read, and what goes wrong in it is one line."""
 
 import pytest
 import torch
 
 from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.sickness import ServerError
 from fl_lightning.methods.fedavg import FedAvg
 
 
@@ -41,6 +42,54 @@ class ForOneRound(Remembers):
         Server.close_round(self)
 
 
+class KeepsMessages(Server):
+    sees_messages = True
+
+    def __init__(self, initial):
+        super().__init__(initial)
+        self.last = {}
+
+    def see(self, client, message):
+        self.last[client] = message
+        return message
+
+    def state_dict(self):
+        return {**super().state_dict(), "last": self.last}
+
+
+class KeepsNothing(Server):
+    def state_dict(self):
+        pass
+
+
+class HasNothing(Server):
+    def close_round(self):
+        super().close_round()
+        self.message_for = {}.get
+
+
+class SendsBack(Server):
+    """Has something for those alone who have sent something."""
+
+    sees_messages = True
+
+    def __init__(self, initial):
+        super().__init__(initial)
+        self.sent = {}
+
+    def see(self, client, message):
+        self.sent[client] = message
+        return message
+
+    def message_for(self, client):
+        return self.sent[client] if self.sent else self.message
+
+
+class FailsAtOnce(Server):
+    def setup(self, facts):
+        raise KeyError("mine")
+
+
 class Forgetful(FedAvg):
     def make_server(self, initial, facts):
         Server(initial)
@@ -60,3 +109,31 @@ def test_state_that_a_resumed_run_would_lack_is_said_once(kind, times, mlp, set_
 def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"method: Forgetful\.make_server\(\) gives NoneType, and must give a Server"):
         set_up_federation(lambda: Forgetful(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            KeepsMessages,
+            r"2, the server: KeepsMessages\.state_dict\(\) must give plain containers of numbers, texts and",
+        ),
+        (KeepsNothing, r"2, the server: KeepsNothing\.state_dict\(\) must give plain containers"),
+        (HasNothing, r"1, the server: HasNothing\.message_for\(\) gives NoneType, and must give a Message"),
+        (SendsBack, r"\d, the server: KeyError: \d \(test_unsaved\.py:\d+\)"),
+    ],
+)
+def test_what_goes_wrong_in_a_server_between_rounds_is_said_of_it(kind, said, mlp, set_up_federation):
+    loop = set_up_federation(lambda: with_server(kind)(mlp()), rounds=2, participation=0.5)
+    with pytest.raises(ServerError, match=rf"^round {said}"):
+        loop.run()
+
+
+def test_error_as_a_server_or_a_method_is_set_up_is_said_with_its_place(mlp, set_up_federation):
+    failing = type("Failing", (FedAvg,), {"setup": lambda self: 1 / 0})
+    for make, said in (
+        (with_server(FailsAtOnce), r"FailsAtOnce\.setup\(\) raises KeyError: 'mine'"),
+        (failing, r"Failing\.setup\(\) raises ZeroDivisionError: division by zero"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^method: {said} \(test_unsaved\.py:\d+\)$"):
+            set_up_federation(lambda make=make: make(mlp()))
