@@ -77,6 +77,18 @@ class Plan(tuple[Planned, ...]):
         return self.epochs - cut
 
 
+def _set_up(method: Method) -> None:
+    """Let a method's terms change its model, then the method and its terms see to what they need."""
+    for term in method.terms:
+        with own_code("method", term, "alter()"):
+            term.alter(method.model)
+    with own_code("method", method, "setup()"):
+        method.setup()
+    for term in method.terms:
+        with own_code("method", term, "setup()"):
+            term.setup(method)
+
+
 class ClientModule(L.LightningModule):
     """One participant: a method and its composite loss, and the local fit.
 
@@ -99,14 +111,7 @@ class ClientModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        for term in method.terms:
-            with own_code("method", term, "alter()"):
-                term.alter(method.model)
-        with own_code("method", method, "setup()"):
-            method.setup()
-        for term in method.terms:
-            with own_code("method", term, "setup()"):
-                term.setup(method)
+        _set_up(method)
         division_of(method, share_buffers)
         self.method = method
         self.settings = settings

@@ -283,32 +283,29 @@ class FederatedLoop:
 
     def _job(self, round: int, client: int) -> Job:
         facts = replace(self.runner.facts, round=round, participants=tuple(self.participants))
-        is_last = self.calendar.may_be_last_fit(client, round)
-        with at_server(round):
-            message = self.wire.down(self.exchange.inbox(client))
         return Job(
             facts,
             client,
-            message,
+            self._inbox(round, client),
             received=self.examiner.tests_received(round, client),
             trained=self.examiner.tests_trained(round, client),
             known_scores=self.examiner.global_scores(client),
-            keep_model=place_of(self.models_folder, client, is_last),
+            keep_model=place_of(self.models_folder, client, self.calendar.may_be_last_fit(client, round)),
         )
+
+    def _inbox(self, round: int, client: int) -> Message:
+        with at_server(round):
+            return self.wire.down(self.exchange.inbox(client))
 
     def receive_once_more(self) -> dict[str, float]:
         """What models score after one more receive, without a fit: `final_received`."""
         if not self.settings.evaluate.received:
             return {}
         holders = self.holders.of(self.board.clients.tolist())
-        with at_server(self.round + 1):
+        again = self.round + 1
+        with at_server(again):
             self.exchange.address(holders)
-
-        def inbox(client: int) -> Message:
-            with at_server(self.round + 1):
-                return self.wire.down(self.exchange.inbox(client))
-
-        self.final_scores = self.examiner.receive_once_more(holders, inbox, self.round + 1)
+        self.final_scores = self.examiner.receive_once_more(holders, partial(self._inbox, again), again)
         return self.examiner.board.spreads(self.final_scores)
 
     @property
