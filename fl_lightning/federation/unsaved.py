@@ -38,9 +38,7 @@ class Unsaved:
             server: the exchange's, whose round was just opened.
         """
         self._rounds += 1
-        if (
-            self._rounds == 2
-        ):  # all that a server keeps of a round is there: a long run must not end without a checkpoint
+        if self._rounds == 2:  # what a server keeps of a round is there: a long run must not end without a checkpoint
             checked_state(server)
         if self._said or _saves_by_itself(server):
             return
