@@ -77,7 +77,7 @@ def of(rows, name, round=1):
 
 
 def test_what_fits_log_is_written_by_client_and_as_the_mean(own):
-    run = own("logs").fit()
+    run = own("logged-logs").fit()
     rows = read_logged(run.folder / "logged.csv")
     assert {row["name"] for row in rows} == {
         "hits",
@@ -110,12 +110,12 @@ def test_what_fits_log_is_written_by_client_and_as_the_mean(own):
 
 
 def test_the_same_is_written_resumed_and_by_several_workers(own):
-    whole = (own("whole", rounds=3).fit().folder / "logged.csv").read_text()
-    longer = own("longer", rounds=2)
+    whole = (own("logged-whole", rounds=3).fit().folder / "logged.csv").read_text()
+    longer = own("logged-longer", rounds=2)
     longer.fit()
     (longer.folder / "logged.csv").write_text("damaged\n1,")
-    assert (own("longer", rounds=3).fit(resume="auto").folder / "logged.csv").read_text() == whole
-    shared = own("shared", rounds=3, federation__workers=2).fit()
+    assert (own("logged-longer", rounds=3).fit(resume="auto").folder / "logged.csv").read_text() == whole
+    shared = own("logged-shared", rounds=3, federation__workers=2).fit()
     assert (shared.folder / "logged.csv").read_text() == whole
 
 
@@ -133,14 +133,14 @@ class Smooth(FederationCallback):
 
 def test_metrics_of_the_main_process_wait_for_nobody(own):
     watch = Smooth()
-    run = own("smoothed", federation__workers=2).fit(callbacks=[watch])
+    run = own("logged-smoothed", federation__workers=2).fit(callbacks=[watch])
     hits = [row["log/hits"] for row in run.rounds]
     assert watch.seen == [(hits[0], pytest.approx(hits[0])), (hits[1], pytest.approx(sum(hits) / 2))]
 
 
 def test_loggers_and_pages_have_the_means(own, tmp_path):
     csv_logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
-    run = own("paged", logger=csv_logger).fit()
+    run = own("logged-paged", logger=csv_logger).fit()
     (written,) = tmp_path.rglob("metrics.csv")
     assert "log/hits" in written.read_text()
     (figure,) = logged(series_of([Member(read_run(run.folder, "report"))]))
@@ -151,7 +151,7 @@ def test_loggers_and_pages_have_the_means(own, tmp_path):
 
 
 def test_what_logs_nothing_has_no_file(trial):
-    run = trial(name="silent", federation__rounds=1).fit()
+    run = trial(name="logged-silent", federation__rounds=1).fit()
     assert not (run.folder / "logged.csv").exists()
     assert not any(name.startswith("log/") for row in run.rounds for name in row)
 

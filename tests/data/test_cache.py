@@ -209,7 +209,7 @@ def test_an_own_data_set_that_raises_or_returns_something_else_is_one_line(tmp_p
         raise FileNotFoundError("no readings.bin")
 
     monkeypatch.setattr(Counted, "arrays", missing)
-    said = r"^data\.dataset: Counted\.arrays\(\) raises FileNotFoundError: no readings\.bin$"
+    said = r"^data\.dataset: Counted\.arrays\(\) raises FileNotFoundError: no readings\.bin \(test_cache\.py:\d+\)$"
     with pytest.raises(ConfigError, match=said):
         load(Counted(), tmp_path)
     monkeypatch.setattr(Counted, "arrays", lambda self: (torch.zeros(3, 2), torch.zeros(3)))
