@@ -306,6 +306,17 @@ def tensors_as_bytes(state: Any) -> memoryview:
     return buffer.getbuffer()
 
 
+def require_readable(state: Any) -> None:
+    """Write plain containers of tensors down and read them again, in memory.
+
+    Raises:
+        Exception: what pickle or torch raise (half a dozen types), where it cannot be done.
+    """
+    import torch
+
+    torch.load(io.BytesIO(tensors_as_bytes(state)), map_location="cpu", weights_only=True)
+
+
 def verify(path: Path, key: str) -> None:
     """Verify a sealed file without loading it.
 

@@ -209,6 +209,5 @@ def _frame(rows: Sequence[Row], who: str) -> pd.DataFrame:
         rule = "needs pandas: pip install 'fl-lightning[pandas]'; run.rounds are the same numbers without it"
         raise ConfigError(who, rule) from error
     frame = pd.DataFrame(rows)
-    texts = {"name"}
-    empty = [name for name in frame.columns if frame[name].dtype == object and name not in texts]
+    empty = [name for name in frame.columns if frame[name].isna().all()]
     return frame.astype(dict.fromkeys(empty, float))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import lightning as L
 
-from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.meter import LossMeter, loss_column
 
 
 class FitLog:
@@ -25,7 +25,7 @@ class FitLog:
         """
         here = meter, module.current_epoch
         if is_last and module.trainer.callbacks and self._told != here:  # type: ignore[attr-defined]
-            means = {_column(name): value for name, value in meter.means().items()}
+            means = {loss_column(name): value for name, value in meter.means().items()}
             module.log_dict(means, on_step=False, on_epoch=True, batch_size=1)
             self._told = here
 
@@ -39,12 +39,7 @@ class FitLog:
         """
         self.values = {}
         if module.trainer.callbacks:  # type: ignore[attr-defined]
-            losses = set(map(_column, meter.losses))
+            losses = set(map(loss_column, meter.losses))
             logged = module.trainer.callback_metrics
             self.values = {name: float(value) for name, value in logged.items() if name not in losses}
         self.values |= own
-
-
-def _column(loss: str) -> str:
-    """What a loss is called in the trainer's metrics, as in a run's columns."""
-    return loss if loss == "loss" else f"loss/{loss}"

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from fl_lightning.core.devices import SharedFit
 
 
+def loss_column(name: str) -> str:
+    """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
+    return name if name == "loss" else f"loss/{name}"
+
+
 class Broken(NamedTuple):
     """A loss that is no finite number.
 

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fl_lightning.core.message import NOTHING, Size
+from fl_lightning.core.meter import loss_column
 from fl_lightning.federation.privacy import Account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
-from fl_lightning.federation.scores import loss_column, mean_logged, mean_losses
+from fl_lightning.federation.scores import mean_logged, mean_losses
 from fl_lightning.federation.stopwatch import COLUMNS
 from fl_lightning.report.columns import SECONDS, is_measure, spreads_of
 

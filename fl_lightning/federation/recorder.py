@@ -23,8 +23,8 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_sizes import num_parameters
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Runner
-from fl_lightning.federation.scores import LOG
 from fl_lightning.files import write_json
+from fl_lightning.report.columns import LOG
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import (
     LOGGED,

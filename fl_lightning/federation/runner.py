@@ -20,7 +20,7 @@ from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.fit_log import FitLog
 from fl_lightning.core.freezing import set_mode
 from fl_lightning.core.message import Message
-from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.meter import LossMeter, loss_column
 from fl_lightning.core.method import Method
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError
@@ -36,7 +36,6 @@ from fl_lightning.federation.model_files import full_state
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.reports import ClientReport
-from fl_lightning.federation.scores import loss_column
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
-from fl_lightning.files import tensors_as_bytes
+from fl_lightning.files import require_readable
 from fl_lightning.identity import CODE, CONTENTS
 from fl_lightning.terminal import say
 
@@ -49,8 +48,8 @@ def _checked(name: str, callback: FederationCallback) -> dict[str, Any]:
     state = callback.state_dict()
     try:
         if state and not type(callback).__module__.startswith("fl_lightning."):
-            torch.load(BytesIO(tensors_as_bytes(state)), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and torch raise half a dozen types
+            require_readable(state)
+    except Exception as error:
         rule = f"{name}.state_dict() must give plain containers of numbers, texts and tensors"
         raise ConfigError("federation.callbacks", f"{rule} ({error})") from error
     return state

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.core.meter import loss_column
 from fl_lightning.federation.evaluation import Scores
 from fl_lightning.federation.fairness import hurt, spread
-from fl_lightning.report.columns import HURT, spreads_of
+from fl_lightning.report.columns import HURT, LOG, spreads_of
 
 
 class ScoreBoard:
@@ -178,10 +179,6 @@ class ScoreBoard:
             self.alone = state["alone"].numpy().copy()
 
 
-LOG = "log/"
-"""What the columns of logged values begin with."""
-
-
 def is_received(column: str) -> bool:
     """Whether a column is of the moment right after the receive."""
     return "_received" in column
@@ -198,8 +195,3 @@ def mean_logged(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for own in logged for name, value in own.items() if math.isfinite(value))
     finite = {name: [own[name] for own in logged if math.isfinite(own.get(name, math.nan))] for name in names}
     return {LOG + name: float(np.mean(values)) for name, values in finite.items()}
-
-
-def loss_column(name: str) -> str:
-    """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
-    return name if name == "loss" else f"loss/{name}"

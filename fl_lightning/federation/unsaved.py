@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from io import BytesIO
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.errors import shortened
-from fl_lightning.files import tensors_as_bytes
+from fl_lightning.files import require_readable
 from fl_lightning.terminal import say
 
 _KNOWN = frozenset(vars(Server(Message())))
@@ -67,8 +65,8 @@ def checked_state(server: Server) -> dict[str, Any]:
     rule = f"{type(server).__name__}.state_dict() must give plain containers of numbers, texts and tensors"
     try:
         known = state.keys() - {"message", "memories", "server_optimizer"}
-        torch.load(BytesIO(tensors_as_bytes({key: state[key] for key in known})), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and torch raise half a dozen types
+        require_readable({key: state[key] for key in known})
+    except Exception as error:
         raise Unsound(f"{rule} ({shortened(str(error), 100)})") from error
     return state
 

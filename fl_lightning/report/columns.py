@@ -20,6 +20,8 @@ HURT = "_hurt"
 SPREADS = (*ACCURACY_SPREADS[1:], "_undefined", HURT, "_newcomers")
 LOSS, BALANCED = "eval_loss", "balanced_accuracy"
 """The measures that are there by default."""
+LOG = "log/"
+"""What the columns of values begin with that fits have logged."""
 SECONDS = "seconds"
 """How long a round took; with an underscore and a word behind it, a part of that."""
 OTHERS = (

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fl_lightning.errors import require
 from fl_lightning.reading import read_yaml
-from fl_lightning.report.columns import is_time
+from fl_lightning.report.columns import LOG, is_time
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.record import LOGGED, read_logged, read_rows
 
@@ -89,7 +89,7 @@ def _figures(run: Path) -> Figures:
                 if value is not None and column not in names and not is_time(column):
                     found[place[0], file, place, column] = repr(value)
     for row in read_logged(run / LOGGED):
-        found[row["round"], LOGGED, (row["round"], row["client"]), f"log/{row['name']}"] = repr(row["value"])
+        found[row["round"], LOGGED, (row["round"], row["client"]), LOG + row["name"]] = repr(row["value"])
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.files import append_text, content_of, holds, write_text
-from fl_lightning.report.columns import is_score, less_is_better
+from fl_lightning.report.columns import LOG, is_score, less_is_better
 from fl_lightning.terminal import printable
 
 Row = dict[str, Any]
@@ -97,10 +97,10 @@ def read_metrics(folder: Path) -> list[Row]:
     """The rows of a run's `metrics.csv`, with the means of what its fits logged as ``log/<name>``."""
     rows = read_rows(folder / "metrics.csv")
     means = [own for own in read_logged(folder / LOGGED) if own["client"] is None]
-    names = dict.fromkeys(f"log/{own['name']}" for own in means)
+    names = dict.fromkeys(LOG + own["name"] for own in means)
     by_round = {row.get("round"): dict.fromkeys(names) for row in rows}
     for own in means:
-        by_round.get(own["round"], {})[f"log/{own['name']}"] = own["value"]
+        by_round.get(own["round"], {})[LOG + own["name"]] = own["value"]
     return [{**row, **by_round[row.get("round")]} for row in rows]
 
 

@@ -42,7 +42,9 @@ class ForOneRound(Remembers):
         Server.close_round(self)
 
 
-class KeepsMessages(Server):
+class Sees(Server):
+    """Has the last message of everybody."""
+
     sees_messages = True
 
     def __init__(self, initial):
@@ -53,6 +55,8 @@ class KeepsMessages(Server):
         self.last[client] = message
         return message
 
+
+class KeepsMessages(Sees):
     def state_dict(self):
         return {**super().state_dict(), "last": self.last}
 
@@ -68,21 +72,11 @@ class HasNothing(Server):
         self.message_for = {}.get
 
 
-class SendsBack(Server):
+class SendsBack(Sees):
     """Has something for those alone who have sent something."""
 
-    sees_messages = True
-
-    def __init__(self, initial):
-        super().__init__(initial)
-        self.sent = {}
-
-    def see(self, client, message):
-        self.sent[client] = message
-        return message
-
     def message_for(self, client):
-        return self.sent[client] if self.sent else self.message
+        return self.last[client] if self.last else self.message
 
 
 class FailsAtOnce(Server):

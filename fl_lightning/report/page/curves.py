@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.report.columns import HURT, SECONDS, is_measure, is_score, is_spread, validated
+from fl_lightning.report.columns import HURT, LOG, SECONDS, is_measure, is_score, is_spread, validated
 from fl_lightning.report.page.figure import (
     DASH,
     THIRD,
@@ -156,7 +156,7 @@ def losses(lines: Sequence[Series]) -> Iterator[Figure]:
 def logged(lines: Sequence[Series]) -> Iterator[Figure]:
     """What models and callbacks of the user's own logged, a panel each."""
     text = "What models with a training step of their own, and callbacks, logged in their fits; means over clients."
-    yield from _small_panels(lines, "log/", "name", "Logged in the fits", text)
+    yield from _small_panels(lines, LOG, "name", "Logged in the fits", text)
 
 
 def _small_panels(lines: Sequence[Series], prefix: str, kind: str, title: str, text: str) -> Iterator[Figure]:
