@@ -43,8 +43,10 @@ class WeightedMean:
             flat: the tensors as one vector, where somebody has made it; it is made here where it is not of these.
 
         Raises:
-            ValueError: if names or shapes differ from those of the clients before.
+            ValueError: if names or shapes differ from those of the clients before, or the weight is no number >= 0.
         """
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"a client's weight in a mean must be a number >= 0, not {weight}")
         if not self._template:
             self._template = {name: tensor.detach().to("meta") for name, tensor in weights.items()}
             self._floats = [name for name, tensor in weights.items() if tensor.is_floating_point()]

@@ -12,7 +12,7 @@ from fl_lightning.core.division import division_of, load_entries, matches
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.host import Network, OwnData, Parts
-from fl_lightning.core.message import Artifact, Message
+from fl_lightning.core.message import Message
 from fl_lightning.core.personal import personal_and_global, personal_copy, personal_only
 from fl_lightning.core.precision import Wide
 from fl_lightning.core.predictor import Figure, Predictor, Seen, headline
@@ -162,13 +162,7 @@ class Method(Wide):
 
     def send(self, data: OwnData) -> Message:
         """What goes out after the fit: the shared weights, and each term's artifacts from the client's own data."""
-        artifacts: dict[str, Artifact] = {}
-        for term in self.terms.exchanging:
-            sent = term.send(self, data)
-            if not isinstance(sent, Mapping):
-                raise TypeError(f"{type(term).__name__}.send() gives {type(sent).__name__}, not artifacts by name")
-            artifacts.update(sent)
-        return Message(division_of(self).weights(), artifacts, data.num_train)
+        return Message(division_of(self).weights(), self.terms.send(self, data), data.num_train)
 
     # --- predictions --------------------------------------------------------------------------------------------------
 

@@ -178,6 +178,26 @@ class Terms(nn.ModuleList):
         """The terms that receive and send."""
         return [term for term in self if term.exchanges]
 
+    def send(self, host: Host, data: OwnData) -> dict[str, Artifact]:
+        """What the terms send together, by name. Terms that make it by one `send` may share an artifact.
+
+        Raises:
+            TypeError: if two terms that have nothing to do with each other send one name, or one sends no names.
+        """
+        artifacts: dict[str, Artifact] = {}
+        makers: dict[str, Term] = {}
+        for term in self.exchanging:
+            sent, kind = term.send(host, data), type(term)
+            if not isinstance(sent, Mapping):
+                raise TypeError(f"{kind.__name__}.send() gives {type(sent).__name__}, not artifacts by name")
+            for name in sent:
+                other = type(makers.setdefault(name, term))
+                if other.send is not kind.send:
+                    rule = "one would take the other's place: name one of them otherwise"
+                    raise TypeError(f"{other.__name__} and {kind.__name__} both send an artifact {name}, and {rule}")
+            artifacts.update(sent)
+        return artifacts
+
     @property
     def extra(self) -> list[Term]:
         """Those that the configuration adds."""

@@ -13,6 +13,7 @@ from fl_lightning.core.term import Term
 from fl_lightning.federation.graphs import RandomPeers
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.federation.sickness import ClientError
 from fl_lightning.methods.fedavg import FedAvg
 
 
@@ -269,3 +270,28 @@ def test_clients_are_told_of_the_round_and_of_themselves(mlp, run_federation):
     for facts in told:
         assert facts.participants == tuple(loop.calendar.participants(facts.round))
         assert (facts.num_clients, facts.rounds, facts.seed, facts.newcomers) == (4, 3, 7, 0)
+
+
+class SendsLess(KeepsBetween):
+    """Has what it hears from the same `send`: the two may share it."""
+
+
+class SendsOtherwise(Term):
+    """Sends something else by the name that `KeepsBetween` uses."""
+
+    def forward(self, host, out):
+        return out.logits.square().mean()
+
+    def send(self, host, data):
+        return {"extremes": torch.zeros(3)}
+
+
+def test_terms_of_one_send_share_an_artifact(mlp, run_federation):
+    loop = run_federation(lambda: FedAvg(mlp(), extra_terms=[KeepsBetween(), SendsLess()]), rounds=1)
+    assert set(loop.exchange.global_message().artifacts) == {"extremes"}
+
+
+def test_terms_that_would_take_each_others_artifact_are_named(mlp, set_up_federation):
+    rule = "TypeError: KeepsBetween and SendsOtherwise both send an artifact extremes, and one would"
+    with pytest.raises(ClientError, match=rf"^round 1, client 0, send: {rule}"):
+        set_up_federation(lambda: FedAvg(mlp(), extra_terms=[KeepsBetween(), SendsOtherwise()]), rounds=1).run()

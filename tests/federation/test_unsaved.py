@@ -79,6 +79,13 @@ class SendsBack(Sees):
         return self.last[client] if self.last else self.message
 
 
+class Distrusts(Server):
+    """Lets some clients count for less than nothing."""
+
+    def weight_of(self, message):
+        return message.num_samples - 1000
+
+
 class FailsAtOnce(Server):
     def setup(self, facts):
         raise KeyError("mine")
@@ -114,6 +121,7 @@ def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
         ),
         (KeepsNothing, r"2, the server: KeepsNothing\.state_dict\(\) must give plain containers"),
         (HasNothing, r"1, the server: HasNothing\.message_for\(\) gives NoneType, and must give a Message"),
+        (Distrusts, r"1, client 0, message: ValueError: a client's weight in a mean must be a number >= 0, not -\d+"),
         (SendsBack, r"\d, the server: KeyError: \d \(test_unsaved\.py:\d+\)"),
     ],
 )
