@@ -39,6 +39,7 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
             double.start_fit()
             double.start_epoch(0, 0)
             loss = double.training_pass(x, y, lambda parameters: [torch.zeros_like(p) for p in parameters]).loss
+            double.logged.check()
     except ConfigError:
         raise
     except SkippedBatch:

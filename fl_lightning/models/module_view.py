@@ -33,9 +33,13 @@ class Entry:
         self.metric: Metric | None = None
 
     def of_epoch(self) -> float | None:
-        """What the epoch comes to so far: a metric of what it has seen; None where it has seen nothing."""
+        """What the epoch comes to so far: a metric of what it has seen; None where it has seen nothing.
+
+        Raises:
+            ValueError: if a metric comes to several numbers.
+        """
         if self.metric is not None:
-            return _number(self.metric.compute()) if self.metric.update_called else None
+            return _only(self.metric, self.metric.compute()) if self.metric.update_called else None
         if self.reduction == "mean":
             weighted = sum(value * weight for value, weight in zip(self.values, self.weights, strict=True))
             return weighted / sum(self.weights)
@@ -45,7 +49,10 @@ class Entry:
 
     def of_step(self) -> float | None:
         """The last mini-batch's; None where a metric was not asked for that."""
-        return self.values[-1] if self.metric is None else _number(self.metric._forward_cache)
+        if self.metric is None:
+            return self.values[-1]
+        seen = self.metric._forward_cache
+        return None if seen is None else _only(self.metric, seen)
 
 
 class Logged:
@@ -124,6 +131,22 @@ class Logged:
                 found |= {f"{name}_step": entry.of_step(), f"{name}_epoch": found[name]}
         return {name: value for name, value in found.items() if value is not None}
 
+    def check(self) -> None:
+        """Look whether metrics come to one number, without waiting for other processes.
+
+        Raises:
+            ValueError: if one comes to several.
+        """
+        for metric in filter(None, (entry.metric for entry in self._entries.values())):
+            waits, metric._to_sync = metric._to_sync, False
+            try:
+                value = metric.compute() if metric.update_called else 0.0
+            except Exception:  # it may want more samples than a rehearsal has
+                continue
+            finally:
+                metric._to_sync = waits
+            _only(metric, value)
+
     def numbers(self) -> dict[tuple[str, str], Entry]:
         """What was logged beside metrics, which add up over devices by themselves."""
         return {key: entry for key, entry in self._entries.items() if entry.metric is None}
@@ -152,6 +175,14 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Tensor):
         return float(value.detach()) if value.numel() == 1 else None
     return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _only(metric: Metric, value: Any) -> float:
+    number = _number(value)
+    if number is None:
+        rule = "computes no single number: log one that you make of it"
+        raise ValueError(f"self.log(..., {type(metric).__name__}) {rule}")
+    return number
 
 
 class LocalFit(Protocol):

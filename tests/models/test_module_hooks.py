@@ -488,6 +488,21 @@ def test_what_is_no_number_is_not_dropped_in_silence(value):
         wrapped(Logs())
 
 
+def test_a_metric_of_several_numbers_is_said():
+    class Confuses(Plain):
+        def __init__(self):
+            super().__init__()
+            self.confusion = torchmetrics.ConfusionMatrix("multiclass", num_classes=4)
+
+        def training_step(self, batch, batch_idx):
+            self.confusion.update(self(batch[0]), batch[1])
+            self.log("confusion", self.confusion, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigError, match=r"MulticlassConfusionMatrix.* computes no single number"):
+        wrapped(Confuses())
+
+
 class Attached(Manual):
     """Makes an attribute when its fit begins, watches its steps, and goes on after them."""
 
