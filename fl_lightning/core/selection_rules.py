@@ -20,8 +20,9 @@ class Krum(Aggregator):
 
         s(i) = Σ_{j → i} ‖x_i − x_j‖²,  j → i the n − f − 2 clients nearest to i;  x = mean of the least s(i)
 
-    Distances are those of weights, where there are any, else those of artifacts over what two clients both sent. Of
-    equal scores the first client counts. It takes n >= 2f + 3 participants.
+    Distances are those of weights, where there are any, batch norm's statistics among them (of a chosen client they
+    count, too, and must not be a way in); else those of artifacts over what two clients both sent. Of equal scores the
+    first client counts. It takes n >= 2f + 3 participants.
 
     Args:
         num_byzantine: f, how many may lie: a number, or a share of the participants, rounded up.
