@@ -76,7 +76,11 @@ class Division:
         _check_tensors(state)
         tied = _tied(method)  # one tensor travels once, by the first of its names
         entries = [(name, owners.get(name, method)) for name in state if name not in tied]
-        self.shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[arg-type]
+        shared = self._select(entries, method.is_shared, stays=False)  # type: ignore[arg-type]
+        self.fixed = _fixed(method, shared)
+        """Names of the parameters that would be exchanged, had they not come frozen with the model: all have them."""
+        entries = [(name, owner) for name, owner in entries if name not in self.fixed]
+        self.shared = tuple(name for name in shared if name not in self.fixed)
         """Names of the entries that are exchanged."""
         self.kept = self._select(entries, method.is_kept, stays=True)  # type: ignore[arg-type]
         """Names of the entries that are kept between rounds."""
@@ -102,6 +106,11 @@ class Division:
             return self._method.state_dict()
         return {name: home[key].detach() for name, home, key in self._places if home[key] is not None}
 
+    def fixed_entries(self) -> dict[str, Tensor]:
+        """What is frozen and the same for all, without copies."""
+        entries = self.entries() if self.fixed else {}
+        return {name: entries[name] for name in self.fixed}
+
     def loose(self) -> LooseBuffers:
         """What no entry holds of the method's models."""
         return LooseBuffers(self._loose)
@@ -122,6 +131,13 @@ class Division:
         sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
         travels = sum(size for name, size in sizes.items() if name in shared)
         return sum(sizes.values()) - travels, travels
+
+
+def _fixed(method: nn.Module, shared: Sequence[str]) -> tuple[str, ...]:
+    """Those of the shared entries that the model's maker froze, and nobody has thawed since."""
+    frozen = {id(parameter) for parameter in method.__dict__.get("_given_frozen", ()) if not parameter.requires_grad}
+    parameters = dict(method.named_parameters(remove_duplicate=False)) if frozen else {}
+    return tuple(name for name in shared if id(parameters.get(name)) in frozen)
 
 
 def _tied(module: nn.Module) -> set[str]:

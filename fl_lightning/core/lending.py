@@ -60,7 +60,8 @@ def lent_parameters(message: Message, method: Any) -> dict[int, Tensor]:
         method: the client's, whose shared entries are what is lent.
     """
     entries = {name: tensor.clone() for name, tensor in shared_entries(method).items()}
-    own = {name: entries[f"model.{name}"] for name, _ in method.model.named_parameters()}
+    whole = {**division_of(method).entries(), **entries}  # what is frozen is everybody's, and not lent
+    own = {name: whole[f"model.{name}"] for name, _ in method.model.named_parameters()}
     found = {}
     for client, values in lent_models(message).items():
         put_vector(values, entries)

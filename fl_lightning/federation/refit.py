@@ -10,7 +10,8 @@ Nothing public of Lightning enters a fit in its middle. What is used of its insi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -21,7 +22,10 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from torch import Tensor
 
+from fl_lightning.core.message import version_of
+from fl_lightning.errors import require
 from fl_lightning.federation.flags import limits, told
 
 if TYPE_CHECKING:
@@ -46,13 +50,18 @@ class Fits:
         self.shortens = plain and not limits(flags) and not others
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
+        self._known: dict[int, dict[str, tuple[int, Tensor]]] = {}
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
         timers = (each for each in trainer.callbacks if isinstance(each, Timer))  # type: ignore[attr-defined]
         self._timers = [(each, copy.deepcopy(vars(each))) for each in timers]
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
-        """Fit a module for some epochs, from epoch 0 and step 0."""
+        """Fit a module for some epochs, from epoch 0 and step 0.
+
+        Raises:
+            ConfigError: if it changes what is frozen and the same for all.
+        """
         start_anew(self.trainer)
         for callback, unused in self._callbacks:  # or one client's losses would end the next one's fit
             callback.load_state_dict(copy.deepcopy(unused))
@@ -61,11 +70,29 @@ class Fits:
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
-        if known:
-            self._fit_again(module, bundles)
-        else:
-            self.trainer.fit(module, train_dataloaders=bundles)
+        with self._untouched(module):
+            if known:
+                self._fit_again(module, bundles)
+            else:
+                self.trainer.fit(module, train_dataloaders=bundles)
         self._entered.add(id(module))
+
+    @contextmanager
+    def _untouched(self, module: ClientModule) -> Iterator[None]:
+        """A stretch that may not change parameters which are neither exchanged nor put back."""
+        before = self._sums(module)
+        yield
+        for name, total in self._sums(module).items():
+            rule = f"{name} comes frozen, and so does not travel, but a fit changed it: freeze it in on_fit_start"
+            require(total is before[name] or torch.equal(total, before[name]), "model", rule)
+
+    def _sums(self, module: ClientModule) -> dict[str, Tensor]:
+        """What each of those parameters adds up to; found anew for those that somebody has written to."""
+        known = self._known.setdefault(id(module), {})
+        for name, tensor in module.division.fixed_entries().items():
+            if name not in known or known[name][0] != version_of(tensor):
+                known[name] = version_of(tensor), tensor.sum()
+        return {name: total for name, (_, total) in known.items()}
 
     def _fit_again(self, module: ClientModule, bundles: Sized) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy

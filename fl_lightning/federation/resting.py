@@ -73,7 +73,8 @@ def _unmoved(
 
 
 def _travelling(client: ClientModule) -> set[str]:
-    return {*client.division.shared, *client.division.anew}
+    division = client.division
+    return {*division.shared, *division.anew, *division.fixed}
 
 
 def _tensors(client: ClientModule) -> dict[str, Tensor]:

@@ -274,8 +274,8 @@ class Runner:
         return module
 
     def global_entries(self, message: Message) -> dict[str, Tensor]:
-        """What makes a client's model the global one: the message's weights, and what every receive makes anew."""
-        return {**self._initial_anew, **message.weights}
+        """What makes a client's model the global one: the message's weights, and what is the same for all."""
+        return {**self._initial_anew, **self.modules[0].division.fixed_entries(), **message.weights}
 
     def receive(self, module: ClientModule, message: Message, data: ClientData, facts: Facts) -> None:
         """Let a client take a message, under its stream of the round."""

@@ -82,5 +82,6 @@ class FedAMP(Method):
 
     @override
     def make_server(self, initial: Message, facts: Facts) -> CombiningServer:
-        compared = [f"model.{name}" for name, _ in self.model.named_parameters()]
+        parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
+        compared = [name for name in initial.weights if name in parameters]
         return CombiningServer(initial, list(initial.weights), AttentiveShares(compared, self.alpha, self.sigma))

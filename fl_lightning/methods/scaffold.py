@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.aggregation import RunningSum
+from fl_lightning.core.freezing import trainable
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
 from fl_lightning.core.precision import move_by, widened_vector
 from fl_lightning.core.private_steps import record_safe
@@ -60,7 +61,7 @@ class SCAFFOLD(Method):
         self.correction = correction
         self.weighting = weighting
 
-    own_control: Tensor  # c_i, [P] as the model's parameters
+    own_control: Tensor  # c_i, [P] as the model's trained parameters
     control: Tensor  # c
     start: Tensor  # x
 
@@ -70,7 +71,7 @@ class SCAFFOLD(Method):
             self.register_buffer(name, torch.zeros_like(self._y().detach()), persistent=name == "own_control")
 
     def _y(self) -> Tensor:
-        return widened_vector(self.model.parameters())
+        return widened_vector(trainable(self.model))
 
     @override
     @torch.no_grad()
@@ -95,7 +96,7 @@ class SCAFFOLD(Method):
         own = {"control": pull @ self._y()} if self.correction == "gradient" else {}
         step.descend({**step.values(out), **own})
         if self.correction == "step" and step.steps_now:
-            move_by(self.model.parameters(), pull, -self.fit.lr)
+            move_by(trainable(self.model), pull, -self.fit.lr)
         step.observe(out)
 
     @override

@@ -14,7 +14,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.models import weights as stored
 from fl_lightning.models.checks import require_choice, require_image, require_size
 from fl_lightning.models.split import SplitModel
-from fl_lightning.models.wrapped import split_at
+from fl_lightning.models.wrapped import freeze, split_at
 
 _OWN_LOSSES = ("googlenet", "inception_v3")  # their forward gives more than logits
 _FILES = (".pt", ".pth")
@@ -35,10 +35,12 @@ class LibraryModel(SplitModel):
             network; or a file, `.pt` or `.pth`, of the network's `state_dict`. A classifier of other classes is drawn.
         head: name of the submodule that is the classifier; null finds the last linear layer.
         features: names of the submodules whose outputs are the feature maps, in this order; none by default.
+        frozen: names of submodules or parameters that are not trained; everybody has them, so that they are not sent
+            either. Batch norm's statistics in them go on moving.
 
     Raises:
-        ConfigError: if there is no such network, it does not take such images, its classifier is not the last thing
-            that it does, or its weights cannot be had.
+        ConfigError: if there is no such network or submodule, it does not take such images, its classifier is not the
+            last thing that it does, or its weights cannot be had.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LibraryModel(SplitModel):
         weights: str | None = None,
         head: str | None = None,
         features: Sequence[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
         require_choice("library", library, ("torchvision", "timm"))
         require_size("num_classes", num_classes)
@@ -60,6 +63,7 @@ class LibraryModel(SplitModel):
         head = head or _classifier(network)
         if weights is not None and published is None:
             stored.load_file(network, Path(weights), head)
+        freeze(network, frozen)
         body, classifier, size = split_at(network, head, features, input_shape, num_classes)
         super().__init__(body, classifier, size, num_classes, input_shape)
 

@@ -34,10 +34,12 @@ class WrappedModel(SplitModel):
             that works in place on such an output (`ReLU(inplace=True)`) changes the map as well.
         weights: a file, `.pt` or `.pth`, of the module's `state_dict` to start from; a head of other classes is left
             out. Nothing in the file is run.
+        frozen: names of submodules or parameters that are not trained; everybody has them, so that they are not sent
+            either. Batch norm's statistics in them go on moving.
 
     Raises:
-        ConfigError: if head or features name no submodule, the weights are not the module's, it does not take such
-            samples, its output is not [B, C], or it cannot be split there.
+        ConfigError: if head, features or frozen name no submodule, the weights are not the module's, it does not take
+            such samples, its output is not [B, C], or it cannot be split there.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class WrappedModel(SplitModel):
         head: str,
         features: Sequence[str] = (),
         weights: str | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         network = copy.deepcopy(module)
         require_submodule(network, "model.head", head)
         if weights is not None:
             load_file(network, Path(weights), head)
+        freeze(network, frozen)
         body, classifier, size = split_at(network, head, features, input_shape, num_classes)
         super().__init__(body, classifier, size, num_classes, input_shape)
 
@@ -95,6 +99,23 @@ def split_at(
         z = _embedding_at_split(body, classifier, x, expected, f'"{head}" must be the last thing that {name} does')
     _evaluate(body, x, body.forward_features)
     return body, classifier, z.shape[1]
+
+
+def freeze(network: nn.Module, names: Sequence[str]) -> None:
+    """Let the parameters of some submodules, or some by their own names, not be trained.
+
+    Raises:
+        ConfigError: if there is none of a name, or nothing is left to train.
+    """
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    for name in names:
+        own = [parameter for known, parameter in parameters.items() if f"{known}.".startswith(f"{name}.")]
+        if not own:
+            require_submodule(network, "model.frozen", name)
+        for parameter in own:
+            parameter.requires_grad_(False)
+    left = any(parameter.requires_grad for parameter in parameters.values())
+    require(left or not names, "model.frozen", "leaves nothing to train", list(names))
 
 
 @contextmanager

@@ -77,6 +77,29 @@ def test_running_statistics_stay_where_buffers_are_not_shared(conv_net):
     assert whole.kept == ()
 
 
+def frozen(model):
+    model.body.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "is_shared"), [(Method, True), (OnlyHead, False)])
+def test_what_comes_frozen_does_not_travel_and_what_was_private_stays_so(kind, is_shared, mlp):
+    division = Division(kind(frozen(mlp())))
+    body = ("model.body.stages.0.1.weight", "model.body.stages.0.1.bias", *NECK)
+    assert division.shared == ("model.head.weight", "model.head.bias")
+    assert (division.fixed, division.kept) == ((body, ()) if is_shared else ((), body))
+    assert set(division.fixed_entries()) == set(division.fixed)
+
+
+def test_what_a_method_freezes_or_thaws_by_itself_travels(mlp):
+    method = Method(mlp())
+    method.model.body.requires_grad_(False)
+    assert Division(method).fixed == ()
+    method = Method(frozen(mlp()))
+    method.model.body.requires_grad_(True)
+    assert Division(method).fixed == ()
+
+
 def test_division_is_made_once_and_anew_where_buffers_are_said(conv_net):
     method = Method(conv_net())
     first = division_of(method)

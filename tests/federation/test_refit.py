@@ -7,7 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.refit import Fits
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
 HOOKS = [name for name, member in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
@@ -125,3 +127,22 @@ def test_lightnings_own_callbacks_see_the_same(set_up_federation, mlp, callback)
         else:
             found.append("")
     assert found[0] == found[1]
+
+
+class Thaws(Callback):
+    """Writes to a layer that came frozen."""
+
+    def on_train_end(self, trainer, pl_module):
+        with torch.no_grad():
+            pl_module.method.model.body.stages[0][1].bias.add_(1)
+
+
+def test_fit_may_not_change_what_comes_frozen_and_is_put_back_by_nobody(set_up_federation, mlp):
+    def method():
+        model = mlp()
+        model.body.stages[0].requires_grad_(False)
+        return FedAvg(model)
+
+    set_up_federation(method, rounds=1).run()
+    with pytest.raises(ConfigError, match=r"^model: model\.body\.stages\.0\.1\.bias comes frozen, .* on_fit_start"):
+        set_up_federation(method, rounds=1, trainer={"callbacks": [Thaws()]}).run()

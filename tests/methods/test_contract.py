@@ -9,6 +9,7 @@ import torch
 from every_method import METHODS
 from tiny_optimizers import adam
 
+from fl_lightning.core import division
 from fl_lightning.core.coordinate_rules import TrimmedMean
 from fl_lightning.core.lending import as_vector, lent_models
 from fl_lightning.core.selection_rules import Krum
@@ -350,6 +351,27 @@ def test_weights_that_all_send_back_unchanged_stay_as_they_are(name, mlp, sgd, s
             continue
         weights = message.weights
         assert_identical({entry: weights[entry] for entry in before}, before)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_what_comes_frozen_does_not_travel_and_no_figure_moves(name, mlp, run_federation, monkeypatch):
+    """Beside the same run that sends it; what a method averages, compares or lends may not count on its name."""
+
+    def make():
+        model = mlp()
+        model.body.stages[0].requires_grad_(False)
+        return METHODS[name](model)
+
+    loop = run_federation(make, rounds=2)
+    fixed = set(loop.runner.modules[0].division.fixed)
+    assert not fixed & {entry for message in loop.diary.sent.values() for entry in message.weights}
+    monkeypatch.setattr(division, "_fixed", lambda method, shared: ())
+    whole = run_federation(make, rounds=2)
+    shared = whole.runner.modules[0].division.shared
+    assert fixed == {entry for entry in shared if entry.startswith("model.body.stages.0.")}
+    for row, other in zip(loop.diary.rows, whole.diary.rows, strict=True):
+        figures = [n for n in row if not n.startswith("seconds") and not n.endswith(("_params", "_bytes"))]
+        assert {n: repr(row[n]) for n in figures} == {n: repr(other[n]) for n in figures}
 
 
 @pytest.mark.parametrize("rule", [lambda: TrimmedMean(0.3), lambda: Krum(0, 2)], ids=["trimmed", "krum"])

@@ -39,6 +39,11 @@ def test_a_network_by_name_has_as_many_outputs_as_there_are_classes(shape):
     assert model.classification_layer is model.head  # "classifier.3", found without being named
 
 
+def test_layers_that_are_named_come_frozen():
+    model = LibraryModel(RGB, 7, SMALL, frozen=["features", "classifier.0"])
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+
+
 def test_published_weights_are_added_up_for_grey_images_and_leave_the_classifier(monkeypatch):
     torch.manual_seed(0)
     published = torchvision.models.get_model(SMALL, num_classes=1000).state_dict()

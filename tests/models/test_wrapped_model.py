@@ -209,6 +209,8 @@ def test_wrapped_model_takes_tokens():
             '^model.features: "unused" is not called in a forward pass',
         ),
         (UserNet(), {"head": "classifier", "num_classes": 0}, "^model.num_classes: must be >= 1, got 0"),
+        (UserNet(), {"head": "classifier", "frozen": ["convolution"]}, r"^model.frozen: .*\(nearest: conv\)"),
+        (UserNet(), {"head": "classifier", "frozen": ["conv", "norm", "classifier"]}, "^model.frozen: leaves nothing"),
     ],
 )
 def test_wrapped_model_rejects_what_it_cannot_split(module, options, message):
