@@ -172,7 +172,7 @@ class Crew:
                 others, job.looked = "elsewhere", time.monotonic()
             job.state = "finished" if job.cell.finished else others
             if job.state == "failed":
-                job.said = said or f"ended with exit code {code}"
+                job.said = _why(code, said)
             job.process.close()  # last, for a signal may ask all that are said to be running to end
         self._told(self)
 
@@ -231,6 +231,23 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
 
     torch.set_num_threads(threads)
     command(words)
+
+
+def _why(code: int | None, said: str) -> str:
+    """Why a run has failed, where its last line may be of a round that went well.
+
+    Args:
+        code: with what its process ended; below 0 for a signal that it could not answer.
+        said: its last line.
+    """
+    number = -code if code is not None and code < 0 else (code or 0) - 128
+    if number not in set(signal.Signals):
+        return said or f"ended with exit code {code}"
+    name = signal.Signals(number).name
+    if code == exit_code(number):  # it has saved its round, and its last line is how to go on
+        return f"stopped by {name}"
+    often = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+    return f"killed by {name}{often}" + (f"; its last line: {said}" if said else "")
 
 
 def _last_line(log: Path, start: int) -> str:

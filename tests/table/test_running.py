@@ -79,4 +79,18 @@ def test_a_run_that_is_killed_is_not_said_to_fail_as_its_last_start_did(cell, tm
 
     crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: None)
     assert crew.run() == 1
-    assert crew.jobs[0].said == "ended with exit code -9"
+    assert crew.jobs[0].said == "killed by SIGKILL, as the system does where memory runs out"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-signal.SIGKILL, "killed by SIGKILL, as the system does where memory runs out; its last line: round 3/9"),
+        (-signal.SIGSEGV, "killed by SIGSEGV; its last line: round 3/9"),
+        (128 + signal.SIGTERM, "stopped by SIGTERM"),
+        (2, "round 3/9"),
+    ],
+)
+def test_a_run_that_a_signal_ended_is_said_to_be_so(code, said):
+    """Its last line was of a round that went well, or the command to go on with."""
+    assert running._why(code, "round 3/9") == said
