@@ -104,7 +104,7 @@ def _from_definition(path: Path, runs: Path) -> _Found:
     """A table's file: its cells below `runs`, and the figures that they give."""
     from fl_lightning.table.cells import Choice, cells_of
     from fl_lightning.table.definition import read_definition
-    from fl_lightning.table.figures import values_of
+    from fl_lightning.table.figures import of_fewer_seeds, values_of
     from fl_lightning.table.page import members_of, shown
 
     require(
@@ -118,6 +118,7 @@ def _from_definition(path: Path, runs: Path) -> _Found:
     values = values_of(definition, cells)
     left = sum(not cell.finished for cell in cells)
     notes = [f"{left} of {len(cells)} runs are not finished: fl-lightning table {path}"] if left else []
+    notes += of_fewer_seeds(values, {cell.seed for cell in cells})
     return _Found(members_of(cells), runs / "tables" / definition.name, shown(definition, values), notes)
 
 

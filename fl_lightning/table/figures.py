@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import counting, rows_of
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition, Published
-from fl_lightning.table.quantity import Figure, best_round, is_number, moments
+from fl_lightning.table.quantity import Figure, best_round, evaluated, is_number, moments
 
 BESIDE = ("last", "mean_last_10", "best")
 """Moments that are given beside the one that the published figure means."""
@@ -126,8 +126,28 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
 
 
 def figure_of(run: Cell, figure: Figure) -> float | None:
-    """What one run has; None where it has no such figure (yet)."""
+    """What one run has; None where it has no such figure (yet), or one that ran away to infinity or no number."""
     return moments(figure, run.rows(), run.summary()).get(figure.report)
+
+
+def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
+    """A line on each cell that is the mean of fewer seeds than the table has; none on cells without any.
+
+    Args:
+        values: what is known.
+        seeds: the table's.
+    """
+    alike: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+    for (row, head), value in values.items():
+        if value.seeds and seeds - value.seeds.keys():
+            alike.setdefault((row, head.column, tuple(sorted(value.seeds))), []).append(str(head))
+    found = []
+    for (row, column, own), heads in alike.items():
+        whole = len(heads) == sum((row, column) == (other, head.column) for other, head in values)
+        lacking = ", ".join(map(str, sorted(seeds - set(own))))
+        said = f"the mean of seed{'s' if own[1:] else ''} {', '.join(map(str, own))}, without {lacking}"
+        found += [f"{row}, {name}: {said}" for name in ([column] if whole else heads)]
+    return found
 
 
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, tuple[float, float]]:
@@ -136,7 +156,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     A round counts by the client's share of that round's mean: where not all clients are tested in every round, too,
     the sum of all shares, each times its client's figure, is what is printed.
     """
-    rounds = [row["round"] for row in rows if is_number(row.get(figure.column))]
+    rounds = [row["round"] for row in evaluated(figure, rows)]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
     best = best_round(figure, rows, run.summary()) if figure.report == "best" else None

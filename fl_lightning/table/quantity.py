@@ -144,7 +144,7 @@ def read_figure(node: Any, key: str) -> Figure:
 
 
 def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> dict[str, float]:
-    """A figure at each of the moments that it has.
+    """A figure at each of the moments that it has; none of which a round is that ran away, to infinity or no number.
 
     Args:
         figure: what is asked for.
@@ -154,17 +154,24 @@ def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) 
     if figure.report == SUMMARY:
         entry = _entry(summary, figure.column)
         return {} if entry is None else {SUMMARY: entry}
-    found: dict[str, float] = {}
-    known = [row[figure.column] for row in rows if is_number(row.get(figure.column))]
-    if known:
-        last_ten = known[-10:]
-        found = {"last": known[-1], "mean_last_10": math.fsum(last_ten) / len(last_ten)}
-        found["mean"] = math.fsum(known) / len(known)
+    known = [row[figure.column] for row in evaluated(figure, rows)]
+    stretches = {"last": known[-1:], "mean_last_10": known[-10:], "mean": known}
+    found = {moment: math.fsum(own) / len(own) for moment, own in stretches.items() if own and all(map(is_number, own))}
     best = best_round(figure, rows, summary)
     if best is not None and is_number(best.get(figure.column)):
         found["best"] = best[figure.column]
     final = _entry(summary.get("final_received") or {}, figure.column)
     return found if final is None else {**found, "final_received": final}
+
+
+def evaluated(figure: Figure, rows: Sequence[Record]) -> list[Record]:
+    """The rows of the rounds in which a figure was measured, whatever came of it."""
+    return [row for row in rows if isinstance(row.get(figure.column), (int, float))]
+
+
+def ran_away(figure: Figure, rows: Sequence[Record]) -> bool:
+    """Whether a figure became infinite, or no number, in some round."""
+    return not all(is_number(row[figure.column]) for row in evaluated(figure, rows))
 
 
 def best_round(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> Record | None:

@@ -26,6 +26,8 @@ from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
+from fl_lightning.table.quantity import ran_away
+from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
 from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
@@ -92,6 +94,7 @@ class Tuning:
         """
         for contender in self.contenders:  # a wrong key is found before anything runs
             self._first_cells(contender)
+        claim(self.folder, self.search.path)
         found: dict[str, list[Trial]] = {}
         code = 0
         for contender in self.contenders:
@@ -160,16 +163,21 @@ class Tuning:
         refused = (job.said for job in crew.jobs if job.state == "failed" and job.code == REFUSED)
         varied = {key for trial in batch for key in trial.point}
         self.refusal = next((said for said in refused if not _speaks_of(said, varied)), "")
-        if any(cell.finished and figure_of(cell, self.search.monitor) is None for cell in cells):
-            self.refusal = self.refusal or f"monitor: no run has it, got {str(self.search.monitor)!r}"
+        if any(cell.finished and self._lacks_monitor(cell) for cell in cells):
+            why = "no run has it, or its validation parts are empty"
+            self.refusal = self.refusal or f"monitor: {why}, got {str(self.search.monitor)!r}"
         return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
+
+    def _lacks_monitor(self, cell: Cell) -> bool:
+        """Whether a run has nothing to be judged by, and no other one will: a figure that ran away is its point's."""
+        return figure_of(cell, self.search.monitor) is None and not ran_away(self.search.monitor, cell.rows())
 
     def _judge(self, trial: Trial, states: Sequence[str]) -> None:
         values = [figure_of(cell, self.search.monitor) for cell in trial.cells]
         if all(state == "finished" for state in states) and all(value is not None for value in values):
             trial.state, trial.value = "complete", math.fsum(v for v in values if v is not None) / len(values)
         else:
-            trial.state = "pruned" if "pruned" in states and "failed" not in states else "failed"
+            trial.state = _end_of(states)
 
     # --- what is written --------------------------------------------------------------------------------------------
 
@@ -198,23 +206,35 @@ class Tuning:
             if not trials:  # not searched now, or not reached
                 writer.writerows(rows_before.get(in_spreadsheet(contender.name), []))
                 lines += lines_before.get(in_markdown(contender.name), [])
+                continue
             for trial in trials:
                 runs = " ".join(cell.name for cell in trial.cells)
                 value = "" if trial.value is None else repr(trial.value)
                 named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
                 writer.writerow([named[0], trial.number, trial.state, value, named[1], runs])
             best = self.best(trials)
+            ended, value, said = self._how_many(contender, trials), "–", "no trial is complete"
             if best is not None:
-                self._write_overlay(contender, best)
+                self._write_overlay(contender, best, ended)
                 value = f"{self.search.monitor.usual_scale * (best.value or 0.0):.2f}"
                 said = in_markdown(_said(best.point))
-                lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | {value} | {said} |")
-            elif trials and all(trial.state == "failed" for trial in trials):
+            elif all(trial.state == "failed" for trial in trials):
+                said = "every trial failed"
                 (self.folder / contender.file).unlink(missing_ok=True)  # an earlier search's, of other settings
-                lines.append(f"| {in_markdown(contender.name)} | {len(trials)} | – | every trial failed |")
+            lines.append(f"| {in_markdown(contender.name)} | {ended} | {value} | {said} |")
         write_text(self.folder / "trials.csv", buffer.getvalue())
         write_text(self.folder / "tune.md", "\n".join(lines) + "\n")
         return "\n".join(lines)
+
+    def _how_many(self, contender: Contender, trials: Sequence[Trial]) -> str:
+        """How many trials have ended; of how many, where the search was stopped."""
+        ended = sum(trial.state != "stopped" for trial in trials)
+        return f"{ended}" if ended == len(trials) else f"{ended} of {self._budget(contender)}, stopped"
+
+    def _budget(self, contender: Contender) -> int:
+        """How many trials a method has."""
+        search = self.search
+        return len(grid(contender, search.trials)) if search.kind == "grid" else search.trials
 
     def _of_others(self) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
         """What the files of an earlier search say of the methods that are not searched now, by their names there.
@@ -246,14 +266,14 @@ class Tuning:
 
     def _fewer(self) -> str:
         """Which methods' grids are smaller than the budget."""
-        search, trials = self.search, self.search.trials
-        sizes = {own.name: len(grid(own, trials)) for own in search.contenders} if search.kind == "grid" else {}
-        said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < trials]
+        sizes = {own.name: self._budget(own) for own in self.search.contenders}
+        said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < self.search.trials]
         return f", or all points of a grid that has fewer ({', '.join(said)})" if said else ""
 
-    def _write_overlay(self, contender: Contender, best: Trial) -> None:
+    def _write_overlay(self, contender: Contender, best: Trial, ended: str) -> None:
         path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
+        head += "" if ended.isdigit() else f"# So far: {ended}.\n"
         config = best.cells[0].config
         whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
@@ -261,6 +281,15 @@ class Tuning:
         node = laid_over([("method", method), *((spelled_out(key, config), value) for key, value in layers)])
         alone = {name: own["class_path"] for name, own in node.items() if _is_name(own)}
         write_text(path, head + yaml.safe_dump({**node, **alone}, sort_keys=False))
+
+
+def _end_of(states: Sequence[str]) -> str:
+    """What became of a point without a value, by what became of its runs."""
+    if "failed" in states:
+        return "failed"
+    if not set(states) <= {"finished", "pruned"}:  # some were asked to end, or never began
+        return "stopped"
+    return "pruned" if "pruned" in states else "failed"  # finished, and no number came of it
 
 
 def _is_name(node: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import make_folder, writing
 from fl_lightning.table.cells import Cell
+from fl_lightning.table.quantity import is_number
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
 LEAST = 3  # runs at the same round that there must be before one is called worse than their median
@@ -31,7 +32,7 @@ class Trial:
         point: what it chooses.
         cells: its runs, one a seed.
         value: the mean of the monitored figure; None while it is not known, or of a run that failed.
-        state: ``running``, ``complete``, ``pruned`` or ``failed``.
+        state: ``running``, ``complete``, ``pruned``, ``stopped`` (by a signal) or ``failed``.
         handle: the sampler's own.
     """
 
@@ -180,7 +181,7 @@ class Optuna(Sampler):
 
     def tell(self, trial: Trial) -> None:
         """Its value, or that it was pruned or failed."""
-        if trial.handle is None:
+        if trial.handle is None or trial.state == "stopped":  # which is asked for again, like one that was killed
             return
         state = self._optuna.trial.TrialState
         if trial.state == "complete":
@@ -231,4 +232,4 @@ class Median:
     def look(self, cell: Cell) -> None:
         """Take up what a run has reached so far."""
         rows = {row["round"]: row.get(self._column) for row in cell.rows()}
-        self._reached[cell.name] = {at: value for at, value in rows.items() if isinstance(value, (int, float))}
+        self._reached[cell.name] = {at: value for at, value in rows.items() if is_number(value)}

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from fl_lightning.errors import ConfigError
@@ -44,6 +46,14 @@ def test_a_figure_is_read_off_a_run(text, value):
     found = moments(figure, ROWS, SUMMARY)
     assert found.get(figure.report) == (None if value is None else pytest.approx(value))
     assert str(figure) == text
+
+
+@pytest.mark.parametrize("end", [math.nan, math.inf])
+def test_a_figure_that_ran_away_is_not_that_of_an_earlier_round(end):
+    """The last finite round stood for the last one, and a run that had diverged looked as good as before."""
+    rows = [{"round": i, "eval_loss/Local-T": loss} for i, loss in enumerate((2.0, 1.0, end, None), 1)]
+    found = moments(read_figure("eval_loss/Local-T.last", "figure"), rows, {})
+    assert found == {"best": 1.0}
 
 
 def test_ten_rounds_of_many():

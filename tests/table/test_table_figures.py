@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fl_lightning.table.figures import Value, _mark, _of_clients, differ, over_clients, students
+from fl_lightning.table.figures import Head, Value, _mark, _of_clients, differ, of_fewer_seeds, over_clients, students
 from fl_lightning.table.progress import duration
 from fl_lightning.table.quantity import Figure
 from fl_lightning.table.writing import marks_rest_on, spread_out
@@ -196,3 +196,15 @@ def test_validation_figures_weigh_clients_by_their_validation_samples(tmp_path):
     for figure in weighted:
         assert _of_clients(run, figure, rows) == {0: (0.5, 0.75), 1: (0.75, 0.25)}
     assert _of_clients(run, plain, rows) == {0: (0.5, 0.5), 1: (0.75, 0.5)}
+
+
+def test_cells_of_fewer_seeds_than_the_table_are_named():
+    """Their means stood beside the others' without a word."""
+    few, whole = Value(seeds={0: 1.0, 2: 2.0}), Value(seeds={0: 1.0, 1: 2.0, 2: 3.0})
+    values = {("Few", Head("A", "one")): few, ("Few", Head("A", "other")): few, ("Whole", Head("A", "one")): whole}
+    values |= {("Odd", Head("A", "one")): whole, ("Odd", Head("A", "other")): Value(seeds={1: 1.0})}
+    values |= {("New", Head("A", "one")): Value()}
+    assert of_fewer_seeds(values, {0, 1, 2}) == [
+        "Few, A: the mean of seeds 0, 2, without 1",
+        "Odd, A other: the mean of seed 1, without 0, 2",
+    ]

@@ -1,13 +1,14 @@
 import csv
 import io
 import json
+import math
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.tune.command import Tuning
+from fl_lightning.tune.command import Tuning, _end_of
 from fl_lightning.tune.space import read_search
 from fl_lightning.tune.trials import Median, Optuna, Trial
 
@@ -35,7 +36,7 @@ def worth(point):
 def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     pytest.importorskip("optuna")
 
-    def go_on(stop_after, folder="out"):
+    def go_on(stop_after, folder="out", by_signal=False):
         with closing(Optuna(search, search.contenders[0], tmp_path / folder)) as sampler:
             asked = []
             while (answer := sampler.ask()) is not None:
@@ -43,6 +44,9 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
                 if len(asked) > stop_after:  # killed in the middle of a trial
                     return asked
                 state = "failed" if answer[0]["optimizer.init_args.lr"] > 0.8 else "complete"
+                if len(asked) == stop_after and by_signal:
+                    sampler.tell(Trial(0, answer[0], state="stopped", handle=answer[1]))
+                    return asked
                 sampler.tell(Trial(0, answer[0], value=worth(answer[0]), state=state, handle=answer[1]))
             return asked
 
@@ -54,6 +58,8 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     for stop_after in (0, 5, 5, 8):  # the same one twice
         assert go_on(stop_after) == straight[: stop_after + 1]
     assert go_on(100) == straight
+    assert go_on(4, "stopped", by_signal=True) == straight[:4]
+    assert go_on(100, "stopped") == straight
 
 
 @pytest.mark.filterwarnings("ignore:.*is experimental")
@@ -126,6 +132,37 @@ def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(search, 
     assert not overlay.exists()
 
 
+def test_a_search_that_was_stopped_is_not_said_to_have_failed(search, tmp_path):
+    """Ctrl-C in its first trial deleted what an earlier search had chosen."""
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    overlay = tuning.folder / search.contenders[0].file
+    overlay.parent.mkdir(parents=True)
+    overlay.write_text("method: {class_path: FedAvg}\n")
+    trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="stopped")]
+    assert "| Method | 1 of 12, stopped | – | no trial is complete |" in tuning.write({"Method": trials})
+    assert overlay.exists()
+    ends = [("stopped", "waiting"), ("finished", "waiting"), ("stopped", "failed"), ("pruned",), ("finished",)]
+    assert list(map(_end_of, ends)) == ["stopped", "stopped", "failed", "pruned", "failed"]
+
+
+def test_a_figure_that_ran_away_ends_a_trial_and_not_the_search(search, tmp_path):
+    """ "No run has it", it was said of the only one in which it was no number."""
+    tuning = Tuning(search, tmp_path, 1, None, None)
+
+    def lacks(*values):
+        return tuning._lacks_monitor(SimpleNamespace(**vars(run("a", values)), summary=dict))
+
+    assert [lacks(0.5, math.nan), lacks(math.inf), lacks(0.5), lacks(None)] == [False, False, False, True]
+
+
+def test_a_run_that_ran_away_keeps_no_other_from_being_ended(search):
+    """With a value that is no number, the median was none, and nothing lay below it."""
+    median = Median(search)
+    for number, level in enumerate((0.5, math.nan, 0.6, 0.7)):
+        assert not median.worse(run(f"run{number}", [level] * 10))
+    assert median.worse(run("bad", [0.1, 0.2, 0.3]))
+
+
 def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, monkeypatch):
     """Files are written as UTF-8, and were read as the locale has it."""
     monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
@@ -140,7 +177,7 @@ def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, mon
 def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_path):
     trial = Trial(0, {"method.mu": 0.5}, value=0.9, state="complete")
     tuning = Tuning(search, tmp_path, 1, None, None)
-    tuning._write_overlay = lambda contender, best: None
+    tuning._write_overlay = lambda *_: None
     tuning.write({"Method": [trial]})
     assert "0.9" in (tuning.folder / "trials.csv").read_text()
     (tmp_path / "s.yaml").write_text(SEARCH.replace("Local-T.last", "eval_loss/Local-T.last"))
