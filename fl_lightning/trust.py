@@ -106,13 +106,15 @@ def import_name(path: str, key: str = "class_path") -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a module of the user's raises
-        raise ConfigError(key, f"cannot import {path}: {_said(error)}") from error
+    except (Exception, SystemExit) as error:  # whatever a module of the user's raises; a script ends, if it is one
+        raise ConfigError(key, f"cannot import {path}: {_said(error, module)}") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException, module: str) -> str:
     own = isinstance(error, (ImportError, AttributeError))
-    return str(error) if own else f"{type(error).__name__}: {error}"
+    said = str(error) if own else f"{type(error).__name__}: {error}"
+    lacks = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+    return f"{said} in the folder that the command was started in, or on PYTHONPATH" if lacks else said
 
 
 def is_known(path: str) -> bool:
