@@ -77,14 +77,25 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
-        what = {**identity(self.config), **contents(self.config), **data_files(self.config), **care(self.config)}
-        what |= {**own_sources(self.config), **own_files(self.config)}
+        what = {**identity(self.config), **self.files, **care(self.config), **own_sources(self.config)}
         what["federation.rounds"] = self.rounds
         stopping = self.config["federation"].get("early_stopping")
         what |= {} if stopping is None else {"federation.early_stopping": stopping}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:10]
         method, dataset = short_name(self.config["method"]), short_name(self.config["data"]["dataset"])
         return f"{method}-{dataset}-{self.seed}-{digest}".lower()
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """What the files hold that it reads, data, weights and its classes' own: key -> first digits of their sum."""
+        return {**contents(self.config), **data_files(self.config), **own_files(self.config)}
+
+    def edited_files(self) -> list[str]:
+        """The keys of those that hold something else now than when the run got its name."""
+        now = replace(self).files
+        return [
+            key.partition(" (")[0] for key in sorted(self.files.keys() | now) if self.files.get(key) != now.get(key)
+        ]
 
     @property
     def folder(self) -> Path:

@@ -142,6 +142,9 @@ class Crew:
                 job.state, job.looked = "elsewhere", now
             elif job.cell.finished:
                 job.state = "finished"
+            elif edited := job.cell.edited_files():  # its figures would stand below the name of the files as they were
+                job.state = "failed"
+                job.said = f"{', '.join(edited)}: the file was edited after the start; start again to take it as it is"
             else:
                 self._start(job)
             self._told(self)

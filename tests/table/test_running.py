@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
 import pytest
@@ -94,3 +95,21 @@ def test_a_run_that_is_killed_is_not_said_to_fail_as_its_last_start_did(cell, tm
 def test_a_run_that_a_signal_ended_is_said_to_be_so(code, said):
     """Its last line was of a round that went well, or the command to go on with."""
     assert running._why(code, "round 3/9") == said
+
+
+def test_a_cell_whose_files_were_edited_after_the_start_is_not_run_under_its_name(cell, tmp_path):
+    """What it read of them was another run's, and its figures stood under the first one's name."""
+    (tmp_path / "table.json").write_text("[1]")
+    config = {**CONFIG, "method": {"class_path": "mine.Mine", "init_args": {"table": str(tmp_path / "table.json")}}}
+    cells = [replace(cell, config=config, seed=seed) for seed in (0, 1)]
+    assert len({own.name for own in cells}) == 2
+
+    def fit(words):
+        (tmp_path / "table.json").write_text("[1, 2]")
+        folder = tmp_path / "cells" / words[words.index("--name") + 1]
+        write_json(folder / "summary.json", {"finished": True, "rounds": 1})
+
+    crew = running.Crew(cells, tmp_path / "logs", 1, fit, lambda crew: None)
+    assert crew.run() == 1
+    assert [job.state for job in crew.jobs] == ["finished", "failed"]
+    assert crew.jobs[1].said.startswith("method.init_args.table: the file was edited after the start; ")
