@@ -52,8 +52,11 @@ def in_latex(text: str) -> str:
     50 \% of \textbackslash{}write18\{ls\} \textasciitilde{} 2\textasciicircum{}3
     >>> print(in_latex("μ=0.1 | 1–2 ± <3"))
     $\mu$=0.1 \textbar{} 1--2 $\pm$ \textless{}3
+    >>> print(in_latex("[12] FedAvg"))  # which behind the end of a line would be a length
+    {}[12] FedAvg
     """
-    return "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+    plain = "".join(_LATEX.get(sign, sign) for sign in " ".join(text.split()))
+    return f"{{}}{plain}" if plain.startswith(("[", "*")) else plain
 
 
 def in_markdown(text: str) -> str:

@@ -25,10 +25,11 @@ from fl_lightning.table.cells import (
     of_two_data_sets,
 )
 from fl_lightning.table.definition import Definition, read_definition
-from fl_lightning.table.figures import Values, values_of
+from fl_lightning.table.figures import Values, of_fewer_seeds, values_of
 from fl_lightning.table.overlays import split_options
 from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
 from fl_lightning.table.progress import Pace, Progress, duration
+from fl_lightning.table.results import claim
 from fl_lightning.table.running import Command, Crew, distinct
 from fl_lightning.table.writing import markdown, write
 from fl_lightning.terminal import say
@@ -86,12 +87,13 @@ def table(argv: Sequence[str], command: Command) -> int:
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
         definition = replace(definition, note=f"{definition.note.strip()} {said}".strip())
     folder = choice.output / "tables" / definition.name
+    claim(folder, definition.path)
     lacking = _without_data(shard)
     left = [cell for cell in shard if cell.title not in lacking]
     missing = _empty_columns(cells, lacking)
     with Progress(console, cells) as progress:
         crew = Crew(left, folder / "logs", options.jobs, command, progress)
-        code = crew.run()
+        code = crew.run() or int(bool(lacking))
     notes = [f"column {column}: {said}" for column, said in missing.items()]
     rest = (cell for cell in shard if cell.title in lacking and cell.column.name not in missing)
     notes += [f"{cell.title}: {lacking[cell.title]}" for cell in rest]
@@ -131,9 +133,10 @@ def _conclude(
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)
     notes += [f"{row}, {head}: its finished runs have no such figure" for row, head in none]
+    notes += of_fewer_seeds(values, {cell.seed for cell in kept})
+    console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)  # whatever the disk says then
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)
-    console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
 
 

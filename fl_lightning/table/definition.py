@@ -156,6 +156,7 @@ class _Reader:
         content, path = self.content, self.path
         default = self._figures(content, "") or {"": read_figure("Local-T.last", "figure")}
         columns = tuple(self._column(name, node, default) for name, node in self._section("columns"))
+        self._require_heads_that_differ(columns)
         rows = tuple(self._row(name, node, columns) for name, node in self._section("rows"))
         seeds = content.get("seeds", [0])
         whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
@@ -184,6 +185,13 @@ class _Reader:
         )
         _require_comparable(table)
         return table
+
+    @staticmethod
+    def _require_heads_that_differ(columns: Sequence[Column]) -> None:
+        """Refuse two columns that are printed under one head: ``A`` with a figure ``B C``, and ``A B`` with ``C``."""
+        heads = [f"{column.name} {name}".strip() for column in columns for name in column.figures]
+        twice = next((head for head in heads if heads.count(head) > 1), None)
+        require(twice is None, "columns", "must have names that differ with their figures' behind them", twice)
 
     def _rank(self, columns: Sequence[Column]) -> tuple[str, ...]:
         names = self.content.get("rank", [])

@@ -22,7 +22,7 @@ from fl_lightning.table import ranking
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import ALL_DIGITS, Definition
 from fl_lightning.table.figures import Values
-from fl_lightning.table.writing import RANKING, as_csv
+from fl_lightning.table.writing import RANKING, as_csv, how_many_seeds
 from fl_lightning.terminal import printable
 
 CELLS = "cells.csv"
@@ -87,9 +87,14 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
             named = (printable(out_of_spreadsheet(cell[name])) for name in ("row", "column"))
             members.append(Member(read_run(run, "report"), *named))
         else:
-            missing.append(run.name)
-    if missing:
-        notes.append(f"{len(missing)} of {len(cells)} runs have no round yet: {', '.join(missing[:5])}")
+            missing.append(run)
+    gone = [run.name for run in missing if not run.is_dir()]
+    new = [run.name for run in missing if run.is_dir()]
+    if gone:
+        where = f"where {file.name} says, seen from {folder}"
+        notes.append(f"{len(gone)} of {len(cells)} runs are not {where}: {', '.join(gone[:5])}")
+    if new:
+        notes.append(f"{len(new)} of {len(cells)} runs have no round yet: {', '.join(new[:5])}")
     return table, members, notes
 
 
@@ -101,13 +106,16 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
     """A table from the lines of its CSV file."""
     heads: dict[str, None] = {}
     rows: dict[str, dict[str, PublishedCell]] = {}
+    seeds: list[int] = []
     for line in csv.DictReader(lines):
         require(line.get("row") is not None and line.get("column") is not None, "report", "table.csv is no table")
         named = {name: printable(out_of_spreadsheet(line.get(name) or "")) for name in ("row", "column", "figure")}
         head = f"{named['column']} {named['figure']}".strip()
         heads[head] = None
+        seeds.append(len((line.get("seeds") or "").split()))
         rows.setdefault(named["row"], {})[head] = _cell(line)
-    said = "Means over seeds, ± over seeds; in parentheses the standard deviation over clients."
+    many = how_many_seeds(seeds)
+    said = f"Means over {many}, ± over seeds; in parentheses the standard deviation over clients."
     marked = "Bold and underlined: a paired t-test at 5 % tells the row from the next one; of how many pairs, it says."
     notes = [marked, *notes] if any(cell.mark for cells in rows.values() for cell in cells.values()) else notes
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]

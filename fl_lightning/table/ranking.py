@@ -80,16 +80,19 @@ def ranked(values: Values, head: Head) -> list[Rank]:
 
 
 def interval(value: Value, other: Value) -> tuple[float, float, float]:
-    """The difference of two cells and its 95 % interval, runs with the same seed or clients being pairs."""
+    """The difference of two cells and its 95 % interval, runs with the same seed or clients being pairs.
+
+    Seeds that one of them lacks do not count, unless they have none in common.
+    """
     if value is other:
         return 0.0, 0.0, 0.0
-    gap = (value.mean or 0.0) - (other.mean or 0.0)
     gaps = pairs(value.seeds, other.seeds)
+    gap = float(gaps.mean()) if len(gaps) else (value.mean or 0.0) - (other.mean or 0.0)
     if len(gaps) >= LEAST_SEEDS:
         from scipy import stats
 
         half = float(stats.t.ppf(1 - LEVEL / 2, len(gaps) - 1)) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
-        return float(gaps.mean()), float(gaps.mean()) - half, float(gaps.mean()) + half
+        return gap, gap - half, gap + half
     return (gap, *over_clients(value, other))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def write(folder: Path, table: Definition, values: Values, notes: Sequence[str])
     texts = {
         "table.md": markdown(table, values, notes),
         "table.csv": as_csv(table, values),
-        "table.tex": latex(table, values),
+        "table.tex": latex(table, values, notes),
     }
     if ranking.heads_ranked(table, values):
         texts[RANKING] = ranking.as_csv(table, values)
@@ -88,11 +88,21 @@ def marks_rest_on(values: Values) -> str:
     return said + (few if any(text.split()[0] in ("3", "4") for text in told) else "")
 
 
+def how_many_seeds(numbers: Iterable[int]) -> str:
+    """Of how many seeds the cells of a table are means, where they have any.
+
+    >>> how_many_seeds([3, 0, 1]), how_many_seeds([1, 1]), how_many_seeds([])
+    ('1 to 3 seeds', '1 seed', '0 seeds')
+    """
+    known = {number for number in numbers if number}
+    if len(known) > 1:
+        return f"{min(known)} to {max(known)} seeds"
+    return "1 seed" if known == {1} else f"{max(known, default=0)} seeds"
+
+
 def _explained(table: Definition, values: Values) -> list[str]:
-    seeds = {len(value.seeds) for value in values.values() if value.seeds}
-    runs = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"{max(seeds, default=0)}"
-    many = "" if runs == "1" else "s"
-    said = f"Means of {runs} seed{many}; ± over seeds (sample deviation), in parentheses over clients."
+    seeds = how_many_seeds(len(value.seeds) for value in values.values())
+    said = f"Means of {seeds}; ± over seeds (sample deviation), in parentheses over clients."
     if any(value.published for value in values.values()):
         over = f", ± over {table.spread}" if table.spread else ""
         source = f" ({in_markdown(table.source)})" if table.source else ""
@@ -167,11 +177,12 @@ def as_csv(table: Definition, values: Values) -> str:
     return buffer.getvalue()
 
 
-def latex(table: Definition, values: Values) -> str:
-    """A booktabs table: mean ± over seeds, the published figure below in small print."""
+def latex(table: Definition, values: Values, notes: Sequence[str] = ()) -> str:
+    """A booktabs table: mean ± over seeds, the published figure below in small print; the notes as comments."""
     heads = heads_of(table, values)
     marked = marks_rest_on(values)
-    lines = [rf"% bold and underlined: told from the next row by a paired t-test at 5 %.{marked}"] if marked else []
+    lines = [f"% note: {' '.join(note.split())}" for note in notes]
+    lines += [rf"% bold and underlined: told from the next row by a paired t-test at 5 %.{marked}"] if marked else []
     lines += [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
     lines.append(" & ".join(["Method", *(in_latex(str(head)) for head in heads)]) + r" \\")
     lines.append(r"\midrule")

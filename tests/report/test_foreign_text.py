@@ -129,3 +129,19 @@ def test_names_are_read_back_as_they_were_given(table, tmp_path):
     assert (shown.title, shown.heads, members) == ("<img src=x> # harm", ["-1+1"], [])
     assert [name for name, _ in shown.rows] == [*ROWS[:-1], "\\x1b[2J"]
     assert as_csv(table, values).count("'=cmd") == 1
+
+
+def test_a_table_says_how_many_seeds_it_is_of_and_what_is_missing(table, tmp_path):
+    """LaTeX said nothing, and the page no number; of a folder that was moved it said that runs had no round yet."""
+    values = {(row.name, Head("-1+1", "")): Value({0: 0.5}) for row in table.rows}
+    values[table.rows[0].name, Head("-1+1", "")].seeds[1] = 0.75
+    write(tmp_path, table, values, ["2 of 3 runs\nare not finished"])
+    assert (tmp_path / "table.tex").read_text().startswith("% note: 2 of 3 runs are not finished\n")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "cells.csv").write_text("row,column,seed,folder\na,b,0,begun\na,b,1,gone\n")
+    shown, _, notes = read_results(tmp_path)
+    assert shown.notes[0].startswith("Means over 1 to 2 seeds, ")
+    assert [note.split(", seen")[0] for note in notes] == [
+        "1 of 2 runs are not where cells.csv says",
+        "1 of 2 runs have no round yet: begun",
+    ]

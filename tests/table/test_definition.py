@@ -156,6 +156,7 @@ def test_a_column_s_name_may_hold_dots(write):
         ("title: T", "scale: 0", "scale", "above 0"),
         ("title: T", "scale: -100", "scale", "above 0"),
         ("title: T", "rank: [H]", "rank", "L"),
+        ("columns:\n", "columns:\n  B L: {}\n", "columns", "got 'B L'"),
         ("title: T", "rank: 3", "rank", "a list"),
         ("Ours: {columns: {A: null}, figure: Local-T.last}", f"{LOSS}\nrank: [L]", "rank", "B has rows with figures"),
         ("figure: Server-T.last", "figure: {of: Server-T.last, scale: .inf}", "figure.scale", "finite"),

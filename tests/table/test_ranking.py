@@ -39,6 +39,14 @@ def test_interval_is_students_over_the_seeds_that_both_have():
     assert (gap, low, high) == pytest.approx((np.mean(gaps), *told))
 
 
+def test_gap_is_of_the_seeds_that_both_have_where_they_are_too_few_for_an_interval():
+    first, second = Value(seeds={0: 50.0, 1: 90.0}), Value(seeds={0: 40.0})
+    gap, low, _ = interval(second, first)
+    assert gap == -10
+    assert math.isnan(low)
+    assert interval(Value(seeds={5: 40.0}), first)[0] == -30  # none in common: of the means
+
+
 def test_least_is_first_of_spreads_and_times_and_other_columns_stay_out():
     rows = {("slow", HEAD): value(9, less_is_better=True), ("fast", HEAD): value(3, less_is_better=True)}
     other = {("slow", Head("Digits", "all")): value(1), ("new", HEAD): Value()}
