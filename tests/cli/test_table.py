@@ -167,18 +167,6 @@ def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
     assert {row for row, _ in cells(place)} >= {"FedAvg", "FedRep"}
 
 
-def test_a_table_none_of_whose_data_are_there_has_failed_and_is_printed_though_it_cannot_be_written(place):
-    text = TABLE.replace("[../exp.yaml]}", "[../exp.yaml], set: {data.dataset: {class_path: MNIST, init_args: NONE}}}")
-    place.write("tables/small.yaml", text.replace("NONE", "{root: none, download: false}"))
-    code, out, err = place.call("table", "tables/small.yaml", "--only", "FedAvg", "--seeds", "0")
-    assert (code, "column Digits: " in out) == (1, True), err
-    (place.path / f"runs/tables/{place.path.name}-small/table.csv").unlink()
-    (place.path / f"runs/tables/{place.path.name}-small/table.csv").mkdir()  # as good as a full disk
-    code, out, err = place.call("table", "tables/small.yaml", "--only", "FedAvg", "--seeds", "0")
-    assert (code, "column Digits: " in out) == (2, True), err
-    assert "cannot write" in err
-
-
 @pytest.mark.parametrize(
     ("argv", "word"),
     [

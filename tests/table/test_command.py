@@ -1,0 +1,37 @@
+"""`fl-lightning table` where there is nothing to run."""
+
+import pytest
+
+from fl_lightning.files import WriteError
+from fl_lightning.table.command import table
+
+TABLE = """\
+title: Nothing
+name: nothing
+columns: {A: {}}
+rows: {Row: {}}
+base:
+  set:
+    method: Local
+    model: MLP
+    optimizer: SGD
+    data:
+      dataset: {class_path: MNIST, init_args: {root: none, download: false}}
+      num_clients: 2
+      partition: IID
+"""
+
+
+def test_a_table_none_of_whose_data_are_there_has_failed_and_is_printed_though_it_cannot_be_written(
+    tmp_path, monkeypatch, capsys
+):
+    """It ended with 0; and where the disk was full, nothing was printed of what days had found."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.yaml").write_text(TABLE)
+    assert table(["t.yaml"], lambda words: None) == 1
+    assert "- column A: data.dataset: " in capsys.readouterr().out
+    (tmp_path / "runs/tables/nothing/table.csv").unlink()
+    (tmp_path / "runs/tables/nothing/table.csv").mkdir()  # as good as a full disk
+    with pytest.raises(WriteError, match=r"cannot write .*table\.csv"):
+        table(["t.yaml"], lambda words: None)
+    assert "- column A: data.dataset: " in capsys.readouterr().out
