@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ import numpy as np
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import make_folder, writing
 from fl_lightning.table.cells import Cell
-from fl_lightning.table.quantity import is_number
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
 LEAST = 3  # runs at the same round that there must be before one is called worse than their median
@@ -232,4 +232,5 @@ class Median:
     def look(self, cell: Cell) -> None:
         """Take up what a run has reached so far."""
         rows = {row["round"]: row.get(self._column) for row in cell.rows()}
-        self._reached[cell.name] = {at: value for at, value in rows.items() if is_number(value)}
+        numbers = {at: value for at, value in rows.items() if isinstance(value, (int, float))}
+        self._reached[cell.name] = {at: value for at, value in numbers.items() if math.isfinite(value)}
