@@ -310,11 +310,35 @@ def require_readable(state: Any) -> None:
     """Write plain containers of tensors down and read them again, in memory.
 
     Raises:
-        Exception: what pickle or torch raise (half a dozen types), where it cannot be done.
+        TypeError: naming the first entry that is nothing plain, where that is what cannot be read again.
+        Exception: what pickle or torch raise else (half a dozen types), where it cannot be done.
     """
     import torch
 
-    torch.load(io.BytesIO(tensors_as_bytes(state)), map_location="cpu", weights_only=True)
+    try:
+        torch.load(io.BytesIO(tensors_as_bytes(state)), map_location="cpu", weights_only=True)
+    except Exception as error:
+        odd = _odd_entry(state)
+        if not odd:
+            raise
+        raise TypeError(odd) from error
+
+
+def _odd_entry(state: Any, name: str = "it") -> str:
+    """Which entry of a state is no plain container, number, text or tensor, and what it is; empty for none."""
+    import torch
+
+    if isinstance(state, Mapping):
+        inner = [(str(key) if name == "it" else f"{name}.{key}", own) for key, own in state.items()]
+    elif type(state) in (list, tuple, set):
+        inner = [(f"{name}.{place}", own) for place, own in enumerate(state)]
+    elif isinstance(state, torch.Tensor) or type(state) in (type(None), bool, int, float, complex, str, bytes):
+        return ""
+    else:
+        kind = type(state)
+        where = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}'s "
+        return f"{name} is {where}{kind.__name__}"
+    return next(filter(None, (_odd_entry(own, key) for key, own in inner)), "")
 
 
 def verify(path: Path, key: str) -> None:

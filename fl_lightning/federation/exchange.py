@@ -190,7 +190,7 @@ class Star(Exchange):
 
     @override
     def setup(self, template: ClientModule, facts: Facts) -> None:
-        self.facts, self.unsaved = facts, Unsaved()
+        self.facts, self._unsaved = facts, [Unsaved(), Unsaved(), Unsaved()]
         self.server = template.make_server(facts)
         with own_code("method", self.server, "setup()"):
             self.server.setup(facts)
@@ -232,11 +232,17 @@ class Star(Exchange):
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
         self.server.open_round()
-        self.unsaved.look(self.server)
+        for unsaved, owner in zip(self._unsaved, self._keeping(), strict=True):
+            if owner is not None:
+                unsaved.look(owner)
         if self.mean is not None:
             self.mean.open_round()
         if self.guarded is not None:
             self.guarded.open_round()
+
+    def _keeping(self) -> tuple[Server, ServerOptimizer | None, Aggregator | None]:
+        """What remembers something from round to round, and may be somebody's own."""
+        return self.server, self.server.optimizer, None if self.guarded is None else self.guarded.aggregator
 
     @override
     def withdraw(self, clients: Sequence[int]) -> None:
@@ -289,7 +295,10 @@ class Star(Exchange):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = checked_state(self.server)
+        server, *others = self._keeping()
+        state = checked_state(server)
+        for owner in filter(None, others):
+            checked_state(owner)
         if self.guarded is not None:
             state["aggregator"] = self.guarded.state_dict()
         return state if self.mean is None else {**state, "mean": self.mean.state_dict()}

@@ -17,6 +17,7 @@ from fl_lightning.federation.examiner import union
 from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
+from fl_lightning.federation.unsaved import checked_state
 from fl_lightning.files import require_readable
 from fl_lightning.identity import CODE, CONTENTS
 from fl_lightning.terminal import say
@@ -40,7 +41,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
 
 def _of_exchange(loop: Loop) -> dict[str, Any]:
     with at_server(loop.round):
-        return loop.exchange.state_dict()
+        return checked_state(loop.exchange)
 
 
 def _checked(name: str, callback: FederationCallback) -> dict[str, Any]:

@@ -1,27 +1,41 @@
-"""What a server of somebody's own remembers, and no checkpoint does."""
+"""What somebody's own server, or what follows or guards its mean, remembers, and no checkpoint does."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import shortened
 from fl_lightning.files import require_readable
 from fl_lightning.terminal import say
 
-_KNOWN = frozenset(vars(Server(Message())))
+_KNOWN: Mapping[type, frozenset[str]] = {
+    Server: frozenset(vars(Server(Message()))),
+    ServerOptimizer: frozenset({"lr", "trained", "share", "state"}),
+    Aggregator: frozenset({"trained"}),
+}
+"""What the bases have, and save where it matters."""
+
+
+class Kept(Protocol):
+    """What is saved with a run and may be somebody's own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rounds depend on."""
 
 
 class Unsaved:
     """Looks, once a round has been opened, for attributes that have changed since the round before.
 
-    What a server makes anew for every round is as it was by then. What is not, and not in `state_dict`, is lost to a
-    run that is resumed, which says nothing of it otherwise.
+    What is made anew for every round is as it was by then. What is not, and not in `state_dict`, is lost to a run that
+    is resumed, which says nothing of it otherwise.
     """
 
     def __init__(self) -> None:
@@ -29,23 +43,24 @@ class Unsaved:
         self._said = False
         self._rounds = 0
 
-    def look(self, server: Server) -> None:
+    def look(self, owner: Kept) -> None:
         """Say which attribute a resumed run would lack, once.
 
         Args:
-            server: the exchange's, whose round was just opened.
+            owner: the server, its optimizer or the rule that guards it, of the round that was just opened.
         """
         self._rounds += 1
-        if self._rounds == 2:  # what a server keeps of a round is there: a long run must not end without a checkpoint
-            checked_state(server)
-        if self._said or _saves_by_itself(server):
+        if self._rounds == 2:  # what is kept of a round is there: a long run must not end without a checkpoint
+            checked_state(owner)
+        if self._said or _saves_by_itself(owner):
             return
-        now = {name: _mark(value) for name, value in vars(server).items() if name not in _KNOWN}
+        known = next((names for kind, names in _KNOWN.items() if isinstance(owner, kind)), frozenset())
+        now = {name: _mark(value) for name, value in vars(owner).items() if name not in known}
         before, self._before = self._before, now
         lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
-        lost = [name for name in lost if name not in server.state_dict()]
+        lost = [name for name in lost if name not in owner.state_dict()]
         if lost:
-            who = type(server).__name__
+            who = type(owner).__name__
             say(
                 f"fl-lightning: {who}.{lost[0]} changes from round to round and is not in {who}.state_dict(), so that "
                 "a resumed run differs: override state_dict and load_state_dict"
@@ -53,27 +68,27 @@ class Unsaved:
             self._said = True
 
 
-def checked_state(server: Server) -> dict[str, Any]:
-    """What a server wants to keep, if it can be written down and read again; ours can.
+def checked_state(owner: Kept) -> dict[str, Any]:
+    """What a server, or what follows, guards or carries its messages, wants to keep, if it can be read again; ours can.
 
     Raises:
         Unsound: if it cannot.
     """
-    state = server.state_dict()
-    if _is_ours(type(server)):
+    state = owner.state_dict()
+    if _is_ours(type(owner)):
         return state
-    rule = f"{type(server).__name__}.state_dict() must give plain containers of numbers, texts and tensors"
+    rule = f"{type(owner).__name__}.state_dict() must give plain containers of numbers, texts and tensors"
     try:
-        known = state.keys() - {"message", "memories", "server_optimizer"}
-        require_readable({key: state[key] for key in known})
+        known = state.keys() - ({"message", "memories", "server_optimizer"} if isinstance(owner, Server) else set())
+        require_readable({key: state[key] for key in sorted(known)})
     except Exception as error:
         raise Unsound(f"{rule} ({shortened(str(error), 100)})") from error
     return state
 
 
-def _saves_by_itself(server: Server) -> bool:
+def _saves_by_itself(owner: Kept) -> bool:
     """Whether it is one of ours, or says by itself what it saves."""
-    kind = type(server)
+    kind = type(owner)
     saves = next(own for own in kind.__mro__ if "state_dict" in vars(own))
     return _is_ours(kind) or not _is_ours(saves)
 

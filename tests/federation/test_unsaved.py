@@ -1,10 +1,14 @@
 """A server of somebody's own: what it remembers is saved and can be read, and what goes wrong in it is one line."""
 
+import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.sickness import ServerError
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -96,6 +100,46 @@ class Forgetful(FedAvg):
         Server(initial)
 
 
+class Heavy(ServerOptimizer):
+    """A ball that rolls on, in an attribute."""
+
+    def __init__(self):
+        super().__init__(1.0)
+        self.velocity = {}
+
+    def direction(self, name, delta):
+        self.velocity[name] = 0.5 * self.velocity.get(name, 0 * delta) + delta
+        return self.velocity[name]
+
+
+class HeavyInArrays(Heavy):
+    def state_dict(self):
+        return {"velocity": {name: tensor.numpy() for name, tensor in self.velocity.items()}}
+
+
+class Sluggish(Aggregator):
+    """The mean of this round's vectors and of the last one's, in an attribute."""
+
+    def start(self, trained):
+        super().start(trained)
+        self.last = None
+
+    def combine(self, vectors):
+        mean = vectors.points.double().mean(0)
+        before, self.last = mean if self.last is None else self.last, mean
+        return (before + mean) / 2
+
+
+class SluggishInNumbers(Sluggish):
+    def state_dict(self):
+        return {"last": [np.float64(value) for value in self.last[:2]]}
+
+
+class Counting(Star):
+    def state_dict(self):
+        return {**super().state_dict(), "seen": {"rounds": np.ones(1)}}
+
+
 def with_server(kind):
     return type("Own", (FedAvg,), {"make_server": lambda self, initial, facts: kind(initial)})
 
@@ -105,6 +149,33 @@ def test_state_that_a_resumed_run_would_lack_is_said_once(kind, times, mlp, set_
     set_up_federation(lambda: with_server(kind)(mlp()), rounds=3).run()
     said = "fl-lightning: Remembers.velocity changes from round to round and is not in Remembers.state_dict()"
     assert capsys.readouterr().err.count(said) == times
+
+
+@pytest.mark.parametrize(
+    ("own", "lost"),
+    [({"server_optimizer": Heavy()}, "Heavy.velocity"), ({"aggregator": Sluggish()}, "Sluggish.last")],
+)
+def test_what_follows_or_guards_the_mean_is_held_to_the_same(own, lost, mlp, set_up_federation, capsys):
+    set_up_federation(lambda: FedAvg(mlp()), rounds=3, **own).run()
+    said = f"fl-lightning: {lost} changes from round to round and is not in {lost.partition('.')[0]}.state_dict()"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "odd"),
+    [
+        ({"server_optimizer": HeavyInArrays()}, r"HeavyInArrays\..*\(velocity\.model\..* is numpy's ndarray\)"),
+        ({"aggregator": SluggishInNumbers()}, r"SluggishInNumbers\..*\(last\.0 is numpy's float64\)"),
+        ({"exchange": Counting()}, r"Counting\..*\(seen\.rounds is numpy's ndarray\)"),
+    ],
+)
+def test_state_that_no_checkpoint_could_be_read_with_is_refused_before_it_is_written(
+    own, odd, mlp, set_up_federation, tmp_path
+):
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1, folder=tmp_path, **own)
+    with pytest.raises(ServerError, match=odd):
+        loop.run()
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
