@@ -59,7 +59,8 @@ class Division:
         share_buffers: whether batch norm's running statistics travel with their layers; otherwise they are kept.
 
     Raises:
-        ConfigError: naming an entry that is no tensor, or that is exchanged and complex.
+        ConfigError: naming an entry that is no tensor or lasts no longer than a state dict, or that is exchanged and
+            complex.
     """
 
     def __init__(self, method: nn.Module, share_buffers: bool = True) -> None:
@@ -87,6 +88,8 @@ class Division:
         odd = next((name for name in self.shared if state[name].is_complex()), None)
         rule = f"{odd} is complex, and what is exchanged must be real; keep torch.view_as_real of it"
         require(odd is None, "model", rule)
+        if self._places is None:
+            _check_live(state, method.state_dict())
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
         """Names of the entries that every receive makes anew, the same for all clients."""
@@ -158,6 +161,19 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         rule = f"{name} of its state must be a tensor: what get_extra_state gives is swapped and sent, too"
         require(isinstance(value, Tensor), "model", rule, type(value).__name__)
+
+
+def _check_live(state: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    """Refuse entries that are tensors of a moment, in which no client's own state can be put.
+
+    Args:
+        state: a state dict.
+        again: the same once more, asked for while `state` holds its tensors.
+    """
+    fleeting = (name for name, own in state.items() if own.numel() and own.data_ptr() != again[name].data_ptr())
+    made = next(fleeting, None)
+    rule = f"{made} of its state is made anew whenever it is asked for (get_extra_state); keep it in a buffer"
+    require(made is None, "model", f"{rule}, or it would run on from client to client")
 
 
 def _places(module: nn.Module) -> list[Place] | None:

@@ -164,7 +164,7 @@ def test_names_overlap_where_one_lies_inside_the_other():
 
 
 class Odd(torch.nn.Linear):
-    """A head with a state that is no tensor, or a complex buffer."""
+    """A head with a state that is no tensor, or one of its own, or a complex buffer."""
 
     def __init__(self, *sizes, extra=None):
         super().__init__(*sizes)
@@ -173,7 +173,7 @@ class Odd(torch.nn.Linear):
         self.extra = extra
 
     def get_extra_state(self):
-        return torch.zeros(()) if self.extra is None else self.extra
+        return self.phase.real if self.extra is None else torch.tensor(3) if self.extra == "fleeting" else self.extra
 
     def set_extra_state(self, state):
         self.extra = state
@@ -181,14 +181,27 @@ class Odd(torch.nn.Linear):
 
 @pytest.mark.parametrize(
     ("extra", "said"),
-    [({"k": 1}, r"_extra_state of its state must be a tensor.*, got 'dict'$"), (None, r"phase is complex, and what")],
-    ids=["no tensor", "complex"],
+    [
+        ({"k": 1}, r"_extra_state of its state must be a tensor.*, got 'dict'$"),
+        (None, r"phase is complex, and what"),
+        ("fleeting", r"_extra_state of its state is made anew whenever it is asked for .* keep it in a buffer"),
+    ],
+    ids=["no tensor", "complex", "fleeting"],
 )
 def test_entries_that_cannot_travel_are_refused_by_name(mlp, extra, said):
     model = mlp()
     model.head = Odd(5, 4, extra=extra)
     with pytest.raises(ConfigError, match=rf"^model: model\.head\.{said}"):
         Division(OnlyHead(model))
+
+
+def test_an_extra_state_that_lasts_may_stay(mlp):
+    model = mlp()
+    model.head = Odd(5, 4, extra=torch.tensor(1))
+    one = OnlyHead(model)
+    load_entries(one, {"model.head._extra_state": torch.tensor(5)})
+    assert "model.head._extra_state" in Division(one).shared
+    assert int(model.head.extra) == 5
 
 
 def test_a_complex_entry_may_stay(mlp):
