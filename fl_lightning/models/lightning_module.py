@@ -17,7 +17,7 @@ from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_rehearsal import rehearse
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.split import SplitModel
-from fl_lightning.models.wrapped import require_submodule, shape_of, try_out
+from fl_lightning.models.wrapped import fill_lazy, require_submodule, shape_of, try_out
 
 
 class WrappedLightningModule(SplitModel):
@@ -54,6 +54,7 @@ class WrappedLightningModule(SplitModel):
         optimizer: Literal["own", "configured"] = "own",
     ) -> None:
         require_size("num_classes", num_classes)
+        fill_lazy(module, input_shape, KEY)
         module = copy.deepcopy(module)
         name = type(module).__name__
         hooks_of(module)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
@@ -52,6 +53,7 @@ class WrappedModel(SplitModel):
         weights: str | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
+        fill_lazy(module, input_shape)
         network = copy.deepcopy(module)
         require_submodule(network, "model.head", head)
         if weights is not None:
@@ -59,6 +61,21 @@ class WrappedModel(SplitModel):
         freeze(network, frozen)
         body, classifier, size = split_at(network, head, features, input_shape, num_classes)
         super().__init__(body, classifier, size, num_classes, input_shape)
+
+
+def fill_lazy(module: nn.Module, input_shape: tuple[int, ...], key: str = "model.module") -> None:
+    """Let lazy layers (`LazyLinear`, …) get their sizes of two made-up samples: before that they cannot be copied.
+
+    Args:
+        module: the network, from a sample batch to logits; changed where it has such layers.
+        input_shape: shape of one sample.
+        key: of the module, for the error.
+
+    Raises:
+        ConfigError: if it fails on such samples.
+    """
+    if any(map(is_lazy, _state(module))):
+        try_out(module, input_shape, key)
 
 
 def split_at(
@@ -206,7 +223,8 @@ def try_out(module: nn.Module, input_shape: tuple[int, ...], key: str = "model.m
     The shape does not say whether samples are floats or tokens; the other kind is tried where the likelier one fails.
     """
     device = next((tensor.device for tensor in _state(module)), torch.device("cpu"))
-    dtype = next((tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()), torch.float32)
+    made = (tensor for tensor in module.parameters() if not is_lazy(tensor))
+    dtype = next((tensor.dtype for tensor in made if tensor.is_floating_point()), torch.float32)
     # Noise of its own generator: zeros could hide what stands behind the head, and the run's streams stay untouched.
     noise = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0))
     samples = [noise.to(device, dtype), torch.zeros((2, *input_shape), dtype=torch.int64, device=device)]

@@ -100,6 +100,14 @@ def test_wrapped_model_computes_what_the_module_computes(head, embedding_size):
     torch.testing.assert_close(model(x), module(x), rtol=0, atol=0)
 
 
+def test_lazy_layers_get_their_sizes_of_the_samples():
+    network = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5), nn.Linear(5, 3))
+    model = WrappedModel(SHAPE, 3, network, "4")
+    assert model.state_dict()["body.neck.3.weight"].shape == (5, 144)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert int(model.state_dict()["body.neck.1.num_batches_tracked"]) == 0
+
+
 def test_wrapped_model_leaves_the_users_module_and_the_random_stream_alone():
     module = UserNet()
     module.norm.eval()
