@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import plain
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import Trust, is_known
@@ -70,18 +70,21 @@ class Augmentation:
             x: [n, ...] some of the inputs.
 
         Raises:
-            ConfigError: if the inputs are no images, or the transforms fail on them or change their shape or type.
+            ConfigError: if the inputs are no images, or the transforms fail on them, change their shape or type, or
+                give other images for the same seed.
         """
         if x.ndim != 4:
             raise ConfigError(KEY, f"needs images [C, H, W], but a sample of this data set is {_kind(x)}")
         try:
-            augmented = self(x, 0)
+            augmented, again = self(x, 0), self(x, 0)
         except Exception as error:  # whatever a transform raises
             reason = str(error).split("\n")[0]
             raise ConfigError(KEY, f"{self} fails on images of {_kind(x)}: {reason}") from error
         if augmented.shape != x.shape or augmented.dtype != x.dtype:
             rule = "must keep an image's shape and type"
             raise ConfigError(KEY, f"{rule}, but {self} turns {_kind(x)} into {_kind(augmented)}")
+        seeded = "must draw from the global streams (torch's, NumPy's, Python's), which are seeded for every mini-batch"
+        require(torch.equal(augmented, again), KEY, f"{self} gives other images the second time: it {seeded}")
 
     def __str__(self) -> str:
         return ", ".join(getattr(t, "__name__", type(t).__name__) for t in self.transforms)

@@ -240,6 +240,21 @@ def test_what_does_not_keep_an_image_is_refused_before_training(make_data, given
     assert "\n" not in str(caught.value)
 
 
+class Noisy:
+    """Noise from a generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, image):
+        return image + torch.from_numpy(self.rng.integers(0, 9, image.shape, dtype=np.uint8))
+
+
+def test_draws_that_no_seed_reaches_are_refused(make_data):
+    with pytest.raises(ConfigError, match=r"^data\.augmentation: Noisy gives other images the second time: .*seeded"):
+        make_data(edit=make_uint8, augmentation=[Noisy()])
+
+
 def test_data_without_images_is_refused(make_data):
     def tokens(arrays):
         arrays.x, arrays.vocabulary_size = (arrays.x.flatten(1) > 0).long(), 2
