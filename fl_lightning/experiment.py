@@ -44,6 +44,7 @@ from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import own_sources
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
+from fl_lightning.seeding import isolated_streams
 from fl_lightning.sizes import check_memory
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name
@@ -298,7 +299,8 @@ def build_data(section: Mapping[str, Any]) -> FederatedData:
     """The data of a federation, as a configuration's section `data` says; not loaded yet."""
     data = dict(section)
     described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
-    built: FederatedData = build_as(FederatedData, data, "data", **described)
+    with isolated_streams(0, "dataset"):  # a class of the user's own may draw its samples when it is made
+        built: FederatedData = build_as(FederatedData, data, "data", **described)
     return built
 
 

@@ -21,6 +21,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
 from fl_lightning.files import remove_abandoned, save_tensors, verify
+from fl_lightning.seeding import isolated_streams
 from fl_lightning.terminal import say
 
 FORMAT = 5
@@ -57,7 +58,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
         return cached
     outer = _FOLDER.set(folder)
     try:
-        with own_code(KEY, dataset, "arrays()"):
+        with own_code(KEY, dataset, "arrays()"), isolated_streams(0, "dataset"):  # whatever the run's seed is
             arrays = dataset.arrays()
     finally:
         _FOLDER.reset(outer)

@@ -23,7 +23,7 @@ from fl_lightning.data.shifts import Shift
 from fl_lightning.data.splits import ClientIndices, from_file, holdout, matched, server_only
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError, own_code, require
-from fl_lightning.seeding import numpy_generator
+from fl_lightning.seeding import isolated_streams, numpy_generator
 
 
 @dataclass(eq=False)
@@ -139,9 +139,11 @@ class FederatedData:
             self._populate(self.partition, seed)
             self._seed = seed
             return
-        parts = self._split(seed)
+        with isolated_streams(seed, "partition"):  # a rule of the user's own may draw from the global streams
+            parts = self._split(seed)
         if self.shift is not None:
-            self.arrays = shifted(self.shift, self._decoded, parts, seed)
+            with isolated_streams(seed, "shift"):
+                self.arrays = shifted(self.shift, self._decoded, parts, seed)
             self.store = TensorStore(self.arrays)
         for client, part in enumerate(parts):
             if len(part.train) == 0:

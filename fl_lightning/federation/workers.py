@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from fl_lightning.core.message import Message, Size
+from fl_lightning.errors import require
 from fl_lightning.federation import transport
 from fl_lightning.federation.exchange import Exchange, Hop
+from fl_lightning.federation.unsaved import checked_state
 
 MAIN = 0
 """Rank of the process that holds the exchange, writes the run's folder and calls the callbacks."""
@@ -114,6 +116,26 @@ class Workers:
             elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
                 merge(transport.receive(self.rank + step, device))
             step *= 2
+
+
+def check_alike(workers: Workers, data: Any) -> None:
+    """Refuse processes that have other data than the main one: each decodes them, and shares them out, by itself.
+
+    Args:
+        workers: the processes.
+        data: the federation's (`data/module.py`), set up.
+
+    Raises:
+        ConfigError: on every process.
+    """
+    if not workers.is_team:
+        return
+    said = workers.everyone_says((data.samples_hash, data.partition_hash))
+    for key, hashes in zip(("data", "data.partition"), zip(*said, strict=True), strict=True):
+        rule = (
+            "every process of the run has drawn its own: draw from the `rng` that is given, or from the global streams"
+        )
+        require(len(set(hashes)) == 1, key, f"{rule} (torch's, NumPy's, Python's), which are seeded")
 
 
 def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) -> Exchange:
@@ -260,7 +282,7 @@ class _SharedExchange(Exchange):
 
     def state_dict(self) -> dict[str, Any]:
         """The main process's; empty elsewhere."""
-        return self.exchange.state_dict() if self.workers.is_main else {}
+        return checked_state(self.exchange) if self.workers.is_main else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.workers.is_main:

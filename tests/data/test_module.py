@@ -1,4 +1,6 @@
 import json
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +26,22 @@ class Made(Dataset):
         return self._arrays
 
 
+class Drawn(Made):
+    """Samples from the global streams, at every call others."""
+
+    def arrays(self):
+        return replace(self._arrays, x=torch.randint_like(self._arrays.x, 9 + random.randrange(99)))
+
+
+class Shuffled(Partition):
+    """Equal parts of an order from the global streams, as much public code has it."""
+
+    def assign(self, labels, num_clients, num_classes, rng):
+        order = np.random.permutation(len(labels))
+        random.shuffle(order)
+        return np.array_split(order, num_clients)
+
+
 @pytest.fixture
 def made(make_arrays):
     return Made(make_arrays([60, 60, 60], [20, 20, 20]))
@@ -40,6 +58,14 @@ def test_who_holds_what_in_a_second_setup_is_what_it_is_in_a_first(made):
     twice.setup(1)
     assert twice.partition_hash == once.partition_hash
     assert (twice.class_counts() == once.class_counts()).all()
+
+
+def test_what_draws_from_the_global_streams_depends_on_the_seed_alone(made):
+    first, before = federation(Drawn(made.arrays()), Shuffled()), torch.get_rng_state()
+    again, other = federation(Drawn(made.arrays()), Shuffled()), federation(Drawn(made.arrays()), Shuffled(), seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (again.content_hash, again.partition_hash) == (first.content_hash, first.partition_hash)
+    assert (other.content_hash, other.partition_hash != first.partition_hash) == (first.content_hash, True)
 
 
 def test_holdout_gives_clients_their_parts_and_the_server_their_union(made):

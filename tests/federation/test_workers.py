@@ -2,7 +2,9 @@
 
 import signal
 import sys
+from contextlib import nullcontext
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.weighing import SelfWeighingServer
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.federation.callbacks import FederationCallback
@@ -23,7 +26,7 @@ from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
-from fl_lightning.federation.workers import Workers
+from fl_lightning.federation.workers import Workers, check_alike
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
@@ -31,6 +34,18 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the functions below are handed to forked processes"),
     pytest.mark.usefixtures("plain_convolutions"),
 ]
+
+
+@pytest.mark.parametrize(("others", "key"), [(("a", "b"), ""), (("a", "c"), "data.partition"), (("d", "b"), "data")])
+def test_processes_that_have_drawn_other_data_are_refused(others, key, monkeypatch):
+    data, workers = SimpleNamespace(samples_hash="a", partition_hash="b"), Workers(rank=1, size=2, is_main=False)
+    monkeypatch.setattr(workers, "everyone_says", lambda own: [others, own])
+    with (
+        pytest.raises(ConfigError, match=f"^{key}: every process of the run has drawn its own")
+        if key
+        else nullcontext()
+    ):
+        check_alike(workers, data)
 
 
 class Keeps(Server):
