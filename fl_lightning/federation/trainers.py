@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelSummary
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -45,6 +45,8 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
     precision = _precision(flags.get("precision"), accelerator)
+    callbacks = flags.get("callbacks") or []
+    check_kinds(callbacks if isinstance(callbacks, list) else [callbacks])  # some Lightning refuses by other words
     try:
         trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
     except ConfigError:
@@ -112,8 +114,37 @@ UNFIT: Mapping[tuple[str, ...], str] = {
     ("BatchSizeFinder", "LearningRateFinder"): "searches before a single fit; fl-lightning tune searches for all",
     ("GradientAccumulationScheduler",): "needs Lightning's own steps; trainer.accumulate_grad_batches says the same",
     ("SpikeDetection",): "needs Lightning's own steps; federation.max_growth ends what explodes",
+    (
+        "ModelPruning",
+    ): "needs names that stay, and gives parameters others in the first fit; DisPFL trains sparse models",
+    (
+        "ModelCheckpoint",
+        "OnExceptionCheckpoint",
+    ): "needs a fit that is saved by itself; federation.checkpoint says when "
+    "a run is saved, models/ in its folder has every client's",
+    ("TQDMProgressBar", "RichProgressBar"): "needs a single fit to show; the rounds have a display of their own (-v)",
 }
 """Lightning's callbacks that would fail in the first client's fit, and what to use instead."""
+
+
+_BY_KIND: Mapping[str, type] = {
+    "LearningRateMonitor": LearningRateMonitor, "ModelCheckpoint": Checkpoint, "RichProgressBar": ProgressBar
+}  # fmt: skip
+"""Those of which Lightning refuses classes of one's own, too, that derive from them."""
+
+
+def check_kinds(callbacks: Sequence[Any]) -> None:
+    """Refuse callbacks of Lightning's that no client's fit can do with.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    for each in callbacks:
+        name = type(each).__name__
+        kind = next((kind for kind, base in _BY_KIND.items() if isinstance(each, base)), name)
+        theirs = kind != name or type(each).__module__.startswith("lightning.")  # a class of one's own knows better
+        why = next((rule for kinds, rule in UNFIT.items() if theirs and kind in kinds), "")
+        require(not why, "trainer.callbacks", f"{name} {why}", name)
 
 
 def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
@@ -127,13 +158,10 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         ConfigError: for one of Lightning's that no client's fit can do with, or that watches a value that no fit has.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    check_kinds(callbacks)
     own = any(not type(each).__module__.startswith("lightning.") for each in callbacks)  # it may log what it likes
     for each in callbacks:
         name, watched = type(each).__name__, getattr(each, "monitor", None)
-        kind = "LearningRateMonitor" if isinstance(each, LearningRateMonitor) else name
-        theirs = kind != name or type(each).__module__.startswith("lightning.")  # a class of one's own knows better
-        why = next((rule for kinds, rule in UNFIT.items() if theirs and kind in kinds), "")
-        require(not why, "trainer.callbacks", f"{name} {why}", name)
         known = own or watched is None or watched in logged or not getattr(each, "strict", True)
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 

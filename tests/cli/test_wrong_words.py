@@ -52,11 +52,19 @@ def test_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, capsys, argv
 
 def test_callbacks_that_would_fail_in_every_fit_are_refused_and_own_ones_are_not():
     given = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ThroughputMonitor": {"batch_size_fn": len}}
-    given |= {"GradientAccumulationScheduler": {"scheduling": {0: 2}}}
+    given |= {
+        "GradientAccumulationScheduler": {"scheduling": {0: 2}},
+        "ModelPruning": {"pruning_fn": "l1_unstructured"},
+    }
+    given |= {"OnExceptionCheckpoint": {"dirpath": "."}}
     for name in (name for names in UNFIT for name in names if hasattr(callbacks, name)):
         class_ = getattr(callbacks, name)
         with pytest.raises(ConfigError, match=rf"trainer\.callbacks: {name} (needs|searches)"):
             check_callbacks(SimpleNamespace(callbacks=[class_(**given.get(name, {}))]), ["loss"])
+    for base in (callbacks.ModelCheckpoint, callbacks.ProgressBar):  # these Lightning refuses whosever they are
+        own = type("Own", (base,), {"__module__": "mine"})
+        with pytest.raises(ConfigError, match=r"^trainer\.callbacks: Own needs a (fit that is saved|single fit)"):
+            make_trainer({"callbacks": own()})
     own = type("Own", (callbacks.BackboneFinetuning,), {"__module__": "mine"})
     check_callbacks(SimpleNamespace(callbacks=[own(), callbacks.Timer(), callbacks.LambdaCallback()]), ["loss"])
 
