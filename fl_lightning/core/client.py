@@ -27,6 +27,7 @@ from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
+from fl_lightning.core.running_on import RunningOn
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
@@ -120,7 +121,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
-        self.logged = FitLog()
+        self.logged, self._running_on = FitLog(), RunningOn(method)
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None
@@ -298,6 +299,8 @@ class ClientModule(L.LightningModule):
         self._resting = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
         for layer in self._resting:
             layer.eval()
+        if self.current_epoch == 0:
+            self._running_on.begin()
         if epoch == 0:
             alone = self._machine.devices is None and self.private is None and self.compiled is None
             several = planned.epochs > 1 and self.settings.recall > 0
@@ -370,6 +373,7 @@ class ClientModule(L.LightningModule):
         for term in self.method.terms.exchanging:
             term.after_fit(self.method)
         self.method.on_fit_end()
+        self._running_on.end()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""

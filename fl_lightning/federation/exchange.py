@@ -20,7 +20,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.guarding import Guard
-from fl_lightning.federation.unsaved import Unsaved, checked_state
+from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state
 
 
 class Hop(NamedTuple):
@@ -240,7 +240,7 @@ class Star(Exchange):
         if self.guarded is not None:
             self.guarded.open_round()
 
-    def _keeping(self) -> tuple[Server, ServerOptimizer | None, Aggregator | None]:
+    def _keeping(self) -> tuple[Kept | None, ...]:
         """What remembers something from round to round, and may be somebody's own."""
         return self.server, self.server.optimizer, None if self.guarded is None else self.guarded.aggregator
 
@@ -295,10 +295,10 @@ class Star(Exchange):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        server, *others = self._keeping()
-        state = checked_state(server)
-        for owner in filter(None, others):
-            checked_state(owner)
+        for owner in self._keeping()[1:]:
+            if owner is not None:
+                checked_state(owner)
+        state = checked_state(self.server)
         if self.guarded is not None:
             state["aggregator"] = self.guarded.state_dict()
         return state if self.mean is None else {**state, "mean": self.mean.state_dict()}

@@ -43,7 +43,7 @@ from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.visits import Job, Visit
 from fl_lightning.federation.watch import Watch, watched
 from fl_lightning.federation.wire import Wire
-from fl_lightning.federation.workers import Workers, check_alike, shared_exchange
+from fl_lightning.federation.workers import Workers, of_one_kind, shared_exchange
 from fl_lightning.report.columns import SECONDS
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ class FederatedLoop:
         if settings.aggregator is not None:
             exchange.guard(settings.aggregator, template, max(1, int(self.calendar.expected(1))))
         self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
-        self.workers = Workers.present(spread=self.runner.single_device)
-        check_alike(self.workers, self.data)
+        self.workers = of_one_kind(Workers.present(spread=self.runner.single_device), self.data)
         self.exchange = exchange
         if self.workers.size > 1:
             self.exchange = shared_exchange(exchange, self.workers, self.runner.device)

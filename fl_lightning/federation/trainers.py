@@ -116,7 +116,7 @@ UNFIT: Mapping[tuple[str, ...], str] = {
     ("SpikeDetection",): "needs Lightning's own steps; federation.max_growth ends what explodes",
     (
         "ModelPruning",
-    ): "needs names that stay, and gives parameters others in the first fit; DisPFL trains sparse models",
+    ): "needs names that stay, and gives parameters others in the first fit; masks are a method's business",
     (
         "ModelCheckpoint",
         "OnExceptionCheckpoint",

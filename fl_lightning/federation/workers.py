@@ -118,24 +118,25 @@ class Workers:
             step *= 2
 
 
-def check_alike(workers: Workers, data: Any) -> None:
-    """Refuse processes that have other data than the main one: each decodes them, and shares them out, by itself.
+def of_one_kind(workers: Workers, data: Any) -> Workers:
+    """The processes, all with the same data; each has decoded them, and shared them out, by itself.
 
     Args:
         workers: the processes.
         data: the federation's (`data/module.py`), set up.
 
     Raises:
-        ConfigError: on every process.
+        ConfigError: on every process, if one has others than the main one.
     """
     if not workers.is_team:
-        return
+        return workers
     said = workers.everyone_says((data.samples_hash, data.partition_hash))
     for key, hashes in zip(("data", "data.partition"), zip(*said, strict=True), strict=True):
         rule = (
             "every process of the run has drawn its own: draw from the `rng` that is given, or from the global streams"
         )
         require(len(set(hashes)) == 1, key, f"{rule} (torch's, NumPy's, Python's), which are seeded")
+    return workers
 
 
 def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) -> Exchange:

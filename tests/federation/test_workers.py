@@ -26,7 +26,7 @@ from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
-from fl_lightning.federation.workers import Workers, check_alike
+from fl_lightning.federation.workers import Workers, of_one_kind
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
@@ -45,7 +45,7 @@ def test_processes_that_have_drawn_other_data_are_refused(others, key, monkeypat
         if key
         else nullcontext()
     ):
-        check_alike(workers, data)
+        of_one_kind(workers, data)
 
 
 class Keeps(Server):

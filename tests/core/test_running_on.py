@@ -1,0 +1,89 @@
+"""What runs on from one client's fit into the next one's is said, once; what a fit makes anew is not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.methods.fedavg import FedAvg
+
+
+class Own(FedAvg):
+    def local_step(self, step):
+        self.act()
+        super().local_step(step)
+
+
+class Counts(Own):
+    seen = 0
+
+    def act(self):
+        self.seen += 1
+
+
+class Remembers(Own):
+    def setup(self):
+        self.history = {"losses": []}
+
+    def act(self):
+        self.history["losses"].append(0.5)
+
+
+class Draws(Own):
+    kind = np.random.default_rng
+
+    def setup(self):
+        self.rng = type(self).kind(0)
+
+    def act(self):
+        self.rng.random()
+
+
+class DrawsByPython(Draws):
+    kind = random.Random
+
+
+class DrawsByTorch(Draws):
+    def setup(self):
+        self.rng = torch.Generator().manual_seed(0)
+
+    def act(self):
+        torch.rand((), generator=self.rng)
+
+
+class Begins(Counts):
+    """Counts from the beginning of every fit."""
+
+    def on_fit_start(self):
+        self.seen = 0
+
+
+class PutsAside(Own):
+    """Has a step's tensor and number at hand, and counts in a buffer."""
+
+    def setup(self):
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def act(self):
+        self.count += 1
+        self.last, self.size = torch.rand(3), random.random()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Counts, "Counts.seen"),
+        (Remembers, "Remembers.history"),
+        (Draws, "Draws.rng"),
+        (DrawsByPython, "DrawsByPython.rng"),
+        (DrawsByTorch, "DrawsByTorch.rng"),
+        (Begins, ""),
+        (PutsAside, ""),
+    ],
+)
+def test_attribute_that_no_client_of_its_own_has_is_said_once(kind, said, mlp, set_up_federation, capsys):
+    set_up_federation(lambda: kind(mlp()), rounds=2).run()
+    err = capsys.readouterr().err
+    assert err.count("runs on from one client's fit into the next") == bool(said)
+    assert f"{said} runs on" in err or not said
