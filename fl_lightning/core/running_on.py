@@ -15,7 +15,7 @@ from torch import nn
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
-_OF_BASES = frozenset(vars(nn.Module())) | frozenset(vars(L.LightningModule())) | {"facts", "fit", "_division"}
+_OF_BASES = frozenset({*vars(nn.Module()), *vars(L.LightningModule()), "facts", "fit", "_division"}) - {"_hparams"}
 """What torch, Lightning and the machine set."""
 
 
@@ -23,8 +23,8 @@ class RunningOn:
     """Says, once, which attribute of a method, its terms or its networks runs on from one fit into the next.
 
     One module stands for all clients of its kind, and parameters and buffers alone are swapped and saved: whatever
-    else a fit starts from is that of the client before, of the same worker. Counts, flags, containers of them and
-    random generators are looked at; a tensor or a fraction is mostly one that a step has put aside for itself.
+    else a fit starts from is that of the client before, of the same worker. Numbers, flags, containers of them and
+    random generators are looked at; a tensor is mostly one that a step has put aside for itself.
 
     Args:
         method: the resident one. Parts that are not somebody's own are not looked at.
@@ -69,8 +69,8 @@ class RunningOn:
 
 
 def _mark(value: Any) -> Hashable:
-    """What tells a count, a flag, a generator or a container of them from another; None for anything else."""
-    if isinstance(value, (bool, int)):
+    """What tells a number, a flag, a generator or a container of them from another; None for anything else."""
+    if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().tolist())

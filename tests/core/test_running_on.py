@@ -59,15 +59,22 @@ class Begins(Counts):
         self.seen = 0
 
 
+class Decays(Own):
+    rate = 1.0
+
+    def act(self):
+        self.rate *= 0.99
+
+
 class PutsAside(Own):
-    """Has a step's tensor and number at hand, and counts in a buffer."""
+    """Has a step's tensor at hand, and counts in a buffer."""
 
     def setup(self):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def act(self):
         self.count += 1
-        self.last, self.size = torch.rand(3), random.random()
+        self.last = torch.rand(3)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ class PutsAside(Own):
         (Draws, "Draws.rng"),
         (DrawsByPython, "DrawsByPython.rng"),
         (DrawsByTorch, "DrawsByTorch.rng"),
+        (Decays, "Decays.rate"),
         (Begins, ""),
         (PutsAside, ""),
     ],
