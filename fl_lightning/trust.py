@@ -111,10 +111,12 @@ def import_name(path: str, key: str = "class_path") -> Any:
 
 
 def _said(error: BaseException, module: str) -> str:
+    first = module.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name == first:
+        remedy = "run the command in the folder where it lies, or name that in PYTHONPATH"
+        return f"there is no module {first} in {os.getcwd()} nor on Python's path; {remedy}"
     own = isinstance(error, (ImportError, AttributeError))
-    said = str(error) if own else f"{type(error).__name__}: {error}"
-    lacks = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-    return f"{said} in the folder that the command was started in, or on PYTHONPATH" if lacks else said
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def is_known(path: str) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from fl_lightning.errors import require
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.terminal import say
 
@@ -18,9 +19,13 @@ class Loggers:
 
     Args:
         loggers: Lightning's loggers.
+
+    Raises:
+        ConfigError: if two of them would write into one another's files.
     """
 
     def __init__(self, loggers: Sequence[Logger] = ()) -> None:
+        _require_apart(loggers)
         self.present = list(loggers)
         found = ((index, version_of(logger)) for index, logger in enumerate(self.present))
         self.versions = {index: version for index, version in found if version is not None}
@@ -97,6 +102,16 @@ class Loggers:
                 logger.finalize(status)
 
             self._tell(tell, tell)  # type: ignore[arg-type]
+
+
+def _require_apart(loggers: Iterable[Logger]) -> None:
+    """Refuse two of Lightning's loggers of one kind with one folder, in which every row would stand twice."""
+    seen: dict[tuple[type, str], int] = {}
+    for index, logger in enumerate(loggers):
+        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+            first = seen.setdefault((type(logger), logger.log_dir), index)
+            rule = f"writes into the folder of logger.{first}; give one of them another name"
+            require(first == index, f"logger.{index}", rule, type(logger).__name__)
 
 
 def log_row(logger: Logger, row: Row) -> None:

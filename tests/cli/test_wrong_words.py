@@ -28,6 +28,7 @@ class Net(nn.Module):
         (["--trainer.callbacks", "EarlyStoping"], ["trainer.callbacks", "did you mean EarlyStopping?"]),
         (["--model", "mine.Net"], ["subclass of SplitModel", "WrappedModel", "LibraryModel", "mine.Net"]),
         (["--data.num_clients", "5000"], ["data.num_clients", "at most 89", "min_samples 20", "1797", "5000"]),
+        (["--method", "nowhere.Mine"], ["there is no module nowhere in", "in the folder where it lies", "PYTHONPATH"]),
         (["--method", "pFedHN"], ["there is no method of that name", "fl-lightning list methods", "pFedHN"]),
         (["--optimizer.lr", "fast"], ["optimizer.lr", "must be float", "fast"]),
         (["--trainer.callbacks", "LearningRateMonitor"], ["LearningRateMonitor", "needs a logger", "lr_decay"]),
