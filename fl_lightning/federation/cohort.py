@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core.rows import Unstackable
 from fl_lightning.federation.flags import unstacked_flag
@@ -72,6 +72,18 @@ class Cohort:
             if self.is_main:
                 method = type(self.runner.modules[0].method).__name__
                 say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Why all run one by one, where that came out in a round: whether the tests of a round are stacked is a bit.
+
+        What ``auto`` has measured is left out, for a run may go on on another machine.
+        """
+        return {"reason": self.reason} if self.reason and isinstance(self.size, int) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Find out no second time, or the first round of a resumed run would be tested as the run's first one was."""
+        if self.size is not None:
+            self._refuse(state.get("reason", ""))
 
     def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
         """Participants one after another, with the first part of their round done; fitted where they are stacked.

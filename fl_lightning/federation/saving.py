@@ -34,6 +34,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "callbacks": {name: own for name, callback in _named(loop) if (own := _checked(name, callback))},
         "exchange": _of_exchange(loop),
         "board": loop.board.state_dict(),
+        "cohort": loop.cohort.state_dict(),
         "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
@@ -140,6 +141,7 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     same = state["board"]["scores"].keys() == loop.scores.keys()
     require(same, "--resume", f"the checkpoint of round {state['round']} evaluates other columns")
     loop.board.load_state_dict(state["board"])
+    loop.cohort.load_state_dict(state.get("cohort", {}))
     loop.ledger.load_state_dict(state)
     loop.patience.load_state_dict(state["patience"])
     loop.examiner.forget()

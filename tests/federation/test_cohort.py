@@ -208,6 +208,14 @@ def test_stacked_run_resumes_exactly(assert_resumes, mlp):
     assert straight.cohort.stacks
 
 
+def test_resumed_run_knows_that_it_came_out_not_to_be_stacked(set_up_federation, conv_net, tmp_path):
+    first, second = (set_up_federation(lambda: FedAvg(conv_net()), folder=tmp_path, cohort=4) for _ in range(2))
+    first.advance()
+    assert second.cohort.stacks
+    second.load_state_dict(second.checkpoints.load(second.checkpoints.find("auto")))
+    assert second.cohort.reason == first.cohort.reason == "its step draws random numbers"
+
+
 def test_sick_client_leaves_its_neighbours_alone(set_up_federation, mlp, capsys):
     def losses(**options):
         loop = set_up_federation(lambda: FedRep(mlp()), 1, optimizer=adam, **options)
