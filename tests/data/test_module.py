@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.digits import Digits
 from fl_lightning.data.listed import FromFile
@@ -14,6 +15,7 @@ from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, Parti
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.shifts import ConceptShift
 from fl_lightning.errors import ConfigError
+from fl_lightning.experiment import build_data
 
 
 class Made(Dataset):
@@ -31,6 +33,16 @@ class Drawn(Made):
 
     def arrays(self):
         return replace(self._arrays, x=torch.randint_like(self._arrays.x, 9 + random.randrange(99)))
+
+
+class DrawnOnce(Dataset):
+    """Samples that are drawn when it is made."""
+
+    def __init__(self, size: int):
+        self.x, self.y = torch.randn(size, 3), torch.arange(size) % 3
+
+    def arrays(self):
+        return Arrays(self.x, self.y, len(self.y), ("a", "b", "c"))
 
 
 class Shuffled(Partition):
@@ -66,6 +78,13 @@ def test_what_draws_from_the_global_streams_depends_on_the_seed_alone(made):
     assert torch.equal(torch.get_rng_state(), before)
     assert (again.content_hash, again.partition_hash) == (first.content_hash, first.partition_hash)
     assert (other.content_hash, other.partition_hash != first.partition_hash) == (first.content_hash, True)
+
+
+def test_what_is_drawn_as_a_configuration_is_built_is_the_same_again():
+    dataset = {"class_path": f"{__name__}.DrawnOnce", "init_args": {"size": 30}}
+    partition = {"class_path": "fl_lightning.data.partitions.IID"}
+    one, other = (build_data({"dataset": dataset, "partition": partition, "num_clients": 2}) for _ in range(2))
+    assert torch.equal(one.dataset.x, other.dataset.x)
 
 
 def test_holdout_gives_clients_their_parts_and_the_server_their_union(made):
