@@ -121,7 +121,7 @@ class ClientModule(L.LightningModule):
         self.lr_factor = 1.0
         self.workload = Workload(1 if settings is None else settings.local_epochs)
         self.meter = LossMeter()
-        self.logged, self._running_on = FitLog(), RunningOn(method)
+        self.logged, self._running_on = FitLog(), RunningOn(method.modules())
         self.private: PrivateFit | None = None
         self.compiled: CompiledLosses | None = None
         self.fine_tune: FineTune | None = None

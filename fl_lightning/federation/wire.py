@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Message
+from fl_lightning.core.running_on import RunningOn
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.packing import Packet
@@ -95,6 +96,8 @@ class Wire:
         _check_order([own for _, own in named if own.ways != "down"])
         self._down = [own for _, own in named if own.ways != "up" and not exchange.between_clients]
         self._last: tuple[Message, Message] | None = None
+        remedy = "keep it in the `memory` that the filter is given"
+        self._running_on = RunningOn([own for _, own in self._up], remedy, tensors=True)
 
     @torch.no_grad()
     def up(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
@@ -110,11 +113,13 @@ class Wire:
         if not self._up:
             return message
         packet = Packet.of(message, received, self._trained)
+        self._running_on.begin()
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
             packet = own.apply(packet, kept)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
+        self._running_on.end()
         return packet.unpacked(message)
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.federation.wire import WireFilter
 from fl_lightning.methods.fedavg import FedAvg
 
 
@@ -93,5 +94,29 @@ class PutsAside(Own):
 def test_attribute_that_no_client_of_its_own_has_is_said_once(kind, said, mlp, set_up_federation, capsys):
     set_up_federation(lambda: kind(mlp()), rounds=2).run()
     err = capsys.readouterr().err
-    assert err.count("runs on from one client's fit into the next") == bool(said)
+    assert err.count("runs on from one client to the next") == bool(said)
     assert f"{said} runs on" in err or not said
+
+
+class Owes(WireFilter):
+    """What rounding leaves, for the next client."""
+
+    def __init__(self):
+        self.left = {}
+
+    def apply(self, packet, memory):
+        self.left = {name: packed.values - packed.values.round() for name, packed in packet.weights.items()}
+        return packet
+
+
+class RemembersEach(WireFilter):
+    def apply(self, packet, memory):
+        memory["left"] = torch.ones(2)
+        return packet
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Owes, 1), (RemembersEach, 0)])
+def test_filter_that_remembers_clients_by_itself_is_said_once(kind, times, mlp, set_up_federation, capsys):
+    set_up_federation(lambda: FedAvg(mlp()), rounds=1, wire=[kind()]).run()
+    said = "Owes.left runs on from one client to the next and is saved nowhere"
+    assert capsys.readouterr().err.count(said) == times
