@@ -17,7 +17,7 @@ from fl_lightning.trust import is_known
 
 _OF_BASES = frozenset({*vars(nn.Module()), *vars(L.LightningModule()), "facts", "fit", "_division"}) - {"_hparams"}
 """What torch, Lightning and the machine set."""
-
+_TORCHS, _NUMPYS, _OTHERS = torch.Generator, np.random.Generator, (random.Random, np.random.RandomState)
 
 _IN_FITS = (
     "keep it in a buffer; random numbers from the global streams (torch's, NumPy's, Python's) are seeded for every fit"
@@ -81,11 +81,11 @@ def _mark(value: Any, tensors: bool) -> Hashable:
     if isinstance(value, Tensor):
         values = value.detach().double() if tensors and not value.is_complex() else None
         return None if values is None else (tuple(value.shape), values.sum().item(), values.square().sum().item())
-    if isinstance(value, torch.Generator):
+    if isinstance(value, _TORCHS):
         return bytes(value.get_state().tolist())
-    if isinstance(value, np.random.Generator):
+    if isinstance(value, _NUMPYS):
         return repr(value.bit_generator.state)
-    if isinstance(value, (random.Random, np.random.RandomState)):
+    if isinstance(value, _OTHERS):
         return repr(value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))
     if isinstance(value, Mapping):
         return tuple((str(key), _mark(own, tensors)) for key, own in value.items())

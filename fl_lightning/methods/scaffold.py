@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.aggregation import RunningSum
-from fl_lightning.core.freezing import trainable
 from fl_lightning.core.method import Facts, Message, Method, OwnData, Server, Step, Term
 from fl_lightning.core.precision import move_by, widened_vector
 from fl_lightning.core.private_steps import record_safe
@@ -67,11 +66,16 @@ class SCAFFOLD(Method):
 
     @override
     def setup(self) -> None:
+        self.trained_names = [name for name, own in self.model.named_parameters() if own.requires_grad]
         for name in ("own_control", "control", "start"):
             self.register_buffer(name, torch.zeros_like(self._y().detach()), persistent=name == "own_control")
 
+    def _trained(self) -> list[Tensor]:
+        own = dict(self.model.named_parameters())
+        return [own[name] for name in self.trained_names]
+
     def _y(self) -> Tensor:
-        return widened_vector(trainable(self.model))
+        return widened_vector(self._trained())
 
     @override
     @torch.no_grad()
@@ -96,7 +100,7 @@ class SCAFFOLD(Method):
         own = {"control": pull @ self._y()} if self.correction == "gradient" else {}
         step.descend({**step.values(out), **own})
         if self.correction == "step" and step.steps_now:
-            move_by(trainable(self.model), pull, -self.fit.lr)
+            move_by(self._trained(), pull, -self.fit.lr)
         step.observe(out)
 
     @override

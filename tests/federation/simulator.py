@@ -178,7 +178,7 @@ class Numbers:
 
     drop_last = local_test = overlaps = False
     batch_size = 4
-    partition_hash = former_hash = content_hash = "none"
+    partition_hash = former_hash = content_hash = samples_hash = "none"
     evaluate_on = "test"
     server_test = torch.zeros(0, dtype=torch.long)
     arrays = SimpleNamespace(classes=("a", "b"))
