@@ -52,7 +52,7 @@ class LibraryModel(SplitModel):
         weights: str | None = None,
         head: str | None = None,
         features: Sequence[str] = (),
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
     ) -> None:
         require_choice("library", library, ("torchvision", "timm"))
         require_size("num_classes", num_classes)
@@ -63,7 +63,7 @@ class LibraryModel(SplitModel):
         head = head or _classifier(network)
         if weights is not None and published is None:
             stored.load_file(network, Path(weights), head)
-        freeze(network, frozen)
+        freeze(network, frozen or ())
         body, classifier, size = split_at(network, head, features, input_shape, num_classes)
         super().__init__(body, classifier, size, num_classes, input_shape)
 

@@ -51,14 +51,14 @@ class WrappedModel(SplitModel):
         head: str,
         features: Sequence[str] = (),
         weights: str | None = None,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] | None = None,
     ) -> None:
         fill_lazy(module, input_shape)
         network = copy.deepcopy(module)
         require_submodule(network, "model.head", head)
         if weights is not None:
             load_file(network, Path(weights), head)
-        freeze(network, frozen)
+        freeze(network, frozen or ())
         body, classifier, size = split_at(network, head, features, input_shape, num_classes)
         super().__init__(body, classifier, size, num_classes, input_shape)
 
