@@ -138,7 +138,7 @@ class Division:
 
 def _fixed(method: nn.Module, shared: Sequence[str]) -> tuple[str, ...]:
     """Those of the shared entries that the model's maker froze, and nobody has thawed since."""
-    frozen = {id(parameter) for parameter in method.__dict__.get("_given_frozen", ()) if not parameter.requires_grad}
+    frozen = {id(parameter) for parameter in getattr(method, "_given_frozen", ()) if not parameter.requires_grad}
     parameters = dict(method.named_parameters(remove_duplicate=False)) if frozen else {}
     return tuple(name for name in shared if id(parameters.get(name)) in frozen)
 

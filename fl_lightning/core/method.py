@@ -75,7 +75,7 @@ class Method(Wide):
     ) -> None:
         super().__init__()
         self.model = model
-        self.__dict__["_given_frozen"] = tuple(p for p in model.parameters() if not p.requires_grad)
+        self._given_frozen = tuple(p for p in model.parameters() if not p.requires_grad)
         self.terms = Terms(terms, extra_terms, instead)
         self.facts = Facts()
         """What is known of the federation; set anew for every round."""

@@ -74,13 +74,18 @@ class RunningOn:
         return {key: mark for key, mark in found.items() if mark is not None}
 
 
+def mark_of(tensor: Tensor) -> Hashable:
+    """What tells a tensor's values from others: its shape, and what it and its squares add up to."""
+    values = tensor.detach().double()
+    return tuple(tensor.shape), values.sum().item(), values.square().sum().item()
+
+
 def _mark(value: Any, tensors: bool) -> Hashable:
     """What tells a number, a flag, a generator or a container of them from another; None for anything else."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Tensor):
-        values = value.detach().double() if tensors and not value.is_complex() else None
-        return None if values is None else (tuple(value.shape), values.sum().item(), values.square().sum().item())
+        return mark_of(value) if tensors and not value.is_complex() else None
     if isinstance(value, _TORCHS):
         return bytes(value.get_state().tolist())
     if isinstance(value, _NUMPYS):

@@ -10,11 +10,13 @@ from torch import Tensor
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
+from fl_lightning.core.running_on import mark_of
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import shortened
 from fl_lightning.files import require_readable
 from fl_lightning.terminal import say
+from fl_lightning.trust import is_known
 
 _KNOWN: Mapping[type, frozenset[str]] = {
     Server: frozenset(vars(Server(Message()))),
@@ -75,7 +77,7 @@ def checked_state(owner: Kept) -> dict[str, Any]:
         Unsound: if it cannot.
     """
     state = owner.state_dict()
-    if _is_ours(type(owner)):
+    if is_known(type(owner).__module__):
         return state
     rule = f"{type(owner).__name__}.state_dict() must give plain containers of numbers, texts and tensors"
     try:
@@ -90,18 +92,13 @@ def _saves_by_itself(owner: Kept) -> bool:
     """Whether it is one of ours, or says by itself what it saves."""
     kind = type(owner)
     saves = next(own for own in kind.__mro__ if "state_dict" in vars(own))
-    return _is_ours(kind) or not _is_ours(saves)
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("fl_lightning.")
+    return is_known(kind.__module__) or not is_known(saves.__module__)
 
 
 def _mark(value: Any) -> Hashable:
     """What tells a value from another: of numbers, texts, tensors and what holds them; nothing of other objects."""
     if isinstance(value, Tensor):
-        values = value.detach().double()  # by value: a tensor of zeros may be made anew for every round
-        return tuple(value.shape), values.sum().item(), values.square().sum().item()
+        return mark_of(value)  # by value: a tensor of zeros may be made anew for every round
     if isinstance(value, Mapping):
         return tuple((str(key), _mark(own)) for key, own in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -120,11 +120,18 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
 
 
-def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(search, tmp_path):
+@pytest.fixture
+def chosen_before(search, tmp_path):
+    """A search, and what an earlier one of its name has chosen."""
     tuning = Tuning(search, tmp_path, 1, None, None)
     overlay = tuning.folder / search.contenders[0].file
     overlay.parent.mkdir(parents=True)
     overlay.write_text("method: {class_path: FedAvg}\n")
+    return tuning, overlay
+
+
+def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(chosen_before):
+    tuning, overlay = chosen_before
     trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="pruned")]
     tuning.write({"Method": trials})
     assert overlay.exists()
@@ -132,12 +139,9 @@ def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(search, 
     assert not overlay.exists()
 
 
-def test_a_search_that_was_stopped_is_not_said_to_have_failed(search, tmp_path):
+def test_a_search_that_was_stopped_is_not_said_to_have_failed(chosen_before):
     """Ctrl-C in its first trial deleted what an earlier search had chosen."""
-    tuning = Tuning(search, tmp_path, 1, None, None)
-    overlay = tuning.folder / search.contenders[0].file
-    overlay.parent.mkdir(parents=True)
-    overlay.write_text("method: {class_path: FedAvg}\n")
+    tuning, overlay = chosen_before
     trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="stopped")]
     assert "| Method | 1 of 12, stopped | – | no trial is complete |" in tuning.write({"Method": trials})
     assert overlay.exists()
