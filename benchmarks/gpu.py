@@ -19,7 +19,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,9 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "experiments" / "quickstar
 SMALL = ("--data.num_clients", "4", "--federation.rounds", "3")
 SMALL += ("--federation.evaluate", "{globally: false}", "--federation.checkpoint.every", "0")
 CLOSE = 1e-4
+NEAR = 1e-3  # stacked clients: what rounding does, and a method may divide by a small learning rate
 MIXED = ("FedAvg", "FedRep", "FedProto", "FedCPD", "MOON")
+NO_TIME = "left out: no time"
 Row = tuple[str, str]
 
 
@@ -61,6 +65,11 @@ class Clock:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def exact() -> None:
+    """Multiply in float32 where it is asked for."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def quickstart(method: str, accelerator: str, *options: str) -> FederatedLoop:
@@ -114,28 +123,44 @@ def waiting_steps(loop: FederatedLoop) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def method_checks(names: list[str], emulated: bool, clock: Clock) -> Iterator[Row]:
-    """Every method on the GPU beside the CPU."""
-    steps = ("--federation.local_steps", "5")
-    for name in names:
-        if clock.is_over:
-            yield name, "left out: no time"
-            continue
-        try:
-            here = quickstart(name, "cpu", *steps)
-            here.advance()
-            here.advance()
-            with emulated_gpu() if emulated else nullcontext():
-                there = quickstart(name, "gpu", *steps)
-                there.advance()
-                there.advance()
-                gap = difference(weights(here), weights(there))
-                waits, of = waiting_steps(there)
-            said = f"{'ok' if gap <= CLOSE else 'DIFFERS'}, {gap:.1e}"
-            said += f"; {waits} of {of} steps wait" if waits else "; no step waits"
-        except Exception as error:  # one method's failure is a line of the table
-            said = f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        yield name, said
+def checked(name: str, emulated: bool) -> str:
+    """One method on the GPU beside the CPU, and with its clients stacked beside one by one."""
+    steps, stacked = ("--federation.local_steps", "5"), ("--federation.cohort", "4")
+    try:
+        here = quickstart(name, "cpu", *steps)
+        here.advance()
+        here.advance()
+        with emulated_gpu() if emulated else nullcontext():
+            there, together = quickstart(name, "gpu", *steps), quickstart(name, "gpu", *steps, *stacked)
+            for loop in (there, there, together, together):
+                loop.advance()
+            gap, apart = difference(weights(here), weights(there)), difference(weights(there), weights(together))
+            waits, of = waiting_steps(there)
+    except Exception as error:  # one method's failure is a line of the table
+        return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    said = f"{'ok' if gap <= CLOSE and apart <= NEAR else 'DIFFERS'}, {gap:.1e}; "
+    said += f"stacked {apart:.1e}" if together.cohort.stacks else "not stacked"
+    return f"{said}; {waits} of {of} steps wait" if waits else f"{said}; no step waits"
+
+
+def _alone_here() -> None:
+    torch.set_num_threads(1)
+    exact()
+
+
+def method_checks(names: list[str], emulated: bool, clock: Clock, jobs: int) -> Iterator[Row]:
+    """Every method on the GPU beside the CPU, some at a time."""
+    if jobs == 1:
+        yield from ((name, NO_TIME if clock.is_over else checked(name, emulated)) for name in names)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _alone_here) as pool:
+        waiting = {name: pool.submit(checked, name, emulated) for name in names}
+        for name, own in waiting.items():
+            try:
+                yield name, own.result(max(0.0, clock.end - time.perf_counter()))
+            except TimeoutError:
+                own.cancel()
+                yield name, NO_TIME
 
 
 def mixed_checks(accelerator: str, clock: Clock) -> Iterator[Row]:
@@ -249,16 +274,18 @@ def report(options: argparse.Namespace) -> tuple[str, bool]:
     def measured() -> Iterator[Row]:
         for name, measure in table(accelerator, options.rehearse):
             try:
-                yield name, "left out: no time" if clock.is_over else measure()
+                yield name, NO_TIME if clock.is_over else measure()
             except (ConfigError, RuntimeError) as error:
                 yield name, f"FAILED: {' '.join(str(error).split())[:150]}"
 
     names = options.methods or known
-    checks = method_checks(names, options.rehearse, clock)
-    section("Methods: two rounds in float32, largest difference from the CPU", "method", checks)
-    section("Half precision", "method", mixed_checks(accelerator, clock))
-    section("Several devices", "what", device_checks())
-    section("Times", "what", measured())
+    checks = method_checks(names, options.rehearse, clock, options.jobs)
+    if "checks" in options.parts:
+        section("Methods: two rounds in float32, largest difference from the CPU", "method", checks)
+        section("Half precision", "method", mixed_checks(accelerator, clock))
+        section("Several devices", "what", device_checks())
+    if "times" in options.parts:
+        section("Times", "what", measured())
     return "\n".join(lines), whole
 
 
@@ -267,6 +294,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=[], help="some methods; all by default")
     parser.add_argument("--seconds", type=float, default=460.0, help="after so many nothing more is begun")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 1) - 1)), help="checks at a time")
+    parser.add_argument("--parts", nargs="+", default=["checks", "times"], choices=["checks", "times"])
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
@@ -275,8 +304,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    exact()
     text, whole = report(options)
     if not options.rehearse:
         (RESULTS / "gpu.md").write_text(text)
