@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import re
 import signal
 import sys
@@ -25,9 +26,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from fl_lightning.errors import ConfigError, line_of, require
+from fl_lightning.federation import transport
 from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code
 from fl_lightning.federation.tether import TetheredDDP
-from fl_lightning.federation.transport import WorkerLost
 from fl_lightning.federation.watch import LOST
 from fl_lightning.terminal import outlived, say
 
@@ -45,7 +46,8 @@ class Team(NamedTuple):
         threads: threads of each; None leaves torch's own choice.
         nodes: machines; more than one only where `outside`.
         outside: whether torchrun or SLURM started the processes.
-        cuda: whether each has a GPU.
+        cuda: whether each works on a GPU.
+        shares_gpus: whether there are fewer GPUs than processes started here, so that some work on the same one.
     """
 
     size: int = 1
@@ -53,6 +55,7 @@ class Team(NamedTuple):
     nodes: int = 1
     outside: bool = False
     cuda: bool = False
+    shares_gpus: bool = False
 
 
 def plan(
@@ -68,8 +71,7 @@ def plan(
         in_turn: whether clients must wait for each other, so that there is no use for more than one.
 
     Raises:
-        ConfigError: if there are fewer GPUs or clients of a round than workers, or the number is not the one that was
-            started.
+        ConfigError: if there are fewer clients of a round than workers, or the number is not the one that was started.
     """
     cuda = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     size, nodes = started_outside()
@@ -91,8 +93,8 @@ def plan(
         return Team(number, threads or (None if cuda else share(number)), cuda=cuda)
     number = int(workers)
     _check_use(number, participants)
-    few = f"there {'is one GPU' if gpus == 1 else f'are {gpus} GPUs'}, and each worker needs one"
-    require(not cuda or number <= gpus, "federation.workers", few, workers)
+    if cuda and number > gpus:
+        return Team(number, threads or share(number), cuda=True, shares_gpus=True)
     return Team(number, threads or (None if cuda else 1), cuda=cuda)
 
 
@@ -141,7 +143,7 @@ def started_outside() -> tuple[int, int]:
 
 
 def gpu_here() -> int:
-    """Which of the GPUs that this process sees is its own; its launcher may show it that one alone."""
+    """Which of the GPUs that this process sees it works on; its launcher may show it that one alone."""
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
     return local % torch.cuda.device_count()
 
@@ -162,15 +164,16 @@ def _quiet() -> None:
 
 def _fabric(team: Team, start_method: str) -> Fabric:
     _quiet()
-    backend = "cpu:gloo,cuda:nccl" if team.cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if team.cuda and not team.shares_gpus else "gloo"
     strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
     strategy.starter = None if team.outside else os.getpid()
     here = None if team.outside else LightningEnvironment()
     devices = team.size // team.nodes
-    sees_own_only = team.outside and torch.cuda.device_count() < devices  # then Lightning must not look for the others
+    sees_few = team.outside and torch.cuda.device_count() < devices
+    lightning_chooses = team.cuda and not (sees_few or team.shares_gpus)  # it would look for a GPU for each process
     try:
         return Fabric(
-            accelerator="cuda" if team.cuda and not sees_own_only else "cpu",
+            accelerator="cuda" if lightning_chooses else "cpu",
             devices=devices,
             num_nodes=team.nodes,
             strategy=strategy,
@@ -184,9 +187,23 @@ def join(team: Team) -> None:
     """Meet the other processes that torchrun or SLURM started; end this one if they do not come."""
     with speak_for_the_team(is_main()), _in_time(team):
         _fabric(team, "popen").launch()
-    if team.cuda:
-        torch.cuda.set_device(gpu_here())
+        _take_gpu(team)
     use_threads(team)
+
+
+def _take_gpu(team: Team) -> None:
+    """Work on this process's GPU; once the processes have met, for NCCL refuses two of them on one.
+
+    Only they know together whether each of those that see one GPU has one of its own.
+    """
+    if not team.cuda:
+        return
+    gpu = gpu_here()
+    torch.cuda.set_device(gpu)
+    transport.Wire.by_cpu = team.shares_gpus
+    if team.outside:
+        taken = transport.gather((platform.node(), str(torch.cuda.get_device_properties(gpu).uuid)))
+        transport.Wire.by_cpu = len(set(taken)) < len(taken)
 
 
 def leave() -> None:
@@ -298,6 +315,7 @@ def best_start_method(team: Team) -> str:
 
 def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     """What a started process does."""
+    _take_gpu(team)
     use_threads(team)
     with outlived(), speak_for_the_team(fabric.global_rank == 0):
         result = function(*arguments)
@@ -323,7 +341,7 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
             )  # the main process says the same, unless it is only this one's machine that lacks something
         say(f"fl-lightning: error: {error}")
         os._exit(2)
-    except WorkerLost as error:
+    except transport.WorkerLost as error:
         time.sleep(GRACE)  # who started the processes knows which one
         say(f"fl-lightning: error: {error}")
         os._exit(LOST)

@@ -84,8 +84,9 @@ class Federation:
             some public code shares parameters alone.
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
         checkpoint: when the federation is saved.
-        workers: processes that share out a round's clients, one device each: a number, or ``auto`` for as many as keep
-            all cores busy, or all GPUs. By default one, or all that torchrun or SLURM started. It changes no result.
+        workers: processes that share out a round's clients: a number, or ``auto`` for as many as keep all cores busy,
+            or one a GPU. More than there are GPUs share them evenly. By default one, or all that torchrun or SLURM
+            started. It changes no result.
         threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number or the model is so
             small (4 million operations of a mini-batch's forward pass) that threads wait more than they compute, the
             cores divided by the workers where it is ``auto``, else torch's own choice. Another number may change sums

@@ -22,6 +22,18 @@ class Waiting:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+class Wire:
+    """How tensors travel; set by whoever starts the processes."""
+
+    by_cpu = False
+    """Whether by way of the CPU, as they must where processes share a GPU: NCCL refuses that."""
+
+    @classmethod
+    def device(cls, device: torch.device) -> torch.device:
+        """Where a message's buffer is on its way to or from `device`."""
+        return torch.device("cpu") if cls.by_cpu else device
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """A stretch that needs the other processes.
@@ -97,12 +109,12 @@ def _buffer(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def send(state: Any, target: int, device: torch.device) -> None:
-    """Send a nested state to one process, its tensors by way of `device`."""
+    """Send a nested state to one process, its tensors by way of `device`, or of the CPU (`Wire`)."""
     skeleton, tensors, size = pack(state)
     with together():
         dist.send_object_list([skeleton, size], target)
         if size:
-            dist.send(_buffer(tensors, device), target)
+            dist.send(_buffer(tensors, Wire.device(device)), target)
 
 
 def receive(source: int, device: torch.device) -> Any:
@@ -111,24 +123,25 @@ def receive(source: int, device: torch.device) -> Any:
     with together():
         dist.recv_object_list(head, source)
         skeleton, size = head
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = torch.empty(size, dtype=torch.uint8, device=Wire.device(device))
         if size:
             dist.recv(buffer, source)
-    return unpack(skeleton, buffer)
+    return unpack(skeleton, buffer.to(device))
 
 
 def broadcast(state: Any, device: torch.device) -> Any:
-    """Give the main process's state to all; returns it. The main process gets its own back, not a copy."""
+    """Give the main process's state to all, with tensors on `device`; the main one gets its own back, not a copy."""
     is_main = dist.get_rank() == 0
     skeleton, tensors, size = pack(state) if is_main else (None, [], 0)
     head: list[Any] = [skeleton, size]
     with together():
         dist.broadcast_object_list(head, 0)
         skeleton, size = head
-        buffer = _buffer(tensors, device) if is_main else torch.empty(size, dtype=torch.uint8, device=device)
+        way = Wire.device(device)
+        buffer = _buffer(tensors, way) if is_main else torch.empty(size, dtype=torch.uint8, device=way)
         if size:
             dist.broadcast(buffer, 0)
-    return state if is_main else unpack(skeleton, buffer)
+    return state if is_main else unpack(skeleton, buffer.to(device))
 
 
 def gather(value: Any) -> list[Any]:

@@ -107,7 +107,7 @@ class Workers:
         Args:
             part: this process's part, in plain containers.
             merge: folds another process's part into this one's.
-            device: where parts travel.
+            device: where parts are, on either side.
         """
         step = 1
         while step < self.size:
@@ -148,7 +148,7 @@ def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) 
     Args:
         exchange: how messages travel; set up on every process, its later state is the main one's.
         workers: the processes.
-        device: where messages travel.
+        device: where messages are, on either side.
     """
     return _SharedExchange(exchange, workers, device)
 

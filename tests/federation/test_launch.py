@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
+from fl_lightning.federation import transport
 from fl_lightning.federation.launch import (
     Team,
     is_main,
@@ -97,9 +99,47 @@ def test_every_gpu_has_a_worker(gpus):
     assert planned("auto", trainer=CPU) == Team(4, 1)
 
 
-def test_more_workers_than_gpus_are_refused(gpus):
-    with pytest.raises(ConfigError, match=r"federation\.workers: there are 2 GPUs, and each worker needs one, got 3"):
-        planned(3, trainer={"accelerator": "gpu"})
+def test_more_workers_than_gpus_share_them_and_the_cores(gpus):
+    on_gpus = {"accelerator": "gpu"}
+    assert planned(2, trainer=on_gpus) == Team(2, None, cuda=True)
+    assert planned(3, trainer=on_gpus) == Team(3, 1, cuda=True, shares_gpus=True)
+    assert planned(3, threads=2, trainer=on_gpus) == Team(3, 2, cuda=True, shares_gpus=True)
+    with pytest.raises(ConfigError, match=r"must be at most the clients of a round \(2\), got 3"):
+        planned(3, participants=2, trainer=on_gpus)
+
+
+def own_place() -> int:
+    """What the processes of the next test do; 1 if each has its GPU, and messages get to where they are promised."""
+    there = torch.device("meta")  # gloo carries nothing to it, as to a GPU
+    own = {"own": torch.ones(2)}
+    received = [broadcast(own, there)["own"].device]
+    if dist.get_rank() == 0:
+        transport.send(own, 1, there)
+    elif dist.get_rank() == 1:
+        received.append(transport.receive(0, there)["own"].device)
+    places = gather((TAKEN, _place_among_workers({})["devices"], received))
+    return int(places == [([0], [0], [torch.device("cpu")]), ([1], [1], [there] * 2), ([0], [0], [there])])
+
+
+TAKEN = []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_processes_on_shared_gpus_talk_by_way_of_the_cpu(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", TAKEN.append)
+    team = planned(3, trainer={})
+    assert launching.best_start_method(team) == "spawn"
+    assert launch(own_place, team, start_method="fork") == 1  # forked ones keep what is pretended
+
+
+@pytest.mark.parametrize(("other", "by_cpu"), [("GPU-1", True), ("GPU-2", False)])
+def test_processes_that_see_one_gpu_learn_whether_it_is_the_same(other, by_cpu, one_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(transport, "gather", lambda own: [own, (own[0], other)])
+    monkeypatch.setattr(transport.Wire, "by_cpu", not by_cpu)
+    launching._take_gpu(Team(2, outside=True, cuda=True))
+    assert transport.Wire.by_cpu == by_cpu
 
 
 @pytest.mark.parametrize(("devices", "number"), [(1, 1), (3, 3), ("2", 2), ([0, 1], 2), ("auto", 1)])
