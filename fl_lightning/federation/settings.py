@@ -85,12 +85,12 @@ class Federation:
         pool: where clients' private states are kept between their fits; ``disk`` for large federations.
         checkpoint: when the federation is saved.
         workers: processes that share out a round's clients: a number, or ``auto`` for as many as keep all cores busy,
-            or one a GPU. More than there are GPUs share them evenly. By default one, or all that torchrun or SLURM
+            or one a GPU; more than there are GPUs share them evenly. By default one, or all that torchrun or SLURM
             started. It changes no result.
         threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number or the model is so
             small (4 million operations of a mini-batch's forward pass) that threads wait more than they compute, the
-            cores divided by the workers where it is ``auto``, else torch's own choice. Another number may change sums
-            in their last bit.
+            cores divided by the workers where it is ``auto`` or they share GPUs, else torch's own choice. Another number
+            may change sums in their last bit.
         cohort: clients of one architecture whose local steps run as one: for small models, whose step is overhead and
             not arithmetic. A number >= 2, or ``auto``, which measures a few steps at the start and chooses; null or 1
             fits one after another. Numbers agree but for rounding; a fit that cannot be stacked runs by itself, and one

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -110,15 +111,25 @@ def test_more_workers_than_gpus_share_them_and_the_cores(gpus):
 
 def own_place() -> int:
     """What the processes of the next test do; 1 if each has its GPU, and messages get to where they are promised."""
-    there = torch.device("meta")  # gloo carries nothing to it, as to a GPU
+    there = torch.device("meta")
     own = {"own": torch.ones(2)}
+    handed = []  # what the group was given, by kind of device
+    for name in ("send", "recv", "broadcast"):
+        setattr(dist, name, partial(hand_on, getattr(dist, name), handed))
     received = [broadcast(own, there)["own"].device]
     if dist.get_rank() == 0:
         transport.send(own, 1, there)
     elif dist.get_rank() == 1:
         received.append(transport.receive(0, there)["own"].device)
-    places = gather((TAKEN, _place_among_workers({})["devices"], received))
-    return int(places == [([0], [0], [torch.device("cpu")]), ([1], [1], [there] * 2), ([0], [0], [there])])
+    places = gather((TAKEN, _place_among_workers({})["devices"], received, handed))
+    first, second = ([0], [0], [torch.device("cpu")], ["cpu"] * 2), ([1], [1], [there] * 2, ["cpu"] * 2)
+    return int(places == [first, second, ([0], [0], [there], ["cpu"])])
+
+
+def hand_on(function, handed, tensor, other):
+    """Note where a tensor is, then send or receive it."""
+    handed.append(tensor.device.type)
+    function(tensor, other)
 
 
 TAKEN = []
