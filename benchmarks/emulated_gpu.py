@@ -93,6 +93,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
+def _changes(name: str) -> bool:
+    """Whether a function writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
 def _is_gpu(device: Any) -> bool:
     return isinstance(device, int) or torch.device(device).type == "cuda"
 
@@ -105,6 +110,13 @@ _READS |= {"nonzero", "argwhere", "bincount", "equal", "allclose", "unique", "un
 _READS |= {"repeat_interleave", "_local_scalar_dense", "is_nonzero"}
 _BOTH = {"copy_", "_foreach_copy_", "_has_compatible_shallow_copy_type", "is_same_size", "size"}
 """What takes tensors of both kinds."""
+_PAIRED = set(
+    "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power and or xor mod "
+    "floordiv truediv maximum minimum max min fmax fmin atan2 hypot xlogy copysign eq ne lt le gt ge logical_and "
+    "logical_or logical_xor where masked_fill fill".split()
+)
+_PAIRED |= {side + name for side in ("r", "i") for name in _PAIRED}
+"""What takes a number on the CPU beside tensors on the GPU, without the underscores around the name."""
 
 
 class EmulatedGPU(TorchFunctionMode):
@@ -146,7 +158,7 @@ class EmulatedGPU(TorchFunctionMode):
             return None
         if device is not None:
             return self._make(func, name, args, kwargs, tensors)
-        self._check(name, args, tensors)
+        self._check(name, args, kwargs, tensors)
         self._count(name, args, kwargs)
         out = func(*args, **kwargs)
         known = {id(own) for own in tensors}
@@ -186,12 +198,16 @@ class EmulatedGPU(TorchFunctionMode):
         made = T.to(source, dtype, copy=copies or there != goes_there, **layout)
         return made if made is source else _place(made, goes_there)
 
-    def _check(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """Refuse tensors here and there in one call: numbers and indices on the CPU alone may go along."""
+    def _check(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        """Refuse tensors here and there in one call.
+
+        An index on the CPU may go along, and a number where values are taken pair by pair, unless it is to be changed.
+        """
         if name in _BOTH or (name in ("__getitem__", "__setitem__", "index_put_") and is_there(args[0])):
             return
-        lists = name in ("cat", "stack", "concat", "vstack", "hstack", "_flatten_dense_tensors") or "_foreach" in name
-        here = [own for own in tensors if not is_there(own) and (own.dim() > 0 or lists)]
+        changed = [kwargs.get("out"), args[0] if args and _changes(name) else None]
+        paired = name.strip("_") in _PAIRED and all(map(is_there, _tensors(changed)))
+        here = [own for own in tensors if not is_there(own) and (own.dim() > 0 or not paired)]
         if here:
             shapes = ", ".join(str(list(own.shape)) for own in here[:3])
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but {shapes} is on the CPU")

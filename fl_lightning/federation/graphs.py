@@ -163,8 +163,8 @@ class DirectedGraph(Peers):
         """The mixed message with the client's μ."""
         if not self.pushes:
             return message
-        own = {**message.artifacts, PUSH_WEIGHT: torch.tensor(self.mass[client], dtype=torch.float32)}
-        return Message(message.weights, own, message.num_samples)
+        mass = torch.full((), self.mass[client], dtype=torch.float32, device=self.device)
+        return Message(message.weights, {**message.artifacts, PUSH_WEIGHT: mass}, message.num_samples)
 
     def _size(self, message: Message) -> Size:
         params, size = message.size

@@ -47,7 +47,7 @@ class Peers(Exchange, ABC):
         Raises:
             ConfigError: if the method cannot do without its server, or the graph does not fit the clients.
         """
-        self.num_clients, self.seed = facts.num_clients, facts.seed
+        self.num_clients, self.seed, self.device = facts.num_clients, facts.seed, facts.device
         server = template.make_server(facts)
         mixer = server.mixer()
         if mixer is None:

@@ -53,7 +53,7 @@ def class_alignment_loss(
 def fisher_trace(method: Method, data: OwnData) -> Tensor:
     """T = Σ_batches ‖∇ −log p(y|x)‖², the mean over the batch, of the method's model in eval mode: [], float32."""
     parameters = trainable(method.model)
-    trace = torch.zeros((), dtype=torch.float32, device=data.class_counts.device)
+    trace = torch.zeros((), dtype=torch.float32, device=method.facts.device)
     with training(method, False), torch.enable_grad():
         for step in data.steps():
             slopes = step.gradients(step.task_loss(step.forward()), parameters)

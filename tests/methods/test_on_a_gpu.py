@@ -30,6 +30,13 @@ def test_tensors_here_and_there_do_not_mix(gpu):
         there + torch.ones(2)
     with pytest.raises(RuntimeError, match="stack"):
         torch.stack([there.sum(), torch.tensor(0.0)])
+    for mixes in (
+        lambda: torch.tensor(0.0).add_(there.sum()),
+        lambda: torch._utils._flatten_dense_tensors([there, torch.tensor(0.0)]),
+        lambda: torch.maximum(there.sum(), torch.tensor(0.0), out=torch.tensor(0.0)),
+    ):
+        with pytest.raises(RuntimeError, match="on the CPU"):
+            mixes()
     with pytest.raises(TypeError, match="numpy"):
         there.numpy()
     assert not there.cpu().is_cuda
