@@ -19,7 +19,7 @@ from fl_lightning.static import EMPTY, load, parameters
 _NO_IDENTITY = (
     "name", "output", "logger", "federation.rounds", "federation.checkpoint", "federation.pool",
     "federation.steps_per_bundle", "federation.workers", "federation.threads", "federation.worker_timeout",
-    "federation.cohort", "federation.compile",
+    "federation.cohort", "federation.graph", "federation.compile",
     "federation.on_client_error", "federation.max_growth", "federation.early_stopping",
     "data.cache",
 )  # fmt: skip

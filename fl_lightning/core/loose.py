@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.recording import Unrecordable
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -30,6 +31,86 @@ class Mark(NamedTuple):
 
     modes: tuple[bool, ...]
     attributes: tuple[tuple[str, str, Hashable], ...]
+
+
+FEW = 64
+"""Numbers of a tensor on the CPU that count as part of what a step was told."""
+
+
+class Held(NamedTuple):
+    """The tensors that attributes hold, apart from parameters and buffers.
+
+    Args:
+        key: what stands for the attributes, whatever the tensors' values.
+        tensors: each once, in order.
+        attributes: of the method's modules.
+    """
+
+    key: Hashable
+    tensors: list[Tensor]
+    attributes: Sequence[Mapping[str, Any]]
+
+    def holding(self, others: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """The same attributes with other tensors in these ones' places."""
+        by_id = {id(own): other for own, other in zip(self.tensors, others, strict=True)}
+        return [
+            {key: value if key in _OF_METHODS else _with(value, by_id) for key, value in own.items()}
+            for own in self.attributes
+        ]
+
+
+def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
+    """Find the tensors that attributes hold on the layout's device.
+
+    Args:
+        attributes: as `Attributes.taken` gives them.
+        layout: where parameters and buffers stand.
+
+    Raises:
+        Unrecordable: for a tensor on another device that has many numbers, or one that has a gradient.
+    """
+    numbers, found = layout.numbers(), dict[int, Tensor]()
+
+    def stand_in(value: Any, name: str) -> Hashable:
+        if isinstance(value, Tensor) and id(value) not in numbers:
+            if value.requires_grad:
+                raise Unrecordable(f"{name} is a tensor that has a gradient")
+            if value.device != layout.device:
+                if value.numel() > FEW:
+                    raise Unrecordable(f"{name} is a tensor on {value.device}")
+                return "numbers", str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
+            place = list(found).index(id(value)) if id(value) in found else len(found)
+            found[id(value)] = value
+            return "tensor", place, value.dtype, value.shape, value.stride()
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, tuple(stand_in(own, name) for own in value)
+        if isinstance(value, Mapping):
+            return "mapping", tuple((str(key), stand_in(own, name)) for key, own in value.items())
+        return _mark(value, name, numbers)
+
+    keys = [
+        tuple((key, stand_in(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
+    ]
+    return Held(tuple(keys), list(found.values()), attributes)
+
+
+def _with(value: Any, others: Mapping[int, Tensor]) -> Any:
+    """A value with other tensors; the very value where it holds none of them."""
+    if isinstance(value, Tensor):
+        return others.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        own = [_with(each, others) for each in value]
+        if all(one is other for one, other in zip(own, value, strict=True)):
+            return value
+        return type(value)(*own) if hasattr(value, "_fields") else type(value)(own)
+    if isinstance(value, Mapping):
+        made = {key: _with(each, others) for key, each in value.items()}
+        if all(made[key] is each for key, each in value.items()):
+            return value
+        whole = copy.copy(value)
+        whole.update(made)  # type: ignore[attr-defined]
+        return whole
+    return value
 
 
 class Attributes:

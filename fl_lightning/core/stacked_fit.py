@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.rows import Alias, Layout, Rows, Unstackable
-from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree
+from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree, exact
+from fl_lightning.core.stacked_graphs import FitGraphs, Parts
 from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.stacked_optimizers import StackedOptimizer, Stretch
 from fl_lightning.core.step import Bench
@@ -64,6 +66,7 @@ class StackedFit:
         apart: names of what steps ask for and clients may differ in: those who do step one after another.
         aliases: attributes of the method's modules that hold parameters or buffers.
         context: the trainer's, of a step; mini-batches are made outside.
+        graphs: what is recorded of such fits, whose rows `rows` are; None records nothing.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class StackedFit:
         apart: set[str],
         aliases: Sequence[Alias] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        graphs: FitGraphs | None = None,
     ) -> None:
         assert module.settings is not None, "`settings` is set by the runner"
         self.module = module
@@ -90,6 +94,7 @@ class StackedFit:
         self.common = Common()
         self.aliases = list(aliases)
         self.context = context
+        self.graphs = graphs
 
     def run(self, checks: Callable[[str], bool]) -> None:
         """All phases.
@@ -103,7 +108,7 @@ class StackedFit:
         """
         method, facts, fit = self.method, self.method.facts, self.method.fit
         trainable = [parameter for parameter in method.parameters() if parameter.requires_grad]
-        method.facts = CommonFacts.of(facts)
+        method.facts = CommonFacts.of(facts, self.common)
         method.fit = CommonFit(fit, self.common)
         try:
             templates = iter(self.entered[0].templates)
@@ -140,8 +145,12 @@ class _Phase:
         self.bench = StackedBench(fit.layout, bench, self.trained, fit.common, fit.aliases)
         self.templates = dict(templates)
         self.parts = {name: fit.layout.index(own) for name, own in planned.parts.items()}
-        self.optimizers: dict[str, list[tuple[StackedOptimizer, list[list[int]]]]] | None = None
+        self.optimizers: Parts | None = None
         self.reached: list[bool] = []
+        self.graphs = None if fit.graphs is None or fit.settings.accumulate > 1 else fit.graphs.phase(index)
+        if self.graphs is not None:
+            self.graphs.begin(self.templates)
+            self.optimizers, self.reached = self.graphs.optimizers, self.graphs.reached
         self.accumulated: dict[tuple[int, int, int], Tensor] = {}
 
     def run(self, begin: int, check: bool) -> None:
@@ -188,50 +197,62 @@ class _Phase:
         x, y = (batches.x, batches.y) if whole else (batches.x[places], batches.y[places])
         known = [self._known(batches, place, row) for place, row in zip(places, rows, strict=True)]
         fit.common.known = {name: value for name, value in known[0].items() if all(k[name] == value for k in known)}
-        first = rows == list(range(count))
-        index = None if first else torch.tensor(rows, device=fit.layout.device)
-        own = fit.rows if index is None else fit.rows.pick(index)
-        views = own.views(count)
-        alone = self._alone(rows[0], x[0], y[0], epoch) if check else None
-        versions = [view._version for view in views]
-        outcome = self.bench.step(views, x, y, epoch)
-        if alone is not None:
-            self._compare(outcome, [view[0] for view in views], alone)
-        if index is not None and versions != [view._version for view in views]:
-            fit.rows.put_back(index, own)
-        self._descend(outcome, rows, index, [batches.index[p] for p in places], [batches.is_last[p] for p in places])
-        for row in rows:
+        index = None if rows == list(range(count)) else torch.tensor(rows, device=fit.layout.device)
+        at = batches.index if whole else [batches.index[place] for place in places]
+        is_last = batches.is_last if whole else [batches.is_last[place] for place in places]
+        due = [last or (own + 1) % fit.settings.accumulate == 0 for own, last in zip(at, is_last, strict=True)]
+        work = partial(self._work, rows, index, due, epoch, check)
+        graphs = None if check or index is not None else self.graphs
+        outcome = work(x, y) if graphs is None else graphs.step(work, x, y, fit.common)
+        for row, now in zip(rows, due, strict=True):
             fit.entered[row].fit.num_batches += 1
+            fit.entered[row].fit.num_steps += outcome.steps * now
         if outcome.logged:
             fit.meter.add(rows, outcome.logged, outcome.size)
 
-    def _alone(self, row: int, x: Tensor, y: Tensor, epoch: int) -> Any:
-        """The first step of one client, by the resident module, with the buffers that it leaves."""
-        self.fit.rows.load(row)
-        losses, gradients = self.bench.alone(x, y, epoch)
-        return losses, gradients, [tensor.detach().clone() for tensor in self.fit.layout.tensors()]
+    def _work(
+        self, rows: list[int], index: Tensor | None, due: list[bool], epoch: int, check: bool, x: Tensor, y: Tensor
+    ) -> Outcome:
+        """Pass, gradients and descent of some clients."""
+        fit, count = self.fit, len(rows)
+        own = fit.rows if index is None else fit.rows.pick(index)
+        views = own.views(count)
+        if check:
+            self._check(rows[0], views, x, y, epoch)
+        versions = [view._version for view in views]
+        outcome = self.bench.step(views, x, y, epoch)
+        if index is not None and versions != [view._version for view in views]:
+            fit.rows.put_back(index, own)
+        return outcome._replace(steps=self._descend(outcome, rows, index, due))
 
-    def _compare(self, outcome: Outcome, tensors: Sequence[Tensor], alone: Any) -> None:
-        losses, gradients, after = alone
-        if not agree(outcome, tensors, losses, gradients, after):
+    def _check(self, row: int, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> None:
+        """Compare a step of one client, by the resident module, with the same stacked; nothing is changed.
+
+        Raises:
+            Unstackable: naming the phase, if the two are not the same.
+        """
+        copies = [view.clone() for view in views]
+        self.fit.rows.load(row)
+        with exact():
+            losses, gradients = self.bench.alone(x[0], y[0], epoch)
+            after = self.fit.layout.tensors()
+            outcome = self.bench.step(copies, x, y, epoch)
+        if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
             raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
 
     # --- descending ---------------------------------------------------------------------------------------------------
 
-    def _descend(
-        self, outcome: Outcome, rows: list[int], index: Tensor | None, batch: list[int], is_last: list[bool]
-    ) -> None:
-        """Accumulate, clip and step."""
+    def _descend(self, outcome: Outcome, rows: list[int], index: Tensor | None, due: list[bool]) -> int:
+        """Accumulate, clip and step; returns the optimizers that step."""
         settings = self.fit.settings
         if not outcome.descends:
-            return
+            return 0
         names = [name for name in outcome.parts if name in self.templates]
         if outcome.parts and not names:
-            return
+            return 0
         if names and settings.accumulate > 1:
             raise Unstackable("its parts accumulate gradients by themselves")
         made = self._made(outcome)
-        due = [last or (at + 1) % settings.accumulate == 0 for at, last in zip(batch, is_last, strict=True)]
         found = {p: own for p, own in zip(self.trained, outcome.gradients, strict=True) if own is not None}
         for name in names or made:
             for optimizer, stretches in made[name]:
@@ -247,16 +268,17 @@ class _Phase:
                     gradients = [gradient[kept] for gradient in gradients]
                     self._clip(gradients)
                     optimizer.step(torch.tensor(stepping, device=self.fit.layout.device), stepping, gradients)
-            for row, now in zip(rows, due, strict=True):
-                self.fit.entered[row].fit.num_steps += now
+        return len(names or made)
 
-    def _made(self, outcome: Outcome) -> dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]:
+    def _made(self, outcome: Outcome) -> Parts:
         """The optimizers, made at the phase's first descent for the parameters that it reaches."""
         reached = [gradient is not None for gradient in outcome.gradients]
         if self.optimizers is None:
             self.reached = reached
             with_gradient = {place for place, there in zip(self.trained, reached, strict=True) if there}
             self.optimizers = {name: self._of_part(name, with_gradient) for name in self.templates}
+            if self.graphs is not None:
+                self.graphs.optimizers, self.graphs.reached = self.optimizers, reached
         if reached != self.reached:
             raise Unstackable("its steps reach different parameters within a phase")
         return self.optimizers
@@ -266,12 +288,13 @@ class _Phase:
         hooks = len(template._optimizer_step_post_hooks) > 1 or template._optimizer_step_pre_hooks
         if hooks:
             raise Unstackable("hooks are tied to its optimizer's steps")
-        for group in template.param_groups:
+        for number, group in enumerate(template.param_groups):
             places = [place for place in self.fit.layout.index(group["params"]) if place in reached]
             for kind in dict.fromkeys(self.fit.layout.places[place].kind for place in places):
                 runs = _runs(self.fit.layout, [p for p in places if self.fit.layout.places[p].kind == kind])
                 stretches = [stretch for stretch, _ in runs]
-                optimizer = StackedOptimizer(template, group, stretches, self.fit.rows.flats[kind])
+                flat, recorded = self.fit.rows.flats[kind], self.graphs is not None
+                optimizer = StackedOptimizer(template, number, stretches, flat, recorded)
                 made.append((optimizer, [own for _, own in runs]))
         if self.fit.settings.clip_value is not None and len(made) > 1:
             raise Unstackable("its optimizer has several groups whose gradients are clipped together")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,30 +22,62 @@ class StackedOptimizer:
 
     Args:
         template: the optimizer as it was made for the resident module's parameters.
-        group: which of its parameter groups.
+        index: which of its parameter groups.
         stretches: the columns of its parameters.
         flat: [K, width] the clients' parameters.
+        counts_there: whether steps and learning rate are numbers on the parameters' device: a GPU does not wait for
+            the CPU then, and a recorded step can be replayed at another rate.
 
     Raises:
         Unstackable: for an optimizer that is not one of `torch.optim`'s SGD, Adam and AdamW, or an option of theirs
             that is not stacked.
     """
 
-    def __init__(self, template: Optimizer, group: dict[str, Any], stretches: Sequence[Stretch], flat: Tensor) -> None:
-        kind = type(template)
+    def __init__(
+        self,
+        template: Optimizer,
+        index: int,
+        stretches: Sequence[Stretch],
+        flat: Tensor,
+        counts_there: bool = False,
+    ) -> None:
+        kind, group = type(template), template.param_groups[index]
         if kind not in (SGD, Adam, AdamW):
             raise Unstackable(f"its optimizer is {kind.__name__}; SGD, Adam and AdamW are stacked")
         for option in ("amsgrad", "dampening", "maximize", "differentiable"):
             if group.get(option):
                 raise Unstackable(f"its optimizer has {option}, which is not stacked")
         self.kind = kind
+        self.index = index
         self.group = group
         self.stretches = list(stretches)
         self.flat = flat
         self.counts = [0] * len(flat)
+        self.counts_there = counts_there or flat.is_cuda
+        self._steps = torch.zeros(len(flat), 1, dtype=torch.float64, device=flat.device)
+        self._rate = math.nan
+        self._less = torch.zeros((), dtype=flat.dtype, device=flat.device)  # -lr, there
         momentum = group.get("momentum", 0.0)
         needed = (1 if momentum else 0) if kind is SGD else 2
         self.state = [[torch.zeros_like(flat[:, a:b]) for _ in range(needed)] for a, b in self.stretches]
+
+    def tensors(self) -> list[Tensor]:
+        """Its state, as far as steps read it."""
+        return [self._steps, self._less, *(moment for own in self.state for moment in own)]
+
+    @torch.no_grad()
+    def begin(self, group: dict[str, Any]) -> None:
+        """Be as one that is made anew, with the options of a parameter group that is as the first one was."""
+        self.group = group
+        self.counts = [0] * len(self.flat)
+        torch._foreach_zero_([self._steps, *(moment for own in self.state for moment in own)])
+
+    def tell_rate(self) -> None:
+        """Let the device know of another learning rate."""
+        rate = float(self.group["lr"])
+        if self.counts_there and rate != self._rate:
+            self._rate = rate
+            self._less.fill_(-rate)
 
     @torch.no_grad()
     def step(self, rows: slice | Tensor, own: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -55,9 +88,13 @@ class StackedOptimizer:
             own: the same, as numbers.
             gradients: [n, columns] for each stretch.
         """
+        self.tell_rate()
         for row in own:
             self.counts[row] += 1
-        counts = [self.counts[row] for row in own]
+        counts: Any = [self.counts[row] for row in own]
+        if self.counts_there and self.kind is not SGD:
+            self._steps[rows] += 1
+            counts = self._steps[rows]
         for (start, end), state, gradient in zip(self.stretches, self.state, gradients, strict=True):
             if isinstance(rows, slice):
                 self._step(self.flat[rows, start:end], gradient, [moment[rows] for moment in state], counts)
@@ -68,17 +105,22 @@ class StackedOptimizer:
             for moment, new in zip(state, moments, strict=True):
                 moment[rows] = new
 
-    def _step(self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], counts: Sequence[int]) -> None:
+    def _step(self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], counts: Any) -> None:
         group = self.group
         decay, lr = group["weight_decay"], float(group["lr"])
         if decay and self._decouples:
-            values.mul_(1 - lr * decay)
+            values.mul_(self._less * decay + 1 if self.counts_there else 1 - lr * decay)
         elif decay:
             gradient = gradient.add(values, alpha=decay)
         if self.kind is SGD:
             if moments:
                 gradient = self._with_momentum(gradient, moments[0])
-            values.add_(gradient, alpha=-lr)
+            if self.counts_there:
+                values.addcmul_(gradient, self._less)
+            else:
+                values.add_(gradient, alpha=-lr)
+        elif self.counts_there:
+            self._adam_there(values, gradient, moments, counts)
         else:
             self._adam(values, gradient, moments, counts, lr)
 
@@ -111,3 +153,13 @@ class StackedOptimizer:
         size, root = (values.new_tensor(own)[:, None] for own in (sizes, roots))
         denominator = square.sqrt().div_(root).add_(eps)
         values.sub_(mean.mul(size).div_(denominator))
+
+    def _adam_there(self, values: Tensor, gradient: Tensor, moments: Sequence[Tensor], steps: Tensor) -> None:
+        """The same with steps [n, 1] that the CPU does not know."""
+        (beta1, beta2), eps = self.group["betas"], self.group["eps"]
+        mean, square = moments
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        size = (self._less.double() / (1 - beta1**steps)).to(values)
+        root = (1 - beta2**steps).sqrt_().to(values)
+        values.addcmul_(mean / square.sqrt().div_(root).add_(eps), size)

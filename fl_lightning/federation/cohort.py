@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from fl_lightning.core.recording import can_record
 from fl_lightning.core.rows import Unstackable
 from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.sickness import at
@@ -32,15 +33,26 @@ class Cohort:
         size: `federation.cohort`.
         in_turn: whether what a client hears may depend on who was fitted before it.
         is_main: whether this process says what is chosen.
+        graph: `federation.graph`.
     """
 
-    def __init__(self, runner: Runner, size: Size, in_turn: bool, is_main: bool = True) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        size: Size,
+        in_turn: bool,
+        is_main: bool = True,
+        graph: bool | Literal["auto"] | None = None,
+    ) -> None:
         self.runner = runner
         self.size = None if size == 1 else size
         self.is_main = is_main
         self.reason = ""
         self._chosen = False
         self._stacks: dict[int, Stack] = {}
+        self._records = bool(graph) and can_record(runner.device)
+        if graph is True and not self._records:
+            self._tell_graph(f"the fits are on {runner.device.type}, and a CUDA GPU records")
         if self.size is not None:
             # An operation that `vmap` does one by one inside is no reason to do all of them so; `auto` measures.
             warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
@@ -72,6 +84,12 @@ class Cohort:
             if self.is_main:
                 method = type(self.runner.modules[0].method).__name__
                 say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
+
+    def _tell_graph(self, reason: str) -> None:
+        """Say why steps are not recorded (any more)."""
+        if self.is_main:
+            method = type(self.runner.modules[0].method).__name__
+            say(f"fl-lightning: federation.graph: {method} runs as it is: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
         """Why all run one by one, where that came out in a round: whether the tests of a round are stacked is a bit.
@@ -153,10 +171,14 @@ class Cohort:
     def _stack(self, group: Sequence[int]) -> Stack:
         architecture = self.runner.architecture[group[0]]
         if architecture not in self._stacks:
-            self._stacks[architecture] = Stack(self.runner, self.runner.modules[architecture])
+            self._stacks[architecture] = self._new_stack(architecture)
         stack = self._stacks[architecture]
         stack.open(len(group))
         return stack
+
+    def _new_stack(self, architecture: int) -> Stack:
+        module = self.runner.modules[architecture]
+        return Stack(self.runner, module, self._tell_graph if self._records else None)
 
     def _enter(self, stack: Stack, visit: Visit) -> None:
         try:

@@ -143,7 +143,7 @@ class FederatedLoop:
             self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
         if settings.compile:
             compile_steps(self.runner, self.workers.is_main)
-        self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main)
+        self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main, settings.graph)
         hostile = self.runner.attackers.collude
         self.collusion = Collusion(self.runner, self.exchange, self.workers) if hostile else None
 

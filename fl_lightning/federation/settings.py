@@ -89,12 +89,15 @@ class Federation:
             started. It changes no result.
         threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number or the model is so
             small (4 million operations of a mini-batch's forward pass) that threads wait more than they compute, the
-            cores divided by the workers where it is ``auto`` or they share GPUs, else torch's own choice. Another number
-            may change sums in their last bit.
+            cores divided by the workers where it is ``auto`` or they share GPUs, else torch's own choice. Another
+            number may change sums in their last bit.
         cohort: clients of one architecture whose local steps run as one: for small models, whose step is overhead and
             not arithmetic. A number >= 2, or ``auto``, which measures a few steps at the start and chooses; null or 1
             fits one after another. Numbers agree but for rounding; a fit that cannot be stacked runs by itself, and one
             line says why.
+        graph: record a cohort's steps as CUDA graphs and replay them: the CPU starts hundreds of operations at once, so
+            that small models fill a GPU. ``auto`` and true do so on a GPU, and need `cohort`; what cannot be recorded
+            runs as it is, and one line says why. Numbers agree but for rounding.
         compile: compile local steps with torch.compile, once for all clients and rounds, where the method's step is the
             usual one; numbers agree but for rounding. What cannot be compiled runs as it is, and one line says why.
         recall: MiB that a client may keep, during a phase of several epochs, of what networks at rest (a teacher, the
@@ -132,6 +135,7 @@ class Federation:
     workers: int | Literal["auto"] | None = None
     threads: int | None = None
     cohort: int | Literal["auto"] | None = None
+    graph: bool | Literal["auto"] | None = None
     compile: bool = False
     recall: int = 256
     worker_timeout: float = 20.0
@@ -161,6 +165,8 @@ class Federation:
         rule = "cannot be combined with federation.cohort, whose steps run as one, or record_privacy; leave one out"
         together = self.cohort in (None, 1) and self.record_privacy is None
         require(not self.compile or together, "federation.compile", rule)
+        rule = "records the steps of stacked clients: give federation.cohort (a number >= 2, or auto), too"
+        require(not self.graph or self.cohort not in (None, 1), "federation.graph", rule, self.graph)
         require(self.recall >= 0, "federation.recall", "must be >= 0 MiB", self.recall)
         require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds

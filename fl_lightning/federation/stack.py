@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
+from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
 from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.data.together import together
 from fl_lightning.federation.stacked_evaluation import StackedTests
@@ -51,7 +52,7 @@ class Member:
     visit: Visit
     row: int
     entered: Entered
-    options: Hashable
+    options: tuple[Hashable, Hashable]
     mark: Mark
     attributes: list[dict[str, Any]]
     streams: tuple[Any, ...]
@@ -59,8 +60,17 @@ class Member:
     @property
     def key(self) -> Hashable:
         """Clients are stacked with those of the same."""
-        phases = tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in self.entered.plan)
-        return self.mark, phases, self.options
+        return self.mark, self._phases, self.options
+
+    @property
+    def about(self) -> Hashable:
+        """What is the same in all fits that a recorded step may serve, the learning rate apart."""
+        optimizers = tuple(_options(optimizer, "lr", "initial_lr") for optimizer in self.entered.templates)
+        return self.mark.modes, self._phases, optimizers, self.options[1]
+
+    @property
+    def _phases(self) -> Hashable:
+        return tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in self.entered.plan)
 
 
 class Stack:
@@ -69,9 +79,10 @@ class Stack:
     Args:
         runner: whose clients they are.
         module: the resident module of the architecture.
+        tell: is told why steps are not recorded, where `federation.graph` asks for it; None records nothing.
     """
 
-    def __init__(self, runner: Runner, module: ClientModule) -> None:
+    def __init__(self, runner: Runner, module: ClientModule, tell: Callable[[str], None] | None = None) -> None:
         self.runner = runner
         self.module = module
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
@@ -79,6 +90,7 @@ class Stack:
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
+        self._graphs = None if tell is None else StepGraphs(self.layout, tell)
 
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
@@ -113,9 +125,9 @@ class Stack:
         if versions != [tensor._version for tensor in self.layout.tensors()]:
             self._moved[row] = Rows.empty(self.layout, 1)
             self._moved[row].put(0)
-        options = options, tuple(method.term_weights().items())
+        both = options, tuple(method.term_weights().items())
         taken = self.attributes.taken()
-        self._members.append(Member(visit, row, entered, options, self.attributes.mark(), taken, _streams()))
+        self._members.append(Member(visit, row, entered, both, self.attributes.mark(), taken, _streams()))
 
     def _configured(self) -> tuple[Entered, Hashable]:
         """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
@@ -127,7 +139,7 @@ class Stack:
             plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.entered.plan, cut, strict=True))
             if [epochs for epochs, _ in cut] == [planned.epochs for planned in plan]:
                 module.method.fit = copy.copy(before.entered.fit)
-                return Entered(plan, before.entered.templates, module.method.fit), before.options[0]  # type: ignore[index]
+                return Entered(plan, before.entered.templates, module.method.fit), before.options[0]
         self._phases = phases
         templates = module.configure_optimizers()
         return Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
@@ -160,7 +172,8 @@ class Stack:
         for row, moved in self._moved.items():
             start.put_back(torch.tensor([row], device=self.layout.device), moved)
         begun = [start.pick(self._places(own)) for own in groups]
-        fitted = [self._fit_group(own, rows) for own, rows in zip(groups, begun, strict=True)]
+        largest = max(groups, key=len)  # recorded steps have one place for clients
+        fitted = [self._fit_group(own, rows, own is largest) for own, rows in zip(groups, begun, strict=True)]
         self._largest = max(zip(groups, begun, strict=True), key=lambda pair: len(pair[0]))
         for own, (rows, fit) in zip(groups, fitted, strict=True):
             self._finish(own, rows, fit)
@@ -168,15 +181,16 @@ class Stack:
     def _places(self, own: Sequence[Member]) -> torch.Tensor:
         return torch.tensor([member.row for member in own], device=self.layout.device)
 
-    def _fit_group(self, own: Sequence[Member], rows: Rows) -> tuple[Rows, StackedFit]:
+    def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> tuple[Rows, StackedFit]:
         """Fit clients that are alike; again, where a step asks for what they differ in."""
-        first = own[0]
+        first, entered = own[0], [member.entered for member in own]
         while True:
-            present = rows.clone()
-            self.attributes.restore(first.attributes)
+            graphs = self._graphs.enter(rows, first.attributes, first.about) if records and self._graphs else None
+            present = rows.clone() if graphs is None else graphs.rows
+            self.attributes.restore(first.attributes if graphs is None else graphs.attributes)
             for member in own:
                 member.entered.fit.num_batches = member.entered.fit.num_steps = 0
-            fit = self._made([member.entered for member in own], present, partial(self._epoch, own))
+            fit = self._made(entered, present, partial(self._epoch, own), graphs)
             try:
                 self._run(fit, first)
             except Mixed as mixed:
@@ -187,9 +201,11 @@ class Stack:
                 self._checked |= {(planned.phase.name, first.key) for planned in first.entered.plan}
                 return present, fit
 
-    def _made(self, entered: Sequence[Entered], rows: Rows, epoch: Epoch) -> StackedFit:
+    def _made(
+        self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None
+    ) -> StackedFit:
         aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
-        return StackedFit(self.module, self.layout, rows, entered, epoch, self._apart, aliases, context)
+        return StackedFit(self.module, self.layout, rows, entered, epoch, self._apart, aliases, context, graphs)
 
     def measure(self) -> tuple[int, Timing]:
         """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
@@ -206,13 +222,14 @@ class Stack:
         return len(own), timing
 
     def _run(self, fit: StackedFit, first: Member) -> None:
+        before = self.attributes.mark()
         try:
             fit.run(lambda phase: (phase, first.key) not in self._checked)
         except (Mixed, Unstackable):
             raise
         except Exception as error:
             raise Unstackable(reason_of(error)) from error
-        name = changed(first.mark, self.attributes.mark())
+        name = changed(before, self.attributes.mark())
         if name:
             raise Unstackable(f"its step changes {name}")
 
@@ -307,9 +324,10 @@ def _trained_in(phases: Sequence[Phase], name: str) -> Hashable:
     return tuple((index, part) for index, part, own in parts if matches(name, own))
 
 
-def _options(optimizer: Optimizer) -> tuple[Hashable, ...]:
-    """What an optimizer was told, but for its parameters."""
-    groups = [{key: str(value) for key, value in own.items() if key != "params"} for own in optimizer.param_groups]
+def _options(optimizer: Optimizer, *but: str) -> tuple[Hashable, ...]:
+    """What an optimizer was told, but for its parameters, and some more."""
+    left = {"params", *but}
+    groups = [{key: str(value) for key, value in own.items() if key not in left} for own in optimizer.param_groups]
     return type(optimizer), *(tuple(own.items()) for own in groups)
 
 

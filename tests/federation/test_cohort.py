@@ -360,7 +360,7 @@ def test_rows_step_as_torch_steps_them_alone(kind):
     alone = [nn.Parameter(row.clone()) for row in start]
     optimizers = [KINDS[kind]([parameter]) for parameter in alone]
     flat = start.clone()
-    stacked = StackedOptimizer(optimizers[0], optimizers[0].param_groups[0], [(0, 7)], flat)
+    stacked = StackedOptimizer(optimizers[0], 0, [(0, 7)], flat)
     for step, own in enumerate(gradients):
         rows = [0, 1, 2] if step % 2 else [1, 0]
         for row in rows:
@@ -373,4 +373,4 @@ def test_rows_step_as_torch_steps_them_alone(kind):
 def test_optimizer_of_another_kind_is_refused():
     template = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
     with pytest.raises(Unstackable, match="its optimizer is LBFGS"):
-        StackedOptimizer(template, template.param_groups[0], [(0, 2)], torch.zeros(1, 2))
+        StackedOptimizer(template, 0, [(0, 2)], torch.zeros(1, 2))

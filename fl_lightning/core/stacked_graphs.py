@@ -1,0 +1,272 @@
+"""Steps of stacked clients, recorded once and replayed for every cohort: what must be the same, and what moves.
+
+A recorded step has in it its addresses and all that Python has decided. Clients' tensors stand in rows that stay, and
+so do its mini-batch, the optimizers' state and the tensors that the method's attributes hold: what is new is copied
+there. What a step asks about the round, the fit and the mini-batch is noted as it is recorded, and must be the same
+when it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fl_lightning.core import recording
+from fl_lightning.core.loose import Held, held
+from fl_lightning.core.recording import Recording, Unrecordable
+from fl_lightning.core.rows import Layout, Rows
+from fl_lightning.core.stacked import Common, Outcome, same
+from fl_lightning.core.stacked_optimizers import StackedOptimizer
+
+WARM = 2
+"""Steps of a kind that run as they are, before one is recorded: what they meet first is new to the GPU."""
+MOST_FITS, MOST_STEPS = 16, 8
+"""Kinds of fits, and of steps in a phase, that are recorded; where there are more, nothing stays the same."""
+
+Parts = dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]
+"""A phase's optimizers, by part, with the places of their parameters."""
+
+
+class StepGraphs:
+    """The recorded steps of one architecture.
+
+    Args:
+        layout: where its tensors stand.
+        tell: is told why steps are not recorded (any more), if they are not.
+    """
+
+    def __init__(self, layout: Layout, tell: Callable[[str], None]) -> None:
+        self.layout = layout
+        self.reason = ""
+        """Why nothing is recorded (any more)."""
+        self._tell = tell
+        self._rows: dict[int, Rows] = {}
+        self._fits: dict[Hashable, FitGraphs] = {}
+
+    def enter(self, rows: Rows, attributes: Sequence[Mapping[str, Any]], about: Hashable) -> FitGraphs | None:
+        """Bring clients where recorded steps look for them.
+
+        Args:
+            rows: the clients as their fit begins; they are left as they are.
+            attributes: of the method's modules, the same for all of the clients.
+            about: what else must be the same: phases, optimizers and weights of losses.
+
+        Returns:
+            What is recorded of such fits; None where nothing can be.
+        """
+        if self.reason:
+            return None
+        try:
+            loose = held(attributes, self.layout)
+        except Unrecordable as error:
+            self.stop(str(error))
+            return None
+        key = len(rows), about, loose.key
+        if key not in self._fits:
+            if len(self._fits) == MOST_FITS:
+                self.stop("what its steps read changes from fit to fit")
+                return None
+            if len(rows) not in self._rows:
+                self._rows[len(rows)] = rows.clone()
+            own = [tensor.detach().clone() for tensor in loose.tensors]
+            self._fits[key] = FitGraphs(self, self._rows[len(rows)], own)
+        fit = self._fits[key]
+        fit.begin(rows, loose)
+        return fit
+
+    def stop(self, reason: str) -> None:
+        """Record and replay nothing from now on."""
+        if not self.reason:
+            self.reason = reason
+            self._fits.clear()
+            self._tell(reason)
+
+
+class FitGraphs:
+    """The recorded steps of fits that are alike.
+
+    Args:
+        all: of the architecture.
+        rows: where its clients stand.
+        tensors: where the tensors stand that the method's attributes hold.
+    """
+
+    def __init__(self, all: StepGraphs, rows: Rows, tensors: Sequence[Tensor]) -> None:
+        self.all = all
+        self.rows = rows
+        self.tensors = list(tensors)
+        self.number = 0
+        self.attributes: list[dict[str, Any]] = []
+        """The method's attributes, which hold `tensors`."""
+        self._phases: dict[int, PhaseGraphs] = {}
+
+    @torch.no_grad()
+    def begin(self, rows: Rows, loose: Held) -> None:
+        """Bring the clients of one more fit."""
+        self.number += 1
+        self.restart(rows)
+        for own, given in zip(self.tensors, loose.tensors, strict=True):
+            own.copy_(given)
+        self.attributes = loose.holding(self.tensors)
+
+    def restart(self, rows: Rows) -> None:
+        """Bring the clients once more."""
+        self.rows.copy_(rows)
+
+    def phase(self, index: int) -> PhaseGraphs:
+        """The recorded steps of a phase."""
+        if index not in self._phases:
+            self._phases[index] = PhaseGraphs(self)
+        return self._phases[index]
+
+
+@dataclass
+class _Recorded:
+    """One recorded step.
+
+    Args:
+        recording: of the step.
+        x: where its inputs stand.
+        y: where its classes stand.
+        asked: what it has asked for, and what it was told.
+        outcome: of the step; what is in it moves at every replay.
+        losses: [losses, n] the same losses as one tensor; None where they are of several types.
+        number: of the fit in which it was recorded.
+        checked: whether it was compared with the step as it is in a later fit.
+    """
+
+    recording: Recording
+    x: Tensor
+    y: Tensor
+    asked: Mapping[tuple[str, str], Any]
+    outcome: Outcome
+    losses: Tensor | None
+    number: int
+    checked: bool = False
+
+    def replay(self, x: Tensor, y: Tensor) -> Outcome:
+        """Do the step on another mini-batch."""
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.recording.replay()
+        logged = self.outcome.logged
+        if self.losses is not None:
+            return self.outcome._replace(logged=dict(zip(logged, self.losses.clone().unbind(), strict=True)))
+        return self.outcome._replace(logged={name: value.clone() for name, value in logged.items()})
+
+
+@dataclass
+class PhaseGraphs:
+    """The recorded steps of one phase.
+
+    Args:
+        fit: of the fits.
+        optimizers: of the phase, once they are made; their state stays where it is.
+        reached: which of the phase's parameters its loss reaches.
+    """
+
+    fit: FitGraphs
+    optimizers: Parts | None = None
+    reached: list[bool] = field(default_factory=list)
+    _recorded: dict[Hashable, list[_Recorded]] = field(default_factory=dict)
+    _seen: Counter[Hashable] = field(default_factory=Counter)
+
+    def begin(self, templates: Mapping[str, Optimizer]) -> None:
+        """Let optimizers begin anew, with the options of those that are made for the present fit."""
+        for name, own in (self.optimizers or {}).items():
+            for optimizer, _ in own:
+                optimizer.begin(templates[name].param_groups[optimizer.index])
+
+    def step(self, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor, common: Common) -> Outcome:
+        """One mini-batch of each of the first n clients: as recorded, or as it is.
+
+        Args:
+            work: the whole step, with its descent.
+            x: [n, B, …] inputs.
+            y: [n, B] classes.
+            common: what the clients have in common.
+        """
+        if self.fit.all.reason:
+            return work(x, y)
+        key = x.shape, x.stride(), x.dtype
+        known = self._recorded.setdefault(key, [])
+        found = next((own for own in known if common.tells(own.asked)), None)
+        if found is None:
+            self._seen[key] += 1
+            if self._seen[key] <= WARM or self.optimizers is None:
+                return work(x, y)
+            found = self._record(work, x, y, common)
+            if found is None:
+                return work(x, y)
+            known.append(found)
+        for own in self.optimizers.values() if self.optimizers is not None else ():
+            for optimizer, _ in own:
+                optimizer.tell_rate()
+        if not found.checked and found.number != self.fit.number:
+            return self._checked(found, work, x, y)
+        return found.replay(x, y)
+
+    def _record(
+        self, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor, common: Common
+    ) -> _Recorded | None:
+        """Record a step; None where that does not go, or would go on for ever."""
+        if sum(map(len, self._recorded.values())) == MOST_STEPS:
+            self.fit.all.stop(f"its steps change: they ask for {self._changes()}")
+            return None
+        x, y = x.clone(), y.clone()
+        made: list[tuple[Outcome, Tensor | None]] = []
+
+        def run() -> None:
+            outcome = work(x, y)
+            values = list(outcome.logged.values())
+            alike = len({(value.dtype, value.shape) for value in values}) == 1
+            made.append((outcome._replace(gradients=[]), torch.stack(values) if alike else None))
+
+        common.asked = {}
+        try:
+            own = recording.record(run, [x, y, *self.fit.tensors, *self._moving()])
+        except Unrecordable as error:
+            self.fit.all.stop(str(error))
+            return None
+        finally:
+            asked, common.asked = common.asked, None
+        return _Recorded(own, x, y, asked, *made[-1], self.fit.number)
+
+    def _changes(self) -> str:
+        """What recorded steps were told, and not the same."""
+        told: dict[tuple[str, str], list[Any]] = {}
+        for own in self._recorded.values():
+            for each in own:
+                for name, value in each.asked.items():
+                    told.setdefault(name, []).append(value)
+        names = [f"{of}.{name}" for (of, name), values in told.items() if any(v != values[0] for v in values)]
+        return ", ".join(names) or "mini-batches of many sizes"
+
+    def _moving(self) -> list[Tensor]:
+        """Whatever a step may change."""
+        optimizers = [optimizer for own in (self.optimizers or {}).values() for optimizer, _ in own]
+        return [*self.fit.rows.flats, *(tensor for own in optimizers for tensor in own.tensors())]
+
+    @torch.no_grad()
+    def _checked(self, found: _Recorded, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor) -> Outcome:
+        """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
+        moving = self._moving()
+        before = [tensor.clone() for tensor in moving]
+        with torch.enable_grad():
+            outcome = work(x, y)
+        expected = [tensor.clone() for tensor in moving]
+        torch._foreach_copy_(moving, before)
+        again = found.replay(x, y)
+        found.checked = True
+        losses = [again.logged[name] for name in outcome.logged]
+        if all(map(same, [*moving, *losses], [*expected, *outcome.logged.values()])):
+            return again
+        torch._foreach_copy_(moving, expected)
+        self.fit.all.stop("replayed, a step gives other values than as it is")
+        return outcome
