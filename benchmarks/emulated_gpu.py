@@ -110,11 +110,10 @@ _READS |= {"nonzero", "argwhere", "bincount", "equal", "allclose", "unique", "un
 _READS |= {"repeat_interleave", "_local_scalar_dense", "is_nonzero"}
 _BOTH = {"copy_", "_foreach_copy_", "_has_compatible_shallow_copy_type", "is_same_size", "size"}
 """What takes tensors of both kinds."""
-_PAIRED = set(
-    "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power and or xor mod "
-    "floordiv truediv maximum minimum max min fmax fmin atan2 hypot xlogy copysign eq ne lt le gt ge logical_and "
-    "logical_or logical_xor where masked_fill fill".split()
-)
+_ARITHMETIC = "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power mod "
+_ARITHMETIC += "floordiv truediv and or xor logical_and logical_or logical_xor maximum minimum max min fmax fmin atan2 "
+_ARITHMETIC += "hypot xlogy copysign eq ne lt le gt ge where masked_fill fill"
+_PAIRED = set(_ARITHMETIC.split())
 _PAIRED |= {side + name for side in ("r", "i") for name in _PAIRED}
 """What takes a number on the CPU beside tensors on the GPU, without the underscores around the name."""
 

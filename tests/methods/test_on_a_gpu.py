@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from every_method import METHODS
 from harnesses import harness
 from tiny_optimizers import adam
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core.moving import moved
 from fl_lightning.core.step import Step
 
-emulator = harness("emulated_gpu")
+emulator, draws = harness("emulated_gpu"), harness("same_draws")
 
 
 @pytest.fixture
@@ -114,6 +116,65 @@ def test_method_learns_the_same_and_does_not_wait(on_the_cpu, on, waiting):
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert waiting == []
+
+
+# --- the same random numbers ------------------------------------------------------------------------------------------
+
+
+class Drawing(TorchFunctionMode):
+    """Remembers what draws random numbers, and whether on the GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        names = draws._MADE | draws._LIKE | draws._FILLED | draws._WHOLE | draws._CHANGING
+        kwargs, tensors = kwargs or {}, [own for own in args if isinstance(own, torch.Tensor)]
+        if func.__name__ in names:
+            there = str(kwargs.get("device", "cpu")).startswith("cuda") or any(map(emulator.is_there, tensors))
+            self.seen[func.__name__] = self.seen.get(func.__name__, False) or there
+        return func(*args, **kwargs)
+
+
+def drawn(device):
+    """Some of everything, from global streams and a generator."""
+    torch.manual_seed(3)
+    own = torch.Generator(device).manual_seed(5)
+    start = torch.linspace(0.1, 0.9, 20, device=device).requires_grad_()
+    grid = torch.empty(4, 5, device=device).t()
+    found = [
+        torch.rand(3, device=device),
+        torch.randn((2, 2), device=device, generator=own),
+        torch.randn(2, device=device, generator=own),
+        torch.randint(9, (5,), device=device),
+        torch.randperm(7, device=device),
+        torch.rand_like(start),
+        torch.normal(start.detach(), 1.0),
+        torch.bernoulli(start.detach()),
+        torch.multinomial(start.detach(), 3),
+        grid.normal_(generator=own),
+        torch.empty(4, device=device).exponential_(),
+        nn.init.kaiming_uniform_(torch.empty(3, 2, device=device)),
+        F.dropout(start, 0.5),
+        F.dropout(start + 0, 0.5, inplace=True),
+        F.gumbel_softmax(start),
+        torch.distributions.Normal(start.detach(), 1.0).rsample(),
+    ]
+    assert all(own.device.type == device for own in found)
+    assert grid.stride() == (1, 5)
+    torch.stack([found[12].sum(), found[14][0]]).sum().backward()
+    return [own.detach().cpu() for own in [*found, start.grad]]
+
+
+def test_draws_are_the_cpus_and_made_on_it(gpu):
+    with draws.SameDraws():
+        here = drawn("cpu")
+    with Drawing() as seen, draws.SameDraws():
+        there = drawn("cuda")
+    assert len(seen.seen) == 13
+    assert not any(seen.seen.values())
+    assert all(map(torch.equal, here, there))
 
 
 # --- moving many tensors ----------------------------------------------------------------------------------------------
