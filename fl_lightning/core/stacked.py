@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +15,7 @@ from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.rows import Alias, Layout, Unstackable
+from fl_lightning.core.stacked_convolution import WindowedConvolutions
 from fl_lightning.core.step import Bench, Step
 
 
@@ -278,6 +279,9 @@ class StackedBench:
         self.bench = bench
         self.trained = list(trained)
         self.common = common
+        self.convolutions: Callable[[], AbstractContextManager[Any]] = (
+            WindowedConvolutions if layout.device.type == "cuda" else nullcontext
+        )
 
     def step(self, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> Outcome:
         """One mini-batch of each of n clients: losses and gradients; buffers that move are moved.
@@ -308,7 +312,7 @@ class StackedBench:
             return [*map(id, present()), *(tensor._version for own in (views, residents) for tensor in own)]
 
         def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
-            with self.layout.swapped(tensors, self.aliases):
+            with self.layout.swapped(tensors, self.aliases), self.convolutions():
                 taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common, state).taken()
                 after = present()
             names[:] = taken.logged

@@ -13,13 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.core import recording
-from fl_lightning.core.recording import Unrecordable
-from fl_lightning.core.term import Term
-from fl_lightning.errors import ConfigError
-from fl_lightning.federation.settings import Federation
-from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.methods.fedcpd import FedCPD
-from fl_lightning.methods.fedproto import FedProto
 
 EIGHT = [[6, 6, 6, 6]] * 4
 """Whole mini-batches of four alone."""
