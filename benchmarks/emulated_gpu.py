@@ -3,7 +3,7 @@
 Within `emulated_gpu()` PyTorch and Lightning see one CUDA device. What is moved or made there stays in the CPU's
 memory, so that a run must come to the very bits of the CPU's; but tensors here and there do not mix, and what would
 make the CPU wait for the device is counted. What it cannot know: kernels, half precision, memory, the order of streams,
-several devices, and what happens inside one of torch's own functions.
+several devices, graphs, and what happens inside one of torch's own functions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
+
+from fl_lightning.core import recording
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WAITS = "called a synchronizing CUDA operation"  # torch's own words under `set_sync_debug_mode`
@@ -307,7 +309,7 @@ def emulated_gpu() -> Iterator[EmulatedGPU]:
     patches += [(eager_transforms, name, _kept(getattr(eager_transforms, name))) for name in wrapping]
     clipping = inspect.getmodule(inspect.unwrap(nn.utils.clip_grad_norm_))
     patches += [(clipping, "_group_tensors_by_device_and_dtype", _grouped(clipping._group_tensors_by_device_and_dtype))]  # type: ignore[union-attr]
-    patches += [(torch, "Generator", _generator)]
+    patches += [(torch, "Generator", _generator), (recording, "can_record", lambda device: False)]
     hooks = ("register_full_backward_hook", "register_backward_hook")
     patches += [(nn.Module, name, _hooked(gpu, getattr(nn.Module, name))) for name in hooks]
     health = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")

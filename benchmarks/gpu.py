@@ -13,6 +13,7 @@ Without a GPU it says so in one line and exits with code 2; `--rehearse` checks 
 from __future__ import annotations
 
 import argparse
+import csv
 import logging
 import os
 import subprocess
@@ -45,7 +46,8 @@ from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.parser import configured
 
-QUICKSTART = Path(__file__).resolve().parent.parent / "experiments" / "quickstart.yaml"
+HERE = Path(__file__).resolve().parent
+QUICKSTART = HERE.parent / "experiments" / "quickstart.yaml"
 SMALL = ("--data.num_clients", "4", "--federation.rounds", "3")
 SMALL += ("--federation.evaluate", "{globally: false}", "--federation.checkpoint.every", "0")
 CLOSE = 1e-4
@@ -134,12 +136,13 @@ def waiting_steps(loop: FederatedLoop) -> tuple[int, int]:
 
 
 def checked(name: str, emulated: bool) -> str:
-    """One method on the GPU beside the CPU, and with its clients stacked beside one by one.
+    """One method on the GPU beside the CPU, with its clients stacked beside one by one, and its steps recorded.
 
     Adam divides by the root of a mean square plus eps: where gradients are nearly 0 the usual one of 1e-8 makes whole
     steps out of rounding, which two devices do differently.
     """
     options, stacked = ("--federation.local_steps", "5", "--optimizer.eps", "1e-3"), ("--federation.cohort", "4")
+    recorded = *stacked, "--federation.graph", "auto"
     try:
         with SameDraws():
             here = quickstart(name, "cpu", *options)
@@ -147,15 +150,18 @@ def checked(name: str, emulated: bool) -> str:
             here.advance()
         with emulated_gpu() if emulated else nullcontext():
             with SameDraws():
-                there, together = quickstart(name, "gpu", *options), quickstart(name, "gpu", *options, *stacked)
-                for loop in (there, there, together, together):
+                there, together, again = (quickstart(name, "gpu", *options, *own) for own in ((), stacked, recorded))
+                for loop in (there, together, again) * 2:
                     loop.advance()
             gap, apart = difference(weights(here), weights(there)), difference(weights(there), weights(together))
+            replayed = difference(weights(together), weights(again))
             waits, of = waiting_steps(there)  # with the GPU's own draws, which wait for nothing
     except Exception as error:  # one method's failure is a line of the table
         return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
-    said = f"{'ok' if gap <= CLOSE and apart <= NEAR else 'DIFFERS'}, {gap:.1e}; "
+    said = f"{'ok' if gap <= CLOSE and max(apart, replayed) <= NEAR else 'DIFFERS'}, {gap:.1e}; "
     said += f"stacked {apart:.1e}" if together.cohort.stacks else "not stacked"
+    said += f"; recorded {replayed:.1e}" if again.cohort.stacks and not emulated else ""
+    said += "".join(f" ({own})" for own in again.cohort.unrecorded)
     return f"{said}; {waits} of {of} steps wait" if waits else f"{said}; no step waits"
 
 
@@ -211,22 +217,101 @@ def device_checks() -> Iterator[Row]:
     yield "trainer.devices: 2, ddp", "ok" if ended.returncode == 0 else f"FAILED: {ended.stderr[-150:]}"
 
 
+def worker_checks() -> Iterator[Row]:
+    """Several workers on the GPUs there are: the figures of one."""
+    wanted = 2 * torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, ended = [], []
+        for workers in (1, wanted):
+            words = [
+                "--config",
+                str(QUICKSTART),
+                *SMALL,
+                "--output",
+                f"{folder}/{workers}",
+                "--trainer.accelerator",
+                "gpu",
+            ]
+            words += ["--federation.workers", str(workers), "--name", "own", "--quiet"]
+            command = [sys.executable, "-m", "fl_lightning", "fit", *words]
+            ended.append(subprocess.run(command, capture_output=True, text=True, timeout=60))
+            found = sorted(Path(folder).glob(f"{workers}/**/metrics.csv"))
+            rows.append([own for path in found for own in csv.DictReader(path.open())])
+    for own in (row for each in rows for row in each):
+        for name in [name for name in own if name.startswith("seconds")]:
+            del own[name]
+    said = "ok: the same bits" if rows[0] and rows[0] == rows[1] else "DIFFERS"
+    failed = next((own.stderr.strip()[-150:] for own in ended if own.returncode), None)
+    yield f"federation.workers: {wanted}", said if failed is None else f"FAILED: {failed}"
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-def round_seconds(loop: FederatedLoop, rounds: int = 2) -> float:
-    """Of a round, after one that warms up."""
-    loop.advance()
+def round_seconds(loop: FederatedLoop, rounds: int = 2, warm: int = 1) -> float:
+    """Of a round, after some that warm up."""
+    for _ in range(warm):
+        loop.advance()
     return min(seconds(loop.advance) for _ in range(rounds))
 
 
-def busy_share(loop: FederatedLoop) -> float:
-    """The share of a round in which the GPU computes."""
-    from torch.profiler import ProfilerActivity, profile
+class Busy:
+    """The share of time in which some of the GPU computes, as its driver samples it."""
 
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        took = seconds(loop.advance)
-    return sum(event.self_device_time_total for event in trace.key_averages()) / 1e6 / took
+    def __enter__(self) -> Busy:
+        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        lines = (self._process.communicate()[0] or "").split()
+        values = [float(line) for line in lines if line.replace(".", "").isdigit()]
+        self.mean = sum(values) / max(1, len(values))
+
+
+YAML = """
+method: FedAvg
+model: {{class_path: ResNet18}}
+optimizer: {{class_path: SGD, init_args: {{lr: 0.01}}}}
+data:
+  dataset: {{class_path: workloads.Noise, init_args: {{samples: {samples}, channels: 3, side: 32}}}}
+  partition: IID
+  num_clients: {clients}
+  batch_size: 64
+federation:
+  rounds: {rounds}
+  workers: {workers}
+  evaluate: {{trained: false, received: false, globally: false, server: false}}
+  checkpoint: {{every: 0}}
+trainer: {{accelerator: {accelerator}, precision: bf16-mixed}}
+name: own
+"""
+FEW, MANY = 4, 24
+
+
+def by_workers(workers: int, size: int, accelerator: str) -> str:
+    """ResNet-18's federation by several workers: seconds of its later rounds, and how busy the GPU was in all of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, clients, rounds = Path(folder) / "own.yaml", max(workers, 20 // size), MANY if size == 1 else FEW
+        values = {"samples": 320 * clients, "clients": clients, "rounds": rounds, "workers": workers}
+        path.write_text(YAML.format(**values, accelerator=accelerator))
+        words = ["fit", "--config", str(path), "--output", folder, "--quiet"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", "fl_lightning", *words]
+        ended = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        metrics, shares = Path(folder) / "own" / "metrics.csv", []
+        while ended.poll() is None:
+            time.sleep(0.2)
+            rows = list(csv.DictReader(metrics.open())) if metrics.exists() else []
+            if len(rows) > 1 and accelerator == "gpu" and not shares and len(rows) < rounds - 4:
+                with Busy() as busy:
+                    time.sleep(2.0)
+                shares.append(busy.mean)
+        if ended.returncode:
+            raise RuntimeError((ended.stderr.read() if ended.stderr else "")[-150:])
+        took = min(float(row["seconds"]) for row in list(csv.DictReader(metrics.open()))[1:])
+    return f"{took:.2f} s a round" + (f", GPU busy {shares[0]:.0f} %" if shares else "")
 
 
 def table(accelerator: str, small: bool) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -234,39 +319,43 @@ def table(accelerator: str, small: bool) -> Iterator[tuple[str, Callable[[], str
     size, trainer = (10 if small else 1), {"accelerator": accelerator, "devices": 1}
     device = "cuda" if accelerator == "gpu" else "cpu"
     grey = noise(4000 // size, 20 // size, 10)
+    graph: dict[str, Any] = {"graph": "auto"}
+    known: dict[str, float] = {}
 
     def ours(method: Any = FedAvg, data: Any = grey, model: str = "CNN", **options: Any) -> FederatedLoop:
         return federation(data, model, method, trainer={**trainer, **options.pop("trainer", {})}, **options)
 
+    def timed(name: str, rounds: int = 2, warm: int = 1, of: str = "", **options: Any) -> str:
+        known[name] = took = round_seconds(ours(**options), rounds, warm)
+        return f"{took:.3f} s a round" + (f", {known[of] / took:.1f} times as fast" if of and of in known else "")
+
     hand = HandWritten(grey, device=device)
-    yield "CNN, 20 x 200, batch 10: by hand", lambda: f"{seconds(lambda: hand.fit_all(20 // size)):.2f} s a round"
+    yield "CNN, 20 x 200, batch 10: by hand", lambda: f"{seconds(lambda: hand.fit_all(20 // size)):.3f} s a round"
     for method in (FedAvg, FedRep, FedProto, FedCPD):
-        yield f"the same, {method.__name__}", lambda own=method: f"{round_seconds(ours(own)):.2f} s a round"  # type: ignore[misc]
-    for method in (FedAvg, FedCPD):
-        yield (
-            f"the same, {method.__name__}, cohort 20",
-            lambda own=method: f"{round_seconds(ours(own, cohort=20)):.2f} s a round",  # type: ignore[misc]
-        )
-    yield "the same, FedAvg, compiled", lambda: f"{round_seconds(ours(compile=True)):.2f} s a round"
-    colour = noise(6400 // size, 20 // size, 64, channels=3, side=32)
-    half = {"precision": "bf16-mixed"}
-
-    def resnet() -> str:
-        loop = ours(FedAvg, colour, "ResNet18", trainer=half)
-        took = round_seconds(loop)
-        return f"{took:.2f} s a round" + (f", GPU busy {100 * busy_share(loop):.0f} %" if device == "cuda" else "")
-
-    yield "ResNet-18, 20 x 320, batch 64, bf16-mixed", resnet
+        own, name = {"method": method}, method.__name__
+        yield f"the same, {name}", lambda own=own, name=name: timed(name, 1, **own)  # type: ignore[misc]
+        own = {**own, "cohort": max(2, 20 // size)}
+        yield f"the same, {name}, cohort 20", lambda own=own, n=name: timed("", 2, 1, n, **own)  # type: ignore[misc]
+        own = {**own, **graph}
+        yield f"the same, {name}, cohort 20, graph", lambda own=own, n=name: timed("", 2, 3, n, **own)  # type: ignore[misc]
+    yield "the same, FedAvg, compiled", lambda: timed("", of="FedAvg", compile=True)
     blaze = noise(50_000 // size**2, 100 // size, 50, channels=3, side=32)
+    blazing: dict[str, Any] = {"data": blaze, "local_epochs": 5, "cohort": max(2, 100 // size), **graph}
     yield (
-        "CNN, 100 x 500, batch 50, 5 epochs: 5 rounds",
-        lambda: f"{5 * round_seconds(ours(data=blaze, local_epochs=5), 1):.1f} s",
+        "CNN, 100 x 500, batch 50, 5 epochs, cohort 100, graph: 5 rounds",
+        lambda: f"{5 * round_seconds(ours(**blazing), 2, 2):.2f} s",
     )
     many = noise(50_000 // size**2, 1000 // size, 10)
+    few: dict[str, Any] = {"data": many, "participation": 0.05, "cohort": max(2, 50 // size), **graph}
     yield (
-        "CNN, 1,000 x 50, batch 10, 50 a round: 1,500 rounds",
-        lambda: f"{1500 * round_seconds(ours(data=many, participation=0.05), 3):.0f} s",
+        "CNN, 1,000 x 50, batch 10, 50 a round, cohort 50, graph: 1,500 rounds",
+        lambda: f"{1500 * round_seconds(ours(**few), 10, 4):.0f} s",
     )
+    for workers in (1, 4):
+        yield (
+            f"ResNet-18, 20 x 320, batch 64, bf16-mixed, workers: {workers}",
+            lambda own=workers: by_workers(min(own, 2) if small else own, size, accelerator),  # type: ignore[misc]
+        )
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
@@ -301,7 +390,7 @@ def report(options: argparse.Namespace) -> tuple[str, bool]:
     if "checks" in options.parts:
         section("Methods: two rounds in float32, largest difference from the CPU", "method", checks)
         section("Half precision", "method", mixed_checks(accelerator, clock))
-        section("Several devices", "what", device_checks())
+        section("Several devices, several workers", "what", iter([*device_checks(), *worker_checks()]))
     if "times" in options.parts:
         section("Times", "what", measured())
     return "\n".join(lines), whole

@@ -43,7 +43,7 @@ def record(work: Callable[[], None], known: Sequence[Tensor]) -> Recording:
         Unrecordable: if it waits for the device, reads tensors that are not known, or fails.
     """
     recording, failed = torch.cuda.CUDAGraph(), []
-    reads = _Reads(known)
+    reads = Reads(known)
     try:
         torch._C._cuda_clearCublasWorkspaces()  # else it keeps one that a later recording lets go
         with torch.cuda.graph(recording, capture_error_mode="thread_local"):
@@ -67,7 +67,7 @@ def _said(error: Exception) -> str:
     return "its step waits for the device" if "captur" in text else shortened(text, 120)
 
 
-class _Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):
     """Sees what tensors operations read.
 
     Args:

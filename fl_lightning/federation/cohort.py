@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from fl_lightning.core.recording import can_record
+from fl_lightning.core import recording
 from fl_lightning.core.rows import Unstackable
 from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.sickness import at
@@ -50,7 +50,7 @@ class Cohort:
         self.reason = ""
         self._chosen = False
         self._stacks: dict[int, Stack] = {}
-        self._records = bool(graph) and can_record(runner.device)
+        self._records = bool(graph) and recording.can_record(runner.device)
         if graph is True and not self._records:
             self._tell_graph(f"the fits are on {runner.device.type}, and a CUDA GPU records")
         if self.size is not None:
@@ -84,6 +84,11 @@ class Cohort:
             if self.is_main:
                 method = type(self.runner.modules[0].method).__name__
                 say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Why steps are not recorded (any more), of each architecture of which they are not."""
+        return [stack.unrecorded for stack in self._stacks.values() if stack.unrecorded]
 
     def _tell_graph(self, reason: str) -> None:
         """Say why steps are not recorded (any more)."""

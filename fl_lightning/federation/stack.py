@@ -92,6 +92,11 @@ class Stack:
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
 
+    @property
+    def unrecorded(self) -> str:
+        """Why steps are not recorded (any more); empty where they are, or nobody asks for it."""
+        return "" if self._graphs is None else self._graphs.reason
+
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
         self._entry = Rows.empty(self.layout, count)

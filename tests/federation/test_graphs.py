@@ -8,37 +8,21 @@ import copy
 import pytest
 import torch
 from every_method import METHODS
+from harnesses import harness
 from leaves import flatten
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from fl_lightning.core import recording
+from fl_lightning.errors import ConfigError
+from fl_lightning.federation.settings import Federation
+from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.models.split import Body, SplitModel
 
+emulated = harness("emulated_graphs")
 EIGHT = [[6, 6, 6, 6]] * 4
 """Whole mini-batches of four alone."""
-
-
-class Tape(TorchDispatchMode):
-    """Takes operations down, to do them again on the same tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-        self.replays = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, made))
-        return made
-
-    @torch.no_grad()
-    def replay(self):
-        self.replays += 1
-        for func, args, kwargs, made in self.calls:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
 
 
 @pytest.fixture
@@ -47,19 +31,11 @@ def tapes(monkeypatch):
     found = []
 
     def record(work, known):
-        before = [tensor.clone() for tensor in known]
-        tape, reads = Tape(), recording._Reads(known)
-        with reads, tape:
-            work()
-        reads.check()
-        for tensor, own in zip(known, before, strict=True):  # a GPU does nothing of it yet
-            with torch.no_grad():
-                tensor.copy_(own)
-        found.append(tape)
-        return tape
+        found.append(emulated.record(work, known))
+        return found[-1]
 
     monkeypatch.setattr(recording, "record", record)
-    monkeypatch.setattr("fl_lightning.federation.cohort.can_record", lambda device: True)
+    monkeypatch.setattr(recording, "can_record", lambda device: True)
     return found
 
 
@@ -106,4 +82,150 @@ STACKED = sorted(
 @pytest.mark.parametrize("name", STACKED)
 def test_every_stacked_method_is_the_same_recorded(name, both, mlp, tapes):
     loop = both(lambda: METHODS[name](mlp()))
-    print(name, len(tapes), [t.replays for t in tapes], reasons(loop))
+    assert loop.cohort.unrecorded == []
+    assert sum(tape.replays for tape in tapes) >= 3
+
+
+def test_momentum_clipping_and_a_rate_that_falls_are_the_same_recorded(both, mlp, tapes, sgd):
+    momentum, clipped = sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01), {"gradient_clip_val": 0.5}
+    both(lambda: FedAvg(mlp()), 4, optimizer=momentum, trainer=clipped, lr_decay=0.7)
+    assert len(tapes) == 2  # whole mini-batches and the last one: another rate is no reason to record anew
+    assert tapes[0].replays >= 10
+
+
+def test_decoupled_decay_is_the_same_recorded(both, mlp, tapes):
+    def adam_w(parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+    both(lambda: FedAvg(mlp()), optimizer=adam_w, lr_decay=0.5)
+    assert len(tapes) == 2
+
+
+def with_batch_norm():
+    """A network whose batch norm keeps statistics."""
+    body = Body([nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())], nn.Linear(8, 5))
+    return SplitModel(body, nn.Linear(5, 4), 5, 4, (1, 8, 8))
+
+
+def test_batch_norms_statistics_move_as_ever(both, tapes):
+    both(lambda: FedAvg(with_batch_norm()), tolerance=1e-7, local_epochs=2)
+    assert tapes
+
+
+class Anchored(FedAvg):
+    """Pulled to the weights that came in, kept as plain attributes; the pull grows with the rounds."""
+
+    grows = False
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.anchor = {"head": [message.weights["model.head.weight"]]}
+
+    def local_step(self, step):
+        out = step.forward()
+        gap = (self.model.head.weight - self.anchor["head"][0]).square().sum()
+        step.descend({**step.values(out), "pull": gap * (self.facts.round if self.grows else 1)})
+
+    def losses(self):
+        return {"pull": 0.5}
+
+
+def test_tensors_that_attributes_hold_are_read_anew(both, mlp, tapes):
+    loop = both(lambda: Anchored(mlp()), 4)
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) == 2
+
+
+class Growing(Anchored):
+    """Asks for the round."""
+
+    grows = True
+
+
+def test_what_a_step_asks_for_is_asked_again(both, mlp, tapes, capsys):
+    loop = both(lambda: Growing(mlp()), 12, counts=[[5, 5, 5, 5]] * 4, local_epochs=2)
+    line = "fl-lightning: federation.graph: Growing runs as it is: its steps change: they ask for facts.round"
+    assert loop.cohort.unrecorded == ["its steps change: they ask for facts.round"]
+    assert capsys.readouterr().err.count(line) == 1
+    assert len(tapes) == 8
+
+
+OUTSIDE = torch.ones(5)
+
+
+class Reaches(FedAvg):
+    """Reads a tensor that nobody can know of."""
+
+    def local_step(self, step):
+        out = step.forward()
+        task = self.terms.cross_entropy.name
+        step.descend({task: step.values(out)[task] + (out.z * OUTSIDE.to(out.z)).sum()})
+
+
+def test_a_step_that_reads_what_is_not_known_is_named(both, mlp, tapes, capsys):
+    loop = both(lambda: Reaches(mlp()))
+    reason = "its step reads a tensor [5] that is no parameter, buffer or attribute"
+    assert loop.cohort.unrecorded == [reason]
+    assert capsys.readouterr().err.count(f"federation.graph: Reaches runs as it is: {reason}") == 1
+    assert tapes == []
+
+
+SCALE = [1.0]
+
+
+class Hides(FedAvg):
+    """Decides by a number that is not the step's to know."""
+
+    def local_step(self, step):
+        out = step.forward()
+        task = self.terms.cross_entropy.name
+        step.descend({task: step.values(out)[task] * SCALE[0]})
+
+    def on_fit_start(self):
+        SCALE[0] = 1.0 + self.facts.round
+
+
+def test_a_recording_that_has_become_wrong_is_found_at_its_next_fit(both, mlp, tapes):
+    loop = both(lambda: Hides(mlp()), 4)
+    assert loop.cohort.unrecorded == ["replayed, a step gives other values than as it is"]
+    assert len(tapes) == 1
+
+
+def test_clients_of_several_lengths_and_groups_are_the_same_recorded(both, mlp, tapes):
+    both(lambda: FedProto(mlp()), 4, counts=((12, 8, 0, 0), (6, 6, 5, 0), (0, 5, 9, 5), (0, 0, 1, 13)), local_epochs=3)
+    assert tapes
+
+
+def test_two_cohorts_take_turns_in_one_place(both, mlp, tapes, make_data):
+    both(lambda: FedCPD(mlp()), 3, counts=[[6, 6, 6, 6]] * 9, local_epochs=2)
+    assert len(tapes) == 7
+
+
+def test_kinds_of_fits_without_end_are_not_kept(run_federation, mlp, tapes, make_data):
+    class Restless(FedAvg):
+        """Never the same."""
+
+        def on_fit_start(self):
+            self.now = self.facts.round
+
+    loop = run_federation(lambda: Restless(mlp()), 18, data=make_data(EIGHT), cohort=4, graph="auto", optimizer=adam)
+    assert loop.cohort.unrecorded == ["what its steps read changes from fit to fit"]
+
+
+def test_a_resumed_run_goes_on_with_recordings_of_its_own(assert_resumes, mlp, tapes):
+    assert_resumes(lambda: FedAvg(mlp()), rounds=4, cohort=4, graph="auto")
+    assert tapes
+
+
+def test_without_a_gpu_nothing_is_recorded(run_federation, mlp, make_data, capsys):
+    for graph in ("auto", True):
+        loop = run_federation(lambda: FedAvg(mlp()), 1, data=make_data(EIGHT), cohort=4, graph=graph)
+        assert loop.cohort.unrecorded == []
+        said = "fl-lightning: federation.graph: FedAvg runs as it is: the fits are on cpu, and a CUDA GPU records\n"
+        assert capsys.readouterr().err.count(said) == (graph is True)
+
+
+def test_graphs_are_of_stacked_clients():
+    for cohort in (None, 1):
+        with pytest.raises(ConfigError, match=r"federation\.graph.*give federation\.cohort"):
+            Federation(graph="auto", cohort=cohort)
