@@ -18,7 +18,7 @@ _LOGS = [
     f"lightning.{package}.utilities.{part}"
     for package in ("pytorch", "fabric")
     for part in ("rank_zero", "distributed")
-]
+] + ["lightning.pytorch.accelerators.cuda"]
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.accelerators.cuda").setLevel(logging.WARNING)  # at every fit
     warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")  # teachers are, on purpose
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")  # other clients
     keep_freed_memory()

@@ -4,6 +4,7 @@ import lightning as L
 import psutil
 import pytest
 import torch
+from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from fl_lightning.core.method import Method
@@ -208,6 +209,13 @@ def test_who_watches_steps_sees_mini_batches_one_by_one(mlp, run_federation):
 def test_gpu_that_is_not_there_is_refused(accelerator):
     with pytest.raises(ConfigError, match=r"trainer\.accelerator.*no GPU"):
         make_trainer({"accelerator": accelerator})
+
+
+def test_fits_do_not_say_which_gpus_there_are(caplog, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    make_trainer({"accelerator": "cpu"})
+    CUDAAccelerator.set_nvidia_flags(0)  # as every fit on one does
+    assert "CUDA_VISIBLE_DEVICES" not in caplog.text
 
 
 @pytest.mark.parametrize("flags", [{"precision": "12"}, {"nonsense": 1}, {"limit_train_batches": -1}])
