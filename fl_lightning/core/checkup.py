@@ -195,7 +195,7 @@ def _check_artifact(name: str, value: Artifact, expected: Expected, num_train: i
         _require(fits, f"{what} is {list(own[0]) if own else 'empty'} and should be {list(shape)}")
     if isinstance(value, ClassMeans):
         allowed = 10**6 * max(1, num_train)  # a running mean may have seen a sample several times
-        for count in value.count.tolist():
+        for count in value.counts:
             _require(0 <= count <= allowed, f"{what} counts {count:.0f} samples of a class")
 
 

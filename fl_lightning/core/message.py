@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -134,7 +134,8 @@ class ClassMeans(Structured):
         """
         sums = values.new_zeros((num_classes, *values.shape[1:]), dtype=accumulation_dtype(values.device))
         sums.index_add_(0, y, values.to(sums.dtype))
-        count = torch.bincount(y, minlength=num_classes)
+        count = y.new_zeros(num_classes, dtype=torch.int64)
+        count.index_add_(0, y, torch.ones_like(y, dtype=torch.int64))  # bincount waits for the device
         mean = (sums / _rows(count.clamp(min=1), sums)).float()
         return cls(mean, count, relates_classes=relates_classes)
 
@@ -142,6 +143,20 @@ class ClassMeans(Structured):
     def valid(self) -> Tensor:
         """[C] bool, True where at least one sample stands behind the row."""
         return self.count > 0
+
+    @property
+    def counts(self) -> list[float]:
+        """The counts as numbers; the device is waited for once, unless somebody writes to them."""
+        version, found = vars(self).get("_counts", (-1, []))
+        if version != version_of(self.count):
+            version, found = version_of(self.count), self.count.tolist()
+            vars(self)["_counts"] = version, found
+        return found
+
+    @property
+    def num_held(self) -> int:
+        """How many classes have a sample."""
+        return sum(count > 0 for count in self.counts)
 
     @override
     def crossing(self, name: str) -> Tensor:
@@ -162,13 +177,13 @@ class ClassMeans(Structured):
     @property
     def num_params(self) -> int:
         """Values really sent: the rows of classes held, and their counts where these travel."""
-        held = int(self.valid.sum())
+        held = self.num_held
         return held * self.mean[0].numel() + (held if self.sends_count else 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the values counted by `num_params`, by dtype."""
-        held = int(self.valid.sum())
+        held = self.num_held
         counts = held * self.count.element_size() if self.sends_count else 0
         return held * self.mean[0].numel() * self.mean.element_size() + counts
 
@@ -294,7 +309,9 @@ def packed(value: Artifact) -> Any:
     Raises:
         TypeError: for one of a kind that nobody has registered.
     """
-    return value if isinstance(value, Tensor) else {"kind": kind_of(value), **vars(value)}
+    if isinstance(value, Tensor):
+        return value
+    return {"kind": kind_of(value), **{own.name: getattr(value, own.name) for own in fields(value)}}  # type: ignore[arg-type]
 
 
 def kind_of(value: Artifact) -> str:

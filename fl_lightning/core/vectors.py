@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -201,7 +201,8 @@ def _tensor(name: str, values: Sequence[Tensor], before: Any, combine: Combine) 
 
 
 def _settings(value: Structured) -> dict[str, Any]:
-    return {name: setting for name, setting in vars(value).items() if not isinstance(setting, Tensor)}
+    every = {own.name: getattr(value, own.name) for own in fields(value)}  # type: ignore[arg-type]
+    return {name: setting for name, setting in every.items() if not isinstance(setting, Tensor)}
 
 
 def _flat(tensors: Any) -> Tensor:

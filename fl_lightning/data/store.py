@@ -288,7 +288,7 @@ class PoissonEpoch(Epoch):
     ) -> None:
         num_steps, rate = -(-len(train) // batch_size), min(1.0, batch_size / len(train))
         draws = torch.rand(num_steps, len(train), generator=torch.Generator().manual_seed(seed)) < rate
-        drawn = [train[taken].to(store.device) for taken in draws[:limit]]
+        drawn = [train[taken].to(store.device, non_blocking=True) for taken in draws[:limit]]
         together = [drawn[start : start + steps_per_bundle] for start in range(0, len(drawn), steps_per_bundle)]
         super().__init__(store, train[:0], batch_size, steps_per_bundle, augment, seed)
         self._chunks = tuple(torch.cat(own) for own in together)
@@ -384,7 +384,7 @@ class ClientData:
         taken = self.num_train if share == 1 else max(1, round(share * self.num_train))
         used = _num_used(taken, batch_size, drop_last, drop_single)
         rows = order[: used if limit is None else min(used, limit * batch_size)]
-        own = self.store, self.train[rows].to(self.store.device), batch_size, steps_per_bundle
+        own = self.store, self.train[rows].to(self.store.device, non_blocking=True), batch_size, steps_per_bundle
         return Epoch(*own, self.augment, epoch_seed, rows, self.num_train)
 
     def poisson_bundles(

@@ -180,9 +180,9 @@ class FedCVAE(Method):
         mean, variance = class_moments(torch.cat(features), y, self.model.num_classes, self.variance_floor)
         self.class_mean.copy_(mean)
         self.class_variance.copy_(variance)
-        self.pixel_range.copy_(torch.tensor([least, largest], dtype=torch.float32))
-        every = torch.arange(self.model.num_classes, device=y.device)
-        self.drawn_classes = y.unique() if self.generated_classes == "present" else every
+        self.pixel_range.copy_(torch.tensor([least, largest], dtype=torch.float32), non_blocking=True)
+        drawn = data.held_classes if self.generated_classes == "present" else torch.ones(self.model.num_classes)
+        self.drawn_classes = drawn.nonzero().flatten().to(y.device, non_blocking=True)
 
     @override
     def losses(self) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Every method on an emulated GPU: no tensor is on the wrong device, no step waits, and the bits are the CPU's."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,11 @@ from tiny_optimizers import adam
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from fl_lightning.core.client import ClientModule
+from fl_lightning.core.message import ClassMeans, Message, packed
 from fl_lightning.core.moving import moved
 from fl_lightning.core.step import Step
+from fl_lightning.methods.fedcvae import FedCVAE
 
 emulator, draws = harness("emulated_gpu"), harness("same_draws")
 
@@ -116,6 +121,44 @@ def test_method_learns_the_same_and_does_not_wait(on_the_cpu, on, waiting):
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert waiting == []
+
+
+# --- between steps ----------------------------------------------------------------------------------------------------
+
+
+def test_class_means_are_waited_for_once(gpu):
+    y = torch.tensor([0, 2, 2]).to("cuda", non_blocking=True)
+    means = ClassMeans.from_samples(torch.ones(3, 2, device="cuda"), y, num_classes=3)
+    message = Message(artifacts={"prototypes": means})
+    assert not gpu.waits
+    sizes = [message.size, message.size]
+    assert means.counts == [1, 0, 2]
+    assert gpu.waits == {"tolist": 1}
+    assert sizes == [(2 * 2 + 2, 4 * 4 + 2 * 8)] * 2
+    means.count.zero_()
+    assert message.size == (0, 0)  # what was changed is read anew
+    assert set(packed(means)) == {"kind", *(field.name for field in dataclasses.fields(means))}
+
+
+def test_rows_of_an_epoch_go_there_without_a_wait(gpu, make_data):
+    client = make_data(batch_size=6).clients[0]
+    client.store.to(torch.device("cuda", 0))
+    gpu.waits.clear()
+    for epoch in (client.bundles(0, 6), client.poisson_bundles(0, 6)):
+        assert all(x.is_cuda for x, *_ in epoch)
+    assert not gpu.waits
+
+
+def test_fedcvae_takes_its_moments_without_a_wait(gpu, make_data, mlp, monkeypatch):
+    method, data = FedCVAE(mlp(), latent_size=3, width=4).to("cuda"), make_data(counts=((8, 8, 0, 4),)).clients[0]
+    data.store.to(torch.device("cuda", 0))
+    client = ClientModule(method)
+    bound = client.bound(data)
+    monkeypatch.setattr(type(bound), "are_floats", False)  # whose range would be read
+    gpu.waits.clear()
+    method.know_classes(bound)
+    assert not gpu.waits
+    assert method.drawn_classes.tolist() == [0, 1, 3]
 
 
 # --- the same random numbers ------------------------------------------------------------------------------------------
