@@ -219,12 +219,15 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     device = next((own.device for own in entries.values()), None)
     if device is not None and device.type != "cpu":
         weights = moved(weights, device)
+    homes = []
     for name, tensor in weights.items():
         own = entries.get(name)
         if own is None or own.shape != tensor.shape:
             has = "does not have it" if own is None else f"has {tuple(own.shape)}"
             raise ValueError(f"received {name!r} of shape {tuple(tensor.shape)}, but this client {has}")
-        own.copy_(tensor)
+        homes.append(own)
+    if homes:
+        torch._foreach_copy_(homes, list(weights.values()))
 
 
 def keeps_all(method: Any, name: str, module: nn.Module) -> bool:

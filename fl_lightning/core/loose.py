@@ -143,7 +143,11 @@ class Attributes:
             for key, value in vars(module).items():
                 if key not in _OF_MODULES and key not in _OF_METHODS:
                     found.append((name, key, _mark(value, f"{name}.{key}", numbers)))
-        return Mark(tuple(module.training for module in self._modules), tuple(found))
+        return Mark(self.modes(), tuple(found))
+
+    def modes(self) -> tuple[bool, ...]:
+        """Of every module, whether it trains."""
+        return tuple(module.training for module in self._modules)
 
     def aliases(self) -> list[Alias]:
         """The attributes that hold parameters or buffers."""

@@ -17,11 +17,13 @@ from fl_lightning.core.client import Plan
 from fl_lightning.core.division import matches
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.meter import LossMeter
+from fl_lightning.core.method import Method
 from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
 from fl_lightning.core.stacked_timing import Timing, measured
+from fl_lightning.core.term import Term
 from fl_lightning.data.together import together
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.seeding import derive_seed, seed_global_streams
@@ -90,6 +92,11 @@ class Stack:
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
+        method = module.method
+        self._begins = type(method).on_fit_start is not Method.on_fit_start
+        terms = any(type(term).after_fit is not Term.after_fit for term in method.terms)
+        self._ends = terms or type(method).on_fit_end is not Method.on_fit_end
+        """Whether there is something to do for each client before its fit, and after it."""
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
 
     @property
@@ -125,14 +132,19 @@ class Stack:
         entered, options = self._configured()
         if not entered.templates:  # nothing to train: every phase is off
             return
-        versions = [tensor._version for tensor in self.layout.tensors()]
-        method.on_fit_start()
-        if versions != [tensor._version for tensor in self.layout.tensors()]:
-            self._moved[row] = Rows.empty(self.layout, 1)
-            self._moved[row].put(0)
+        if self._begins:
+            versions = [tensor._version for tensor in self.layout.tensors()]
+            method.on_fit_start()
+            if versions != [tensor._version for tensor in self.layout.tensors()]:
+                self._moved[row] = Rows.empty(self.layout, 1)
+                self._moved[row].put(0)
+            attributes, mark = self.attributes.taken(), self.attributes.mark()
+        else:
+            attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
+            mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        taken = self.attributes.taken()
-        self._members.append(Member(visit, row, entered, both, self.attributes.mark(), taken, _streams()))
+        streams = _streams() if self._ends else ()
+        self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
     def _configured(self) -> tuple[Entered, Hashable]:
         """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
@@ -258,6 +270,10 @@ class Stack:
         ended = 0
         for place, member in enumerate(own):
             meter = fit.meter.of(place)
+            if not self._ends:
+                member.visit.fit = partial(self._bring_back, member, rows, place, meter)
+                ended += 1
+                continue
             member.visit.fit = partial(self._take_up, member, rows, place, meter)
             with suppress(Exception):  # it is raised when the client's turn comes
                 member.visit.fit()
