@@ -26,8 +26,10 @@ from fl_lightning.core.stacked_optimizers import StackedOptimizer
 
 WARM = 2
 """Steps of a kind that run as they are, before one is recorded: what they meet first is new to the GPU."""
-MOST_FITS, MOST_STEPS = 16, 8
-"""Kinds of fits, and of steps in a phase, that are recorded; where there are more, nothing stays the same."""
+MOST_FITS, MOST_TOLD = 16, 8
+"""Kinds of fits, and of what steps of one size are told, that are recorded; where there are more, nothing stays so."""
+MOST_SIZES = 8
+"""Sizes of steps in a phase that are recorded; the GPU keeps memory for each. What comes later runs as it is."""
 
 Parts = dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]
 """A phase's optimizers, by part, with the places of their parameters."""
@@ -199,9 +201,10 @@ class PhaseGraphs:
         found = next((own for own in known if common.tells(own.asked)), None)
         if found is None:
             self._seen[key] += 1
-            if self._seen[key] <= WARM or self.optimizers is None:
+            sizes = sum(map(bool, self._recorded.values()))
+            if self._seen[key] <= WARM or self.optimizers is None or (not known and sizes >= MOST_SIZES):
                 return work(x, y)
-            found = self._record(work, x, y, common)
+            found = self._record(work, x, y, common, known)
             if found is None:
                 return work(x, y)
             known.append(found)
@@ -213,11 +216,18 @@ class PhaseGraphs:
         return found.replay(x, y)
 
     def _record(
-        self, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor, common: Common
+        self,
+        work: Callable[[Tensor, Tensor], Outcome],
+        x: Tensor,
+        y: Tensor,
+        common: Common,
+        known: Sequence[_Recorded],
     ) -> _Recorded | None:
         """Record a step; None where that does not go, or would go on for ever."""
-        if sum(map(len, self._recorded.values())) == MOST_STEPS:
-            self.fit.all.stop(f"its steps change: they ask for {self._changes()}")
+        if len(known) == MOST_TOLD:
+            told = {name: {repr(own.asked.get(name)) for own in known} for own in known for name in own.asked}
+            names = ", ".join(f"{of}.{name}" for (of, name), values in told.items() if len(values) > 1)
+            self.fit.all.stop(f"its steps change: they ask for {names}")
             return None
         x, y = x.clone(), y.clone()
         made: list[tuple[Outcome, Tensor | None]] = []
@@ -237,16 +247,6 @@ class PhaseGraphs:
         finally:
             asked, common.asked = common.asked, None
         return _Recorded(own, x, y, asked, *made[-1], self.fit.number)
-
-    def _changes(self) -> str:
-        """What recorded steps were told, and not the same."""
-        told: dict[tuple[str, str], list[Any]] = {}
-        for own in self._recorded.values():
-            for each in own:
-                for name, value in each.asked.items():
-                    told.setdefault(name, []).append(value)
-        names = [f"{of}.{name}" for (of, name), values in told.items() if any(v != values[0] for v in values)]
-        return ", ".join(names) or "mini-batches of many sizes"
 
     def _moving(self) -> list[Tensor]:
         """Whatever a step may change."""

@@ -51,7 +51,7 @@ def both(run_federation, outcome, make_data, tapes):
         options["trainer"] = {"precision": "64-true", **options.get("trainer", {})}
         options.setdefault("optimizer", adam)
         plain, recorded = (
-            run_federation(make, rounds, data=make_data(counts), cohort=4, graph=own, **copy.copy(options))
+            run_federation(make, rounds, data=make_data(counts), **{"cohort": 4, "graph": own, **copy.copy(options)})
             for own in (None, "auto")
         )
         assert plain.cohort.reason == recorded.cohort.reason == ""
@@ -147,7 +147,7 @@ def test_what_a_step_asks_for_is_asked_again(both, mlp, tapes, capsys):
     line = "fl-lightning: federation.graph: Growing runs as it is: its steps change: they ask for facts.round"
     assert loop.cohort.unrecorded == ["its steps change: they ask for facts.round"]
     assert capsys.readouterr().err.count(line) == 1
-    assert len(tapes) == 8
+    assert len(tapes) == 15  # eight of whole mini-batches, and fewer of the last one
 
 
 OUTSIDE = torch.ones(5)
@@ -229,3 +229,10 @@ def test_graphs_are_of_stacked_clients():
     for cohort in (None, 1):
         with pytest.raises(ConfigError, match=r"federation\.graph.*give federation\.cohort"):
             Federation(graph="auto", cohort=cohort)
+
+
+def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, tapes):
+    counts = [[3 * (own + 2), 0, 0, 3] for own in range(12)]  # a cohort has ever fewer that still have one
+    loop = both(lambda: FedAvg(mlp()), 5, counts=counts, cohort=12)
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) == 8
