@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import random
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +36,9 @@ class Mark(NamedTuple):
 
 
 FEW = 64
-"""Numbers of a tensor on the CPU that count as part of what a step was told."""
+"""Numbers of a tensor on the CPU, or of an array, that count as part of what a step was told."""
+DEEP, MANY = 8, 1000
+"""How deep objects within objects are looked at, and how many in all."""
 
 
 class Held(NamedTuple):
@@ -44,11 +48,13 @@ class Held(NamedTuple):
         key: what stands for the attributes, whatever the tensors' values.
         tensors: each once, in order.
         attributes: of the method's modules.
+        known: objects that the key names by where they are, which must live as long as it is compared.
     """
 
     key: Hashable
     tensors: list[Tensor]
     attributes: Sequence[Mapping[str, Any]]
+    known: list[Any]
 
     def holding(self, others: Sequence[Tensor]) -> list[dict[str, Any]]:
         """The same attributes with other tensors in these ones' places."""
@@ -69,29 +75,88 @@ def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
     Raises:
         Unrecordable: for a tensor on another device that has many numbers, or one that has a gradient.
     """
-    numbers, found = layout.numbers(), dict[int, Tensor]()
+    look = _Look(layout)
+    keys = [
+        tuple((key, look.at(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
+    ]
+    return Held(tuple(keys), list(look.found.values()), attributes, look.known)
 
-    def stand_in(value: Any, name: str) -> Hashable:
-        if isinstance(value, Tensor) and id(value) not in numbers:
+
+class _Look:
+    """Goes through attributes.
+
+    Args:
+        layout: where parameters and buffers stand.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.found: dict[int, Tensor] = {}
+        self.known: list[Any] = []
+        self._seen: dict[int, int] = {}
+        self._numbers = layout.numbers()
+        self._device = layout.device
+
+    def at(self, value: Any, name: str) -> Hashable:
+        """What stands for an attribute's value; tensors in it are found, and can be put elsewhere."""
+        if isinstance(value, Tensor) and id(value) not in self._numbers:
             if value.requires_grad:
                 raise Unrecordable(f"{name} is a tensor that has a gradient")
-            if value.device != layout.device:
-                if value.numel() > FEW:
-                    raise Unrecordable(f"{name} is a tensor on {value.device}")
-                return "numbers", str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
-            place = list(found).index(id(value)) if id(value) in found else len(found)
-            found[id(value)] = value
-            return "tensor", place, value.dtype, value.shape, value.stride()
+            if value.device == self._device:
+                return self._place(value)
+            if value.numel() > FEW:
+                raise Unrecordable(f"{name} is a tensor on {value.device}")
+            return "numbers", str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
         if isinstance(value, (list, tuple)):
-            return type(value).__name__, tuple(stand_in(own, name) for own in value)
+            return type(value).__name__, tuple(self.at(own, name) for own in value)
         if isinstance(value, Mapping):
-            return "mapping", tuple((str(key), stand_in(own, name)) for key, own in value.items())
-        return _mark(value, name, numbers)
+            return "mapping", tuple((str(key), self.at(own, name)) for key, own in value.items())
+        return self._inside(value, name, DEEP)
 
-    keys = [
-        tuple((key, stand_in(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
-    ]
-    return Held(tuple(keys), list(found.values()), attributes)
+    def _place(self, tensor: Tensor) -> Hashable:
+        place = list(self.found).index(id(tensor)) if id(tensor) in self.found else len(self.found)
+        self.found[id(tensor)] = tensor
+        return "tensor", place, tensor.dtype, tensor.shape, tensor.stride()
+
+    def _inside(self, value: Any, name: str, deep: int) -> Hashable:
+        """What stands for an object, with what it holds: numbers may change that a recording has in it."""
+        if isinstance(value, (*_PLAIN, Tensor, *_RANDOM)):
+            return _mark(value, name, self._numbers)
+        if isinstance(value, np.ndarray) and value.size <= FEW:
+            return "array", str(value.dtype), value.shape, value.tobytes()
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return type(value).__name__, tuple(self._inside(own, name, deep) for own in value) if deep else ()
+        if isinstance(value, Mapping):
+            pairs = value.items() if deep else ()
+            return "mapping", tuple((str(key), self._inside(own, name, deep)) for key, own in pairs)
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)]
+        place = self._seen[id(value)] = len(self._seen)
+        if place == MANY:
+            raise Unrecordable(f"{name} holds more than {MANY} objects")
+        code = getattr(value, "__code__", value)  # of a function that is made anew in every round
+        self.known.append(code)
+        inside = {} if not deep or isinstance(value, (nn.Module, type)) else _contents(value)
+        own = tuple((key, self._inside(each, name, deep - 1)) for key, each in inside.items())
+        return type(value).__name__, id(code), own
+
+
+def _contents(value: Any) -> dict[str, Any]:
+    """What an object holds: attributes, or what a function has enclosed or was given beforehand."""
+    if isinstance(value, functools.partial):
+        return {"function": value.func, "arguments": value.args, "options": value.keywords}
+    enclosed = enumerate(getattr(value, "__closure__", None) or ())
+    cells = {str(place): cell.cell_contents for place, cell in enclosed if _full(cell)}
+    given = {key: getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__")}
+    bound = {"self": value.__self__} if inspect.ismethod(value) else {}
+    named = {key: getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if key != "__weakref__"}
+    return {**cells, **given, **bound, **named, **(getattr(value, "__dict__", None) or {})}
+
+
+def _full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # of a name that is not given yet
+        return False
 
 
 def _with(value: Any, others: Mapping[int, Tensor]) -> Any:

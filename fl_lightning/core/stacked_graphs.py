@@ -77,7 +77,7 @@ class StepGraphs:
             if len(rows) not in self._rows:
                 self._rows[len(rows)] = rows.clone()
             own = [tensor.detach().clone() for tensor in loose.tensors]
-            self._fits[key] = FitGraphs(self, self._rows[len(rows)], own)
+            self._fits[key] = FitGraphs(self, self._rows[len(rows)], own, loose.known)
         fit = self._fits[key]
         fit.begin(rows, loose)
         return fit
@@ -97,11 +97,13 @@ class FitGraphs:
         all: of the architecture.
         rows: where its clients stand.
         tensors: where the tensors stand that the method's attributes hold.
+        known: objects whose places are part of what tells these fits from others, which nobody else may have then.
     """
 
-    def __init__(self, all: StepGraphs, rows: Rows, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, all: StepGraphs, rows: Rows, tensors: Sequence[Tensor], known: Sequence[Any]) -> None:
         self.all = all
         self.rows = rows
+        self.known = list(known)
         self.tensors = list(tensors)
         self.number = 0
         self.attributes: list[dict[str, Any]] = []

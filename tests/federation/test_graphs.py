@@ -4,6 +4,7 @@ What is on the tape is done again with the tensors that it was done with, whatev
 """
 
 import copy
+from functools import lru_cache
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from leaves import flatten
 from torch import nn
 
 from fl_lightning.core import recording
+from fl_lightning.core.loose import held
+from fl_lightning.core.recording import Unrecordable
+from fl_lightning.core.rows import Layout
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.fedavg import FedAvg
@@ -236,3 +240,86 @@ def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, ta
     loop = both(lambda: FedAvg(mlp()), 5, counts=counts, cohort=12)
     assert loop.cohort.unrecorded == []
     assert len(tapes) == 8
+
+
+class Dial:
+    """Holds a number."""
+
+    def __init__(self):
+        self.turned = {"scale": 1.0}
+
+
+class Turns(FedAvg):
+    """Weighs its loss by a number in an object, which changes from the fourth round on."""
+
+    def setup(self):
+        self.dial = Dial()
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.dial.turned["scale"] = 1.0 + 9.0 * (self.facts.round > 3)
+
+    def local_step(self, step):
+        task = self.terms.cross_entropy.name
+        step.descend({task: step.values(step.forward())[task] * self.dial.turned["scale"]})
+
+
+def test_numbers_in_objects_are_part_of_what_a_step_was_told(both, mlp, tapes, sgd):
+    loop = both(lambda: Turns(mlp()), 6, optimizer=sgd(0.05))
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) > 2  # anew where the number is another
+
+
+@lru_cache
+def weigher(round):
+    """A function that has a number enclosed, another one in every round."""
+    scale = 1.0 if round < 4 else 3.0
+    return lambda loss: loss * scale
+
+
+class Weighs(FedAvg):
+    """Weighs its loss by such a function."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.weigh = weigher(self.facts.round)
+
+    def local_step(self, step):
+        task = self.terms.cross_entropy.name
+        step.descend({task: self.weigh(step.values(step.forward())[task])})
+
+
+def test_a_function_that_is_made_anew_is_known_by_what_it_encloses(run_federation, mlp, make_data, outcome, tapes, sgd):
+    options = {"data": make_data(EIGHT), "cohort": 4, "optimizer": sgd(0.05)}
+    plain, recorded = (run_federation(lambda: Weighs(mlp()), 6, graph=own, **options) for own in (None, "auto"))
+    one, other = (flatten(outcome(loop)["exchange"]) for loop in (plain, recorded))
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-5)
+    assert recorded.cohort.unrecorded == []
+    assert tapes[0].replays > 6
+
+
+def test_objects_that_hold_one_another_are_looked_through_once():
+    one, other = Dial(), Dial()
+    one.other, other.other = other, one
+    layout = Layout(torch.nn.Linear(1, 1))
+    first = held([{"dial": one}], layout)
+    assert held([{"dial": one}], layout).key == first.key
+    other.turned["scale"] = 2.0
+    assert held([{"dial": one}], layout).key != first.key
+    many = Dial()
+    many.own = [Dial() for _ in range(2000)]
+    with pytest.raises(Unrecordable, match="dial holds more than 1000 objects"):
+        held([{"dial": many}], layout)
+
+
+def test_tensors_elsewhere_are_known_by_their_numbers_if_they_are_few():
+    layout = Layout(torch.nn.Linear(1, 1))
+    few, many = torch.ones(3, device="meta"), torch.ones(100, device="meta")
+    with pytest.raises(Unrecordable, match="own is a tensor on meta"):
+        held([{"own": many}], layout)
+    with pytest.raises(Unrecordable, match="own is a tensor that has a gradient"):
+        held([{"own": [torch.ones(1, requires_grad=True)]}], layout)
+    with pytest.raises(NotImplementedError):  # a tensor without values
+        held([{"own": few}], layout)
