@@ -25,7 +25,7 @@ from fl_lightning.table.cells import (
     of_two_data_sets,
 )
 from fl_lightning.table.definition import Definition, read_definition
-from fl_lightning.table.figures import Values, of_fewer_seeds, values_of
+from fl_lightning.table.figures import Values, left_out, of_fewer_seeds, values_of
 from fl_lightning.table.overlays import split_options
 from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
 from fl_lightning.table.progress import Pace, Progress, duration
@@ -133,7 +133,7 @@ def _conclude(
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)
     notes += [f"{row}, {head}: its finished runs have no such figure" for row, head in none]
-    notes += of_fewer_seeds(values, {cell.seed for cell in kept})
+    notes += [*of_fewer_seeds(values, {cell.seed for cell in kept}), *left_out(kept)]
     console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)  # whatever the disk says then
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)

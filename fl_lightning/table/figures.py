@@ -150,6 +150,20 @@ def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
     return found
 
 
+def left_out(runs: Sequence[Cell]) -> list[str]:
+    """A line on each run whose clients fell sick and were left out of rounds (`federation.on_client_error: skip`).
+
+    Its figures are of the others, or of what those clients had before.
+    """
+    found = []
+    for run in runs:
+        skipped = [int(row.get("skipped") or 0) for row in run.rows()]
+        if any(skipped):
+            rounds = f"{sum(map(bool, skipped))} of {len(skipped)} rounds"
+            found.append(f"{run.title}: in {rounds} clients that fell sick were left out, {sum(skipped)} in all")
+    return found
+
+
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, tuple[float, float]]:
     """Each client's figure at the same moment, and its share of the mean; empty where it has none.
 

@@ -23,7 +23,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
-from fl_lightning.table.figures import figure_of
+from fl_lightning.table.figures import figure_of, left_out
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.quantity import ran_away
@@ -217,7 +217,7 @@ class Tuning:
             if best is not None:
                 self._write_overlay(contender, best, ended)
                 value = f"{self.search.monitor.usual_scale * (best.value or 0.0):.2f}"
-                said = in_markdown(_said(best.point))
+                said = in_markdown("; ".join([_said(best.point), *left_out(best.cells)]))
             elif all(trial.state == "failed" for trial in trials):
                 said = "every trial failed"
                 (self.folder / contender.file).unlink(missing_ok=True)  # an earlier search's, of other settings

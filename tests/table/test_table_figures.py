@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fl_lightning.table.figures import Head, Value, _mark, _of_clients, differ, of_fewer_seeds, over_clients, students
+from fl_lightning.table.figures import (
+    Head,
+    Value,
+    _mark,
+    _of_clients,
+    differ,
+    left_out,
+    of_fewer_seeds,
+    over_clients,
+    students,
+)
 from fl_lightning.table.progress import duration
 from fl_lightning.table.quantity import Figure
 from fl_lightning.table.writing import marks_rest_on, spread_out
@@ -208,3 +218,14 @@ def test_cells_of_fewer_seeds_than_the_table_are_named():
         "Few, A: the mean of seeds 0, 2, without 1",
         "Odd, A other: the mean of seed 1, without 0, 2",
     ]
+
+
+def test_runs_whose_clients_fell_sick_are_named():
+    """Their figures stood beside the others' without a word."""
+
+    def run(title, *skipped):
+        rows = [{"round": place + 1, **({} if own is None else {"skipped": own})} for place, own in enumerate(skipped)]
+        return SimpleNamespace(title=title, rows=lambda: rows)
+
+    runs = [run("A, one, seed 0", None, None), run("B, one, seed 0", 0, 2, 1), run("C, one, seed 0", 0, 0)]
+    assert left_out(runs) == ["B, one, seed 0: in 2 of 3 rounds clients that fell sick were left out, 3 in all"]
