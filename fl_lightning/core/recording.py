@@ -32,6 +32,12 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether a quarter of a GPU's memory is free: a recording keeps what its work needs."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
+    return free > total / 4
+
+
 def record(work: Callable[[], None], known: Sequence[Tensor]) -> Recording:
     """Record what a function asks of the GPU; nothing of it is done yet.
 

@@ -205,6 +205,13 @@ def test_two_cohorts_take_turns_in_one_place(both, mlp, tapes, make_data):
     assert len(tapes) == 7
 
 
+def test_where_a_gpu_has_no_room_nothing_more_is_recorded(both, mlp, tapes, monkeypatch):
+    monkeypatch.setattr(recording, "has_room", lambda device: not tapes)
+    loop = both(lambda: FedAvg(mlp()))
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) == 1
+
+
 def test_kinds_of_fits_without_end_are_not_kept(run_federation, mlp, tapes, make_data):
     class Restless(FedAvg):
         """Never the same."""
@@ -235,7 +242,8 @@ def test_graphs_are_of_stacked_clients():
             Federation(graph="auto", cohort=cohort)
 
 
-def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, tapes):
+def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, tapes, monkeypatch):
+    monkeypatch.setattr("fl_lightning.core.stacked_graphs.MOST_SIZES", 8)
     counts = [[3 * (own + 2), 0, 0, 3] for own in range(12)]  # a cohort has ever fewer that still have one
     loop = both(lambda: FedAvg(mlp()), 5, counts=counts, cohort=12)
     assert loop.cohort.unrecorded == []
