@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import random
-from collections.abc import Hashable, Mapping, Sequence
+import types
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +30,23 @@ class Mark(NamedTuple):
     Args:
         modes: of every module, whether it trains.
         attributes: module, attribute, and what stands for its value.
+        free: of every parameter, whether it is not frozen.
     """
 
     modes: tuple[bool, ...]
     attributes: tuple[tuple[str, str, Hashable], ...]
+    free: tuple[bool, ...] = ()
+
+    @property
+    def kind(self) -> Hashable:
+        """The same, whichever tensors the attributes hold: what works for one works for all of them."""
+        return self._replace(attributes=_without_ids(self.attributes))
 
 
 FEW = 64
-"""Numbers of a tensor on the CPU, or of an array, that count as part of what a step was told."""
-DEEP, MANY = 8, 1000
-"""How deep objects within objects are looked at, and how many in all."""
+"""Numbers of a tensor on the CPU that count as part of what a step was told."""
+MOST_BYTES, MOST_LEAVES = 2**20, 2000
+"""Larger arrays, and what comes after so many values of an object, are told by which objects they are."""
 
 
 class Held(NamedTuple):
@@ -48,13 +56,11 @@ class Held(NamedTuple):
         key: what stands for the attributes, whatever the tensors' values.
         tensors: each once, in order.
         attributes: of the method's modules.
-        known: objects that the key names by where they are, which must live as long as it is compared.
     """
 
     key: Hashable
     tensors: list[Tensor]
     attributes: Sequence[Mapping[str, Any]]
-    known: list[Any]
 
     def holding(self, others: Sequence[Tensor]) -> list[dict[str, Any]]:
         """The same attributes with other tensors in these ones' places."""
@@ -73,115 +79,129 @@ def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
         layout: where parameters and buffers stand.
 
     Raises:
-        Unrecordable: for a tensor on another device that has many numbers, or one that has a gradient.
+        Unrecordable: for a tensor on another device that has many numbers, one that has a gradient, or an iterator.
     """
-    look = _Look(layout)
-    keys = [
-        tuple((key, look.at(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
-    ]
-    return Held(tuple(keys), list(look.found.values()), attributes, look.known)
+    numbers, found = layout.numbers(), dict[int, Tensor]()
 
-
-class _Look:
-    """Goes through attributes.
-
-    Args:
-        layout: where parameters and buffers stand.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self.found: dict[int, Tensor] = {}
-        self.known: list[Any] = []
-        self._seen: dict[int, int] = {}
-        self._numbers = layout.numbers()
-        self._device = layout.device
-
-    def at(self, value: Any, name: str) -> Hashable:
-        """What stands for an attribute's value; tensors in it are found, and can be put elsewhere."""
-        if isinstance(value, Tensor) and id(value) not in self._numbers:
+    def stand_in(value: Any, name: str) -> Hashable:
+        if isinstance(value, Tensor) and id(value) not in numbers:
             if value.requires_grad:
                 raise Unrecordable(f"{name} is a tensor that has a gradient")
-            if value.device == self._device:
-                return self._place(value)
-            if value.numel() > FEW:
-                raise Unrecordable(f"{name} is a tensor on {value.device}")
-            return "numbers", str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, tuple(self.at(own, name) for own in value)
-        if isinstance(value, Mapping):
-            return "mapping", tuple((str(key), self.at(own, name)) for key, own in value.items())
-        return self._inside(value, name, DEEP)
+            if value.device != layout.device:
+                if value.numel() > FEW:
+                    raise Unrecordable(f"{name} is a tensor on {value.device}")
+                return "numbers", str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist())
+            place = list(found).index(id(value)) if id(value) in found else len(found)
+            found[id(value)] = value
+            return "tensor", place, value.dtype, value.shape, value.stride()
+        if _is_rebuilt(value):
+            if isinstance(value, dict):
+                return "mapping", tuple((str(key), stand_in(own, name)) for key, own in value.items())
+            return type(value).__name__, tuple(stand_in(own, name) for own in value)
+        if isinstance(value, Iterator):
+            raise Unrecordable(f"{name} is an iterator")
+        mark = _mark(value, name, numbers)
+        return mark if isinstance(value, (Tensor, *_PLAIN)) else (type(value).__name__, tuple(leaves(value).items()))
 
-    def _place(self, tensor: Tensor) -> Hashable:
-        place = list(self.found).index(id(tensor)) if id(tensor) in self.found else len(self.found)
-        self.found[id(tensor)] = tensor
-        return "tensor", place, tensor.dtype, tensor.shape, tensor.stride()
-
-    def _inside(self, value: Any, name: str, deep: int) -> Hashable:
-        """What stands for an object, with what it holds: numbers may change that a recording has in it."""
-        if isinstance(value, (*_PLAIN, Tensor, *_RANDOM)):
-            return _mark(value, name, self._numbers)
-        if isinstance(value, np.ndarray) and value.size <= FEW:
-            return "array", str(value.dtype), value.shape, value.tobytes()
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return type(value).__name__, tuple(self._inside(own, name, deep) for own in value) if deep else ()
-        if isinstance(value, Mapping):
-            pairs = value.items() if deep else ()
-            return "mapping", tuple((str(key), self._inside(own, name, deep)) for key, own in pairs)
-        if id(value) in self._seen:
-            return "again", self._seen[id(value)]
-        place = self._seen[id(value)] = len(self._seen)
-        if place == MANY:
-            raise Unrecordable(f"{name} holds more than {MANY} objects")
-        code = getattr(value, "__code__", value)  # of a function that is made anew in every round
-        self.known.append(code)
-        inside = {} if not deep or isinstance(value, (nn.Module, type)) else _contents(value)
-        own = tuple((key, self._inside(each, name, deep - 1)) for key, each in inside.items())
-        return type(value).__name__, id(code), own
-
-
-def _contents(value: Any) -> dict[str, Any]:
-    """What an object holds: attributes, or what a function has enclosed or was given beforehand."""
-    if isinstance(value, functools.partial):
-        return {"function": value.func, "arguments": value.args, "options": value.keywords}
-    enclosed = enumerate(getattr(value, "__closure__", None) or ())
-    cells = {str(place): cell.cell_contents for place, cell in enclosed if _full(cell)}
-    given = {key: getattr(value, key, None) for key in ("__defaults__", "__kwdefaults__")}
-    bound = {"self": value.__self__} if inspect.ismethod(value) else {}
-    named = {key: getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if key != "__weakref__"}
-    return {**cells, **given, **bound, **named, **(getattr(value, "__dict__", None) or {})}
-
-
-def _full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that is not given yet
-        return False
+    keys = [
+        tuple((key, stand_in(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
+    ]
+    return Held(tuple(keys), list(found.values()), attributes)
 
 
 def _with(value: Any, others: Mapping[int, Tensor]) -> Any:
     """A value with other tensors; the very value where it holds none of them."""
     if isinstance(value, Tensor):
         return others.get(id(value), value)
-    if isinstance(value, (list, tuple)):
-        own = [_with(each, others) for each in value]
-        if all(one is other for one, other in zip(own, value, strict=True)):
-            return value
-        return type(value)(*own) if hasattr(value, "_fields") else type(value)(own)
-    if isinstance(value, Mapping):
+    if not _is_rebuilt(value):
+        return value
+    if isinstance(value, dict):
         made = {key: _with(each, others) for key, each in value.items()}
         if all(made[key] is each for key, each in value.items()):
             return value
         whole = copy.copy(value)
-        whole.update(made)  # type: ignore[attr-defined]
+        whole.update(made)
         return whole
-    return value
+    own = [_with(each, others) for each in value]
+    if all(one is other for one, other in zip(own, value, strict=True)):
+        return value
+    return type(value)(*own) if hasattr(value, "_fields") else type(value)(own)
+
+
+def _is_rebuilt(value: Any) -> bool:
+    """Whether a value is a container that can be made anew with other tensors in it."""
+    return type(value) in (list, tuple) or isinstance(value, dict) or hasattr(value, "_fields")
+
+
+def leaves(value: Any) -> dict[str, Hashable]:
+    """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like."""
+    found: dict[str, Hashable] = {}
+    _take_leaves(value, "", found, set())
+    return found
+
+
+def _take_leaves(value: Any, way: str, found: dict[str, Hashable], known: set[int]) -> None:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _PLAIN):
+        found[way] = type(value).__name__, value
+    elif isinstance(value, Tensor):
+        small = value.device.type == "cpu" and value.numel() <= FEW
+        small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        numbers = tuple(value.detach().flatten().tolist()) if small else ()
+        found[way] = "tensor", value.dtype, tuple(value.shape), numbers
+    elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
+        found[way] = "array", value.dtype.str, value.shape, value.tobytes()
+    elif id(value) in known:
+        found[way] = "again"
+    elif (inside := _inside(value)) is not None:
+        known.add(id(value))
+        found[way] = type(value).__name__, len(inside)
+        for key, own in inside.items():
+            if len(found) > MOST_LEAVES:
+                found[way] = type(value).__name__, len(inside), id(value)
+                break
+            _take_leaves(own, f"{way}.{key}", found, known)
+    else:
+        found[way] = type(value).__name__, id(value)
+
+
+def _inside(value: Any) -> Mapping[Any, Any] | None:
+    """What an object holds, by name or number; None where nobody can look."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict(enumerate(sorted(value, key=repr)))
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"self": value.__self__, "func": value.__func__}
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents if _is_full(cell) else None for cell in value.__closure__ or ()]
+        told = value.__defaults__, value.__kwdefaults__, value.__code__
+        return dict(enumerate([*cells, *told]))
+    if isinstance(value, (type, types.ModuleType, types.CodeType, nn.Module)):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name != "__dict__"}}
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 class Attributes:
     """The loose attributes of a method, its terms and its networks.
 
-    Torch's own layers are left out but for their mode: nobody but their constructor sets what they have.
+    Torch's own layers are left out but for their mode: what they have is mostly set by their constructor alone.
 
     Args:
         method: the resident one.
@@ -191,6 +211,7 @@ class Attributes:
     def __init__(self, method: nn.Module, layout: Layout) -> None:
         self._layout = layout
         self._modules = list(method.modules())
+        self._parameters = list(method.parameters())
         self._named = [
             (name or type(method).__name__, module)
             for name, module in method.named_modules()
@@ -208,11 +229,35 @@ class Attributes:
             for key, value in vars(module).items():
                 if key not in _OF_MODULES and key not in _OF_METHODS:
                     found.append((name, key, _mark(value, f"{name}.{key}", numbers)))
-        return Mark(self.modes(), tuple(found))
+        return Mark(self.modes(), tuple(found), self.free())
 
     def modes(self) -> tuple[bool, ...]:
         """Of every module, whether it trains."""
         return tuple(module.training for module in self._modules)
+
+    def free(self) -> tuple[bool, ...]:
+        """Of every parameter, whether it is not frozen."""
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
+    def layers(self) -> Hashable:
+        """What torch's own layers have beside their tensors, and what hooks passes run through."""
+        own = {id(module) for _, module in self._named}
+        found: list[Hashable] = []
+        for module in self._modules:
+            if id(module) not in own:
+                found += [(key, repr(value)) for key, value in vars(module).items() if key not in _OF_MODULES]
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            found += [tuple(leaves(hook).items()) for hook in hooks]
+        return tuple(found)
+
+    def objects(self) -> dict[tuple[str, str], dict[str, Hashable]]:
+        """What the attributes that are objects of somebody's own come to, by module and attribute."""
+        return {
+            (name, key): leaves(value)
+            for name, module in self._named
+            for key, value in vars(module).items()
+            if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *_PLAIN))
+        }
 
     def aliases(self) -> list[Alias]:
         """The attributes that hold parameters or buffers."""
@@ -224,6 +269,12 @@ class Attributes:
                     found.append(Alias(vars(module), key, value, [numbers[id(own)] for own in held]))
         return found
 
+    def thaw(self, free: Sequence[bool]) -> None:
+        """Let parameters be free, or frozen, as `free` said."""
+        for parameter, own in zip(self._parameters, free, strict=True):
+            if parameter.requires_grad != own:
+                parameter.requires_grad_(own)
+
     def taken(self) -> list[dict[str, Any]]:
         """The attributes, so that `restore` can bring them back; containers are copied."""
         return [
@@ -231,8 +282,18 @@ class Attributes:
             for _, module in self._named
         ]
 
-    def restore(self, taken: list[dict[str, Any]]) -> None:
-        """Bring attributes back; those that are new go."""
+    def restore(self, taken: list[dict[str, Any]], mark: Mark | None = None) -> None:
+        """Bring attributes back; those that are new go.
+
+        Args:
+            taken: what `taken` gave.
+            mark: of the same moment: modules train, and parameters are free, as they did; None leaves them.
+        """
+        if mark is not None:
+            self.thaw(mark.free)
+            for module, trains in zip(self._modules, mark.modes, strict=True):
+                if module.training != trains:
+                    module.training = trains
         for (_, module), own in zip(self._named, taken, strict=True):
             there = vars(module)
             for key in [key for key in there if key not in _OF_MODULES and key not in own]:
@@ -248,14 +309,31 @@ def difference(one: Mark, other: Mark) -> str:
             return f"{own[0]}.{own[1]}"
     for name, key in known:
         return f"{name}.{key}"
+    if one.free != other.free:
+        return "which parameters are frozen"
     return "" if one.modes == other.modes else "its modules' modes"
+
+
+def _without_ids(stand_in: Any) -> Any:
+    if _is_tensor(stand_in):
+        return "tensor"
+    return tuple(map(_without_ids, stand_in)) if type(stand_in) is tuple else stand_in
+
+
+def _is_tensor(stand_in: Hashable) -> bool:
+    """Whether what stands for an attribute's value is that of a tensor without a place of its own."""
+    return isinstance(stand_in, tuple) and stand_in[:1] == ("tensor",)
 
 
 def changed(before: Mark, after: Mark) -> str:
     """The name of an attribute that steps have changed, other than one that holds a step's tensor; empty for none."""
-    held = {own[:2] for own in after.attributes if isinstance(own[2], tuple) and own[2][0] == "tensor"}
-    kept = [Mark(mark.modes, tuple(o for o in mark.attributes if o[:2] not in held)) for mark in (before, after)]
-    return difference(*kept)
+    held: dict[Any, Any] = {own[:2]: own[2] for own in after.attributes if _is_tensor(own[2])}
+    for module, name, value in before.attributes:
+        now = held.get((module, name))
+        if now is not None and _is_tensor(value) and now[1] == value[1] and now != value:  # type: ignore[index]
+            return f"{module}.{name}"  # the same tensor, with other numbers in it
+    kept = [tuple(own for own in mark.attributes if own[:2] not in held) for mark in (before, after)]
+    return difference(before._replace(attributes=kept[0]), after._replace(attributes=kept[1]))
 
 
 def _copied(value: Any) -> Any:

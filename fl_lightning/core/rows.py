@@ -92,6 +92,8 @@ class Layout:
             self.widths[kind] += tensor.numel()
             self.places.append(Place(name, homes, kind, start, self.widths[kind], tensor.shape))
         self.device = ordered[0][1].device
+        self._buffers = [module._buffers for module in method.modules()]
+        self._num_buffers = self._count()
 
     def tensors(self) -> list[Tensor]:
         """The resident module's present tensors, in the order of places.
@@ -107,6 +109,18 @@ class Layout:
                 raise Unstackable(f"{place.name} changes its type or shape")
             found.append(tensor)
         return found
+
+    def _count(self) -> int:
+        return sum(tensor is not None for home in self._buffers for tensor in home.values())
+
+    def check_buffers(self) -> None:
+        """Refuse a module that has got buffers since.
+
+        Raises:
+            Unstackable: if it has more, or fewer, than it had.
+        """
+        if self._count() != self._num_buffers:
+            raise Unstackable("it gets buffers in a round, which it must have from the beginning")
 
     def numbers(self) -> dict[int, int]:
         """Places of the resident module's present tensors, by their ids."""
@@ -166,7 +180,12 @@ class Rows:
 
     @torch.no_grad()
     def put(self, row: int) -> None:
-        """Take the resident module's tensors down."""
+        """Take the resident module's tensors down.
+
+        Raises:
+            Unstackable: if they are not those that the layout knows, or have become of another type or shape.
+        """
+        self.layout.check_buffers()
         by_kind: list[list[Tensor]] = [[] for _ in self.flats]
         for place, tensor in zip(self.layout.places, self.layout.tensors(), strict=True):
             by_kind[place.kind].append(tensor.reshape(-1))

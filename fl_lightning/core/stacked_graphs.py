@@ -21,7 +21,7 @@ from fl_lightning.core import recording
 from fl_lightning.core.loose import Held, held
 from fl_lightning.core.recording import Recording, Unrecordable
 from fl_lightning.core.rows import Layout, Rows
-from fl_lightning.core.stacked import Common, Outcome, same
+from fl_lightning.core.stacked import CLOSE, Common, Mixed, Outcome, same
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
 
 WARM = 2
@@ -49,7 +49,7 @@ class StepGraphs:
         """Why nothing is recorded (any more)."""
         self._tell = tell
         self._rows: dict[int, Rows] = {}
-        self._fits: dict[Hashable, FitGraphs] = {}
+        self._fits: dict[tuple[int, Hashable, Hashable], FitGraphs] = {}
 
     def enter(self, rows: Rows, attributes: Sequence[Mapping[str, Any]], about: Hashable) -> FitGraphs | None:
         """Bring clients where recorded steps look for them.
@@ -72,12 +72,13 @@ class StepGraphs:
         key = len(rows), about, loose.key
         if key not in self._fits:
             if len(self._fits) == MOST_FITS:
-                self.stop("what its steps read changes from fit to fit")
+                if all(count == len(rows) for count, *_ in self._fits):
+                    self.stop("what its steps read changes from fit to fit")
                 return None
             if len(rows) not in self._rows:
                 self._rows[len(rows)] = rows.clone()
             own = [tensor.detach().clone() for tensor in loose.tensors]
-            self._fits[key] = FitGraphs(self, self._rows[len(rows)], own, loose.known)
+            self._fits[key] = FitGraphs(self, self._rows[len(rows)], own)
         fit = self._fits[key]
         fit.begin(rows, loose)
         return fit
@@ -97,13 +98,11 @@ class FitGraphs:
         all: of the architecture.
         rows: where its clients stand.
         tensors: where the tensors stand that the method's attributes hold.
-        known: objects whose places are part of what tells these fits from others, which nobody else may have then.
     """
 
-    def __init__(self, all: StepGraphs, rows: Rows, tensors: Sequence[Tensor], known: Sequence[Any]) -> None:
+    def __init__(self, all: StepGraphs, rows: Rows, tensors: Sequence[Tensor]) -> None:
         self.all = all
         self.rows = rows
-        self.known = list(known)
         self.tensors = list(tensors)
         self.number = 0
         self.attributes: list[dict[str, Any]] = []
@@ -142,7 +141,7 @@ class _Recorded:
         outcome: of the step; what is in it moves at every replay.
         losses: [losses, n] the same losses as one tensor; None where they are of several types.
         number: of the fit in which it was recorded.
-        checked: whether it was compared with the step as it is in a later fit.
+        due: the fit in which it is to be compared with the step as it is: the next one, then after twice as many.
     """
 
     recording: Recording
@@ -152,7 +151,7 @@ class _Recorded:
     outcome: Outcome
     losses: Tensor | None
     number: int
-    checked: bool = False
+    due: int
 
     def replay(self, x: Tensor, y: Tensor) -> Outcome:
         """Do the step on another mini-batch."""
@@ -200,6 +199,9 @@ class PhaseGraphs:
             return work(x, y)
         key = x.shape, x.stride(), x.dtype
         known = self._recorded.setdefault(key, [])
+        for own in self.optimizers.values() if self.optimizers is not None else ():
+            for optimizer, _ in own:
+                optimizer.tell_rate()  # here: within a recording it would be told the same for ever
         found = next((own for own in known if common.tells(own.asked)), None)
         if found is None:
             self._seen[key] += 1
@@ -211,10 +213,7 @@ class PhaseGraphs:
             if found is None:
                 return work(x, y)
             known.append(found)
-        for own in self.optimizers.values() if self.optimizers is not None else ():
-            for optimizer, _ in own:
-                optimizer.tell_rate()
-        if not found.checked and found.number != self.fit.number:
+        if self.fit.number >= found.due:
             return self._checked(found, work, x, y)
         return found.replay(x, y)
 
@@ -245,11 +244,12 @@ class PhaseGraphs:
         try:
             own = recording.record(run, [x, y, *self.fit.tensors, *self._moving()])
         except Unrecordable as error:
-            self.fit.all.stop(str(error))
+            if not isinstance(error.__cause__, Mixed):  # whose clients the fit takes apart
+                self.fit.all.stop(str(error))
             return None
         finally:
             asked, common.asked = common.asked, None
-        return _Recorded(own, x, y, asked, *made[-1], self.fit.number)
+        return _Recorded(own, x, y, asked, *made[-1], self.fit.number, self.fit.number + 1)
 
     def _moving(self) -> list[Tensor]:
         """Whatever a step may change."""
@@ -266,10 +266,19 @@ class PhaseGraphs:
         expected = [tensor.clone() for tensor in moving]
         torch._foreach_copy_(moving, before)
         again = found.replay(x, y)
-        found.checked = True
+        found.due = 2 * self.fit.number - found.number + 1
         losses = [again.logged[name] for name in outcome.logged]
-        if all(map(same, [*moving, *losses], [*expected, *outcome.logged.values()])):
+        if all(map(_moves_as, moving, expected, before)) and all(map(same, losses, outcome.logged.values())):
             return again
         torch._foreach_copy_(moving, expected)
         self.fit.all.stop("replayed, a step gives other values than as it is")
         return outcome
+
+
+def _moves_as(one: Tensor, other: Tensor, before: Tensor) -> bool:
+    """Whether two steps from one place come to the same: by their ways, which are short beside where they lead."""
+    if not other.is_floating_point() or not torch.isfinite(other).all():
+        return same(one, other)
+    rounding = 8 * torch.finfo(other.dtype).eps * before.double().norm()
+    one, other, before = one.double(), other.double(), before.double()
+    return bool((one - other).norm() <= CLOSE * (other - before).norm() + rounding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,17 +62,28 @@ class Member:
     @property
     def key(self) -> Hashable:
         """Clients are stacked with those of the same."""
-        return self.mark, self._phases, self.options
+        return self.mark, self._phases, tuple(own.epochs for own in self.entered.plan), self.options
+
+    @property
+    def alike(self) -> Hashable:
+        """What is the same in all fits whose steps are stacked in the same way, whatever numbers are in them."""
+        return self.mark.kind, self.about
 
     @property
     def about(self) -> Hashable:
         """What is the same in all fits that a recorded step may serve, the learning rate apart."""
         optimizers = tuple(_options(optimizer, "lr", "initial_lr") for optimizer in self.entered.templates)
-        return self.mark.modes, self._phases, optimizers, self.options[1]
+        return self.mark.modes, self.mark.free, self._phases, optimizers, self.options[1]
 
     @property
     def _phases(self) -> Hashable:
-        return tuple((own.phase.name, own.phase.trains, own.phase.terms, own.epochs) for own in self.entered.plan)
+        found: list[Hashable] = []
+        for own in self.entered.plan:
+            parts = tuple((part, *map(id, parameters)) for part, parameters in own.parts.items())
+            phase = own.phase
+            told = phase.name, phase.trains, phase.terms, phase.through, tuple(phase.resting), phase.epochs
+            found.append((told, parts))
+        return tuple(found)
 
 
 class Stack:
@@ -93,9 +104,9 @@ class Stack:
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
         method = module.method
-        self._begins = type(method).on_fit_start is not Method.on_fit_start
-        terms = any(type(term).after_fit is not Term.after_fit for term in method.terms)
-        self._ends = terms or type(method).on_fit_end is not Method.on_fit_end
+        self._begins = _has_own(method, Method, "on_fit_start") or _has_own(method, Method, "phases")
+        terms = any(_has_own(term, Term, "after_fit") for term in method.terms)
+        self._ends = terms or _has_own(method, Method, "on_fit_end")
         """Whether there is something to do for each client before its fit, and after it."""
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
 
@@ -109,7 +120,7 @@ class Stack:
         self._entry = Rows.empty(self.layout, count)
         self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
         self._members: list[Member] = []
-        self._phases: list[Phase] = []
+        self._phases: tuple[list[Phase], tuple[bool, ...]] = [], ()
         self._were_tested = False
         self._begun: dict[int, tuple[Visit, list[dict[str, Any]], Mark]] = {}
 
@@ -124,7 +135,7 @@ class Stack:
         row, attributes, mark = len(self._begun), self.attributes.taken(), self.attributes.mark()
         self._entry.put(row)
         self._begun[row] = visit, attributes, mark
-        visit.fit = partial(self._fit_alone, visit, row, attributes)
+        visit.fit = partial(self._fit_alone, visit, row, attributes, mark)
         module, method, client, round = self.module, self.module.method, visit.job.client, visit.job.round
         _train(module)
         module.workload = self.runner.workload(client, round)
@@ -138,6 +149,7 @@ class Stack:
             if versions != [tensor._version for tensor in self.layout.tensors()]:
                 self._moved[row] = Rows.empty(self.layout, 1)
                 self._moved[row].put(0)
+            self.attributes.thaw(mark.free)  # phases freeze, after this
             attributes, mark = self.attributes.taken(), self.attributes.mark()
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
@@ -151,20 +163,21 @@ class Stack:
         module, phases = self.module, self.module.method.phases()
         before = self._members[-1] if self._members else None
         free = not any(phase.tune or phase.optimizer for phase in phases)  # else they may be the client's own
-        if before is not None and free and phases == self._phases:
+        now = phases, self.attributes.free()
+        if before is not None and free and now == self._phases:
             cut = [module.workload.of(planned.phase.epochs) for planned in before.entered.plan]
             plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.entered.plan, cut, strict=True))
             if [epochs for epochs, _ in cut] == [planned.epochs for planned in plan]:
                 module.method.fit = copy.copy(before.entered.fit)
                 return Entered(plan, before.entered.templates, module.method.fit), before.options[0]
-        self._phases = phases
+        self._phases = now
         templates = module.configure_optimizers()
         return Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
 
-    def _fit_alone(self, visit: Visit, row: int, attributes: list[dict[str, Any]]) -> None:
+    def _fit_alone(self, visit: Visit, row: int, attributes: list[dict[str, Any]], mark: Mark) -> None:
         """Fit a client that has entered, by itself."""
         self._entry.load(row)
-        self.attributes.restore(attributes)
+        self.attributes.restore(attributes, mark)
         self.runner.fit(self.module, visit.data, visit.job.round)
 
     # --- the fit ------------------------------------------------------------------------------------------------------
@@ -202,9 +215,9 @@ class Stack:
         """Fit clients that are alike; again, where a step asks for what they differ in."""
         first, entered = own[0], [member.entered for member in own]
         while True:
-            graphs = self._graphs.enter(rows, first.attributes, first.about) if records and self._graphs else None
+            graphs = self._entered(first, rows) if records else None
             present = rows.clone() if graphs is None else graphs.rows
-            self.attributes.restore(first.attributes if graphs is None else graphs.attributes)
+            self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
             for member in own:
                 member.entered.fit.num_batches = member.entered.fit.num_steps = 0
             fit = self._made(entered, present, partial(self._epoch, own), graphs)
@@ -215,8 +228,14 @@ class Stack:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
             else:
-                self._checked |= {(planned.phase.name, first.key) for planned in first.entered.plan}
+                self._checked |= {(planned.phase.name, first.alike) for planned in first.entered.plan}
                 return present, fit
+
+    def _entered(self, first: Member, rows: Rows) -> FitGraphs | None:
+        """What is recorded of such fits, if anything is."""
+        if self._graphs is None or self._graphs.reason:
+            return None
+        return self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
 
     def _made(
         self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None
@@ -239,14 +258,14 @@ class Stack:
         return len(own), timing
 
     def _run(self, fit: StackedFit, first: Member) -> None:
-        before = self.attributes.mark()
+        before, objects = self.attributes.mark(), self.attributes.objects()
         try:
-            fit.run(lambda phase: (phase, first.key) not in self._checked)
+            fit.run(lambda phase: (phase, first.alike) not in self._checked)
         except (Mixed, Unstackable):
             raise
         except Exception as error:
             raise Unstackable(reason_of(error)) from error
-        name = changed(before, self.attributes.mark())
+        name = changed(before, self.attributes.mark()) or _changed_object(objects, self.attributes.objects())
         if name:
             raise Unstackable(f"its step changes {name}")
 
@@ -329,9 +348,26 @@ class Stack:
     def _bring_back(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
         """Bring a client into the module."""
         rows.load(place)
-        self.attributes.restore(member.attributes)
+        self.attributes.restore(member.attributes, member.mark)
         self.module.meter = meter
         _train(self.module)
+
+
+def _has_own(module: Any, kind: type, name: str) -> bool:
+    """Whether a module does something of its own in a method of its kind's, by its class or by itself."""
+    return getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
+
+
+def _changed_object(before: Mapping[Any, Mapping[str, Any]], after: Mapping[Any, Mapping[str, Any]]) -> str:
+    """The name of an attribute whose object has other numbers in it than before; empty for none.
+
+    Tensors are left out: they may be the model's, which holds one client and another.
+    """
+    for name, own in before.items():
+        now = after.get(name, {})
+        if any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
+            return ".".join(name)
+    return ""
 
 
 def _train(module: ClientModule) -> None:

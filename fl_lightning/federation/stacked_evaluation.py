@@ -60,11 +60,11 @@ class StackedTests:
             outcomes = outcomes_together(self.evaluator, self.module, rows, self.attributes.aliases())
             for place, (client, own) in enumerate(zip(clients, outcomes, strict=True)):
                 found[place] = None if own is None else self.evaluator.scores(self.module, client, moment, own)
-            if (marks[0], moment) not in self._checked and found[0] is not None:
+            if (marks[0].kind, moment) not in self._checked and found[0] is not None:
                 rows.load(0)
                 self.attributes.restore(attributes)
                 self._works = _same(self.evaluator.client(self.module, clients[0], moment), found[0])
-                self._checked.add((marks[0], moment))
+                self._checked.add((marks[0].kind, moment))
         except Exception:  # whatever a predictor does: each can be tested by itself
             self._works = False
         return found if self._works else [None] * len(clients)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from leaves import flatten
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from fl_lightning.core.facts import Phase
 from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.rows import Unstackable
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
@@ -374,3 +376,115 @@ def test_optimizer_of_another_kind_is_refused():
     template = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
     with pytest.raises(Unstackable, match="its optimizer is LBFGS"):
         StackedOptimizer(template, 0, [(0, 2)], torch.zeros(1, 2))
+
+
+def test_hooks_around_a_fit_that_an_instance_has_are_heeded(both, mlp):
+    def fills(method, value):
+        def fill():
+            with torch.no_grad():
+                method.model.head.bias.fill_(value)
+
+        return fill
+
+    def make():
+        method = FedAvg(mlp())
+        method.on_fit_start, method.on_fit_end = fills(method, 7.0), fills(method, 3.0)
+        return method
+
+    loop = both(make, 1)
+    assert torch.equal(loop.diary.sent[1, 0].weights["model.head.bias"], torch.full((4,), 3.0, dtype=torch.float64))
+
+
+class FreezesSome(FedAvg):
+    """Half of the clients freeze their bodies."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.model.body.requires_grad_(self.facts.client % 2 == 0)
+
+
+class RestsSome(FedAvg):
+    """The batch norm of half of the clients rests."""
+
+    def phases(self):
+        return [Phase("all", resting=("model.body",) if self.facts.client % 2 else ())]
+
+
+class EvaluatesSome(FedAvg):
+    """The bodies of half of the clients are in eval mode in their fits."""
+
+    def on_fit_start(self):
+        self.model.body.train(self.facts.client % 2 == 0)
+
+
+class FreezesTooLate(FedAvg):
+    """What is frozen when the optimizers are made already is thawed by the phase."""
+
+    def on_fit_start(self):
+        self.model.body.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [FreezesSome, RestsSome, EvaluatesSome, FreezesTooLate])
+def test_clients_whose_phases_or_modes_differ_keep_their_own(kind, both):
+    both(lambda: kind(with_batch_norm()))
+
+
+class CountsHere(FedAvg):
+    """Counts steps in a tensor that is no buffer."""
+
+    def setup(self):
+        self.count = torch.zeros(1)
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.count.add_(1)
+
+
+class CountsThere(FedAvg):
+    """Counts steps in an object of its own."""
+
+    def setup(self):
+        self.own = SimpleNamespace(count=0)
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.own.count += 1
+
+
+class Late(FedAvg):
+    """Has a buffer from its first receive on."""
+
+    def setup(self):
+        self.register_buffer("anchor", None, persistent=False)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.anchor = torch.tensor(float(self.facts.client))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CountsHere, "its step changes CountsHere.count"),
+        (CountsThere, "its step changes CountsThere.own"),
+        (Late, "it gets buffers in a round, which it must have from the beginning"),
+    ],
+)
+def test_what_no_client_has_for_itself_is_not_stacked(kind, reason, run_federation, mlp):
+    assert run_federation(lambda: kind(mlp()), 1, cohort=4).cohort.reason == reason
+
+
+def test_what_was_checked_is_not_checked_again_at_another_rate(run_federation, mlp):
+    loop = run_federation(lambda: FedRep(mlp()), 3, cohort=4, lr_decay=0.9)
+    assert [len(stack._checked) for stack in loop.cohort._stacks.values()] == [2]
+
+
+class Refers(FedAvg):
+    """Has its head's bias in an object of its own."""
+
+    def setup(self):
+        self.own = SimpleNamespace(bias=self.model.head.bias)
+
+
+def test_an_object_may_refer_to_parameters(both, mlp):
+    both(lambda: Refers(mlp()))
