@@ -18,6 +18,7 @@ from fl_lightning.core.division import matches
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
+from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
@@ -351,6 +352,7 @@ class Stack:
         self.attributes.restore(member.attributes, member.mark)
         self.module.meter = meter
         _train(self.module)
+        check_fit(self.module.method, meter)
 
 
 def _has_own(module: Any, kind: type, name: str) -> bool:

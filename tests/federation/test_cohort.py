@@ -488,3 +488,16 @@ class Refers(FedAvg):
 
 def test_an_object_may_refer_to_parameters(both, mlp):
     both(lambda: Refers(mlp()))
+
+
+class Idle(FedAvg):
+    """Does nothing."""
+
+    def local_step(self, step):
+        step.forward()
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_step_that_trains_nothing_is_refused_stacked_as_alone(cohort, run_federation, mlp):
+    with pytest.raises(ConfigError, match=r"Idle\.local_step\(\) trains nothing"):
+        run_federation(lambda: Idle(mlp()), 1, cohort=cohort)
