@@ -193,6 +193,7 @@ def at(round: int, client: int, step: str, kind: type[RoundError] = ClientError)
     except (RoundError, ConfigError):
         raise
     except Exception as error:
+        _let_stop(error)
         raise kind(f"round {round}, client {client}, {step}: {_reason(error)}") from error
 
 
@@ -211,7 +212,23 @@ def at_server(round: int) -> Iterator[None]:
     except (RoundError, ConfigError, WorkerLost):
         raise
     except Exception as error:
+        _let_stop(error)
         raise ServerError(f"round {round}, the server: {_reason(error)}") from error
+
+
+def _let_stop(error: BaseException) -> None:
+    """Let somebody's wish to stop at once pass that met another error on its way out.
+
+    A Trainer that is taken down in the middle of setting a fit up raises one of its own.
+
+    Raises:
+        BaseException: the wish, if there was one.
+    """
+    met: BaseException | None = error
+    while met is not None:
+        if not isinstance(met, Exception):
+            raise met
+        met = met.__cause__ or met.__context__
 
 
 def _reason(error: Exception) -> str:

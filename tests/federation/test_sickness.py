@@ -17,7 +17,8 @@ from fl_lightning.federation.filters import TopK
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.recorder import communication
-from fl_lightning.federation.sickness import ClientError, ServerError
+from fl_lightning.federation.sickness import ClientError, ServerError, at, at_server
+from fl_lightning.federation.signals import StoppedAtOnce
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.feddistill import FedDistill
@@ -377,3 +378,14 @@ def test_client_that_is_only_tested_was_sent_nothing(mlp, set_up_federation, mon
     monkeypatch.setattr(loop.runner, "evaluate_resting", evaluate)
     loop.examiner.test_strangers(1)
     assert np.isnan(loop.scores["Local-T"]).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("place", [lambda: at(1, 0, "fit"), lambda: at_server(1)])
+@pytest.mark.parametrize("wish", [StoppedAtOnce(2), KeyboardInterrupt()])
+def test_a_wish_to_stop_passes_whatever_it_meets_on_its_way_out(place, wish):
+    """A Trainer that was taken down as a fit was set up raised an error of its own, and the run ended as if sick."""
+    with pytest.raises(type(wish)), place():
+        try:
+            raise wish
+        finally:
+            raise RuntimeError("Please call `iter(combined_loader)` first.")
