@@ -380,12 +380,17 @@ def test_client_that_is_only_tested_was_sent_nothing(mlp, set_up_federation, mon
     assert np.isnan(loop.scores["Local-T"]).tolist() == [False, False, True, False]
 
 
+def taken_down(wish):
+    """What a Trainer does with somebody's wish as it sets a fit up: it raises an error of its own."""
+    try:
+        raise wish
+    finally:
+        raise RuntimeError("Please call `iter(combined_loader)` first.")
+
+
 @pytest.mark.parametrize("place", [lambda: at(1, 0, "fit"), lambda: at_server(1)])
 @pytest.mark.parametrize("wish", [StoppedAtOnce(2), KeyboardInterrupt()])
 def test_a_wish_to_stop_passes_whatever_it_meets_on_its_way_out(place, wish):
-    """A Trainer that was taken down as a fit was set up raised an error of its own, and the run ended as if sick."""
+    """The run ended as if a client were sick."""
     with pytest.raises(type(wish)), place():
-        try:
-            raise wish
-        finally:
-            raise RuntimeError("Please call `iter(combined_loader)` first.")
+        taken_down(wish)
