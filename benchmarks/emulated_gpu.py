@@ -22,6 +22,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core import recording
+from fl_lightning.core.recording import tensors_in
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WAITS = "called a synchronizing CUDA operation"  # torch's own words under `set_sync_debug_mode`
@@ -85,16 +86,6 @@ def _as_it_is(tensor: Tensor) -> Iterator[None]:
         _place(tensor, True)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for own in value:
-            yield from _tensors(own)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _changes(name: str) -> bool:
     """Whether a function writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
@@ -142,7 +133,7 @@ class EmulatedGPU(TorchFunctionMode):
         if func in _MOVES:
             return self._move(func, args, kwargs)
         kwargs.pop("pin_memory", None)
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         device = kwargs.get("device")
         if name == "__format__" and is_there(args[0]):
             self._wait(name)
@@ -163,7 +154,7 @@ class EmulatedGPU(TorchFunctionMode):
         self._count(name, args, kwargs)
         out = func(*args, **kwargs)
         known = {id(own) for own in tensors}
-        for own in _tensors(out):
+        for own in tensors_in(out):
             if id(own) not in known:
                 _place(own, True)
         return out
@@ -207,7 +198,7 @@ class EmulatedGPU(TorchFunctionMode):
         if name in _BOTH or (name in ("__getitem__", "__setitem__", "index_put_") and is_there(args[0])):
             return
         changed = [kwargs.get("out"), args[0] if args and _changes(name) else None]
-        paired = name.strip("_") in _PAIRED and all(map(is_there, _tensors(changed)))
+        paired = name.strip("_") in _PAIRED and all(map(is_there, tensors_in(changed)))
         here = [own for own in tensors if not is_there(own) and (own.dim() > 0 or not paired)]
         if here:
             shapes = ", ".join(str(list(own.shape)) for own in here[:3])
@@ -218,10 +209,10 @@ class EmulatedGPU(TorchFunctionMode):
         if name in _READS or (name == "where" and len(args) + len(kwargs) == 1):
             self._wait(name)
         elif name in ("__getitem__", "__setitem__"):
-            index = list(_tensors(args[1]))
+            index = list(tensors_in(args[1]))
             if any(own.dtype in (torch.bool, torch.uint8) for own in index):
                 self._wait(f"{name} by a mask")
-            elif any(not is_there(own) for own in [*index, *_tensors(args[2:])] if own.dim()):
+            elif any(not is_there(own) for own in [*index, *tensors_in(args[2:])] if own.dim()):
                 self._wait(f"{name} from the CPU")
         elif name == "copy_" and is_there(args[0]) != is_there(args[1]):
             if not kwargs.get("non_blocking", len(args) > 2 and args[2]):
@@ -236,7 +227,7 @@ def _hooked(gpu: EmulatedGPU, register: Callable[..., Any]) -> Callable[..., Any
     def registered(module: nn.Module, hook: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         def call(own: nn.Module, *gradients: Any) -> Any:
             there = any(map(is_there, own.parameters()))
-            for tensor in _tensors(gradients):
+            for tensor in tensors_in(gradients):
                 _place(tensor, there)
             with gpu:
                 return hook(own, *gradients)
@@ -264,7 +255,7 @@ def _grouped(group: Callable[..., Any]) -> Callable[..., Any]:
     """What gradient clipping groups its tensors with: torch asks them in C++, where they say that they are here."""
 
     def grouped(lists: Any, *arguments: Any) -> Any:
-        there = any(map(is_there, _tensors(lists)))
+        there = any(map(is_there, tensors_in(lists)))
         return {(CUDA if there else key[0], *key[1:]): own for key, own in group(lists, *arguments).items()}
 
     return grouped

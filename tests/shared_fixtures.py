@@ -263,6 +263,24 @@ def outcome():
 
 
 @pytest.fixture(scope="session")
+def assert_near(outcome):
+    """Two federations must have come to the same but for rounding, in as many steps."""
+
+    def check(one, other, tolerance) -> None:
+        found, expected = flatten(outcome(other)), flatten(outcome(one))
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, (torch.Tensor, float)):
+                torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, equal_nan=True)
+            else:
+                assert repr(found[name]) == repr(value), name
+        steps = [{key: report.num_steps for key, report in loop.diary.reports.items()} for loop in (one, other)]
+        assert steps[0] == steps[1]
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def train_by_hand():
     """A plain training loop over the batches that a client sees in one round, with an optimizer made anew."""
 

@@ -32,12 +32,6 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def has_room(device: torch.device) -> bool:
-    """Whether a quarter of a GPU's memory is free: a recording keeps what its work needs."""
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
-    return free > total / 4
-
-
 def record(work: Callable[[], None], known: Sequence[Tensor]) -> Recording:
     """Record what a function asks of the GPU; nothing of it is done yet.
 
@@ -87,12 +81,12 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             # Numbers are tensors without dimensions on the CPU here; they are part of the recording.
             if tensor.numel() and (tensor.dim() or tensor.is_cuda) and _memory(tensor) not in self._known:
                 self._strange.append(tensor)
         made = func(*args, **kwargs)
-        self._known.update(map(_memory, _tensors(made)))
+        self._known.update(map(_memory, tensors_in(made)))
         return made
 
     def check(self) -> None:
@@ -110,11 +104,12 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for own in value:
-            yield from _tensors(own)
+            yield from tensors_in(own)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))

@@ -28,8 +28,8 @@ WARM = 2
 """Steps of a kind that run as they are, before one is recorded: what they meet first is new to the GPU."""
 MOST_FITS, MOST_TOLD = 16, 8
 """Kinds of fits, and of what steps of one size are told, that are recorded; where there are more, nothing stays so."""
-MOST_SIZES = 32
-"""Sizes of steps in a phase that are recorded, where there is room; what comes later runs as it is."""
+MOST_SIZES = 8
+"""Sizes of steps in a phase that are recorded, each in memory of its own; what comes later runs as it is."""
 
 Parts = dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]
 """A phase's optimizers, by part, with the places of their parameters."""
@@ -206,8 +206,7 @@ class PhaseGraphs:
         if found is None:
             self._seen[key] += 1
             sizes = sum(map(bool, self._recorded.values()))
-            crowded = not known and (sizes >= MOST_SIZES or not recording.has_room(x.device))
-            if self._seen[key] <= WARM or self.optimizers is None or crowded:
+            if self._seen[key] <= WARM or self.optimizers is None or (not known and sizes == MOST_SIZES):
                 return work(x, y)
             found = self._record(work, x, y, common, known)
             if found is None:

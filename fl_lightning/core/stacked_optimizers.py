@@ -89,10 +89,12 @@ class StackedOptimizer:
             gradients: [n, columns] for each stretch.
         """
         self.tell_rate()
-        for row in own:
-            self.counts[row] += 1
-        counts: Any = [self.counts[row] for row in own]
-        if self.counts_there and self.kind is not SGD:
+        counts: Any = ()
+        if not self.counts_there:
+            for row in own:
+                self.counts[row] += 1
+            counts = [self.counts[row] for row in own]
+        elif self.kind is not SGD:
             self._steps[rows] += 1
             counts = self._steps[rows]
         for (start, end), state, gradient in zip(self.stretches, self.state, gradients, strict=True):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from every_method import METHODS
-from leaves import flatten
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
@@ -50,7 +49,7 @@ def adam(parameters):
 
 
 @pytest.fixture
-def both(run_federation, outcome):
+def both(run_federation, assert_near):
     """A federation one by one and stacked, in double precision; returns the latter when the two are alike."""
 
     def run(make, rounds=2, tolerance=1e-9, **options):
@@ -58,15 +57,7 @@ def both(run_federation, outcome):
         options.setdefault("optimizer", adam)
         plain, stacked = (run_federation(make, rounds, cohort=own, **copy.copy(options)) for own in (None, 4))
         assert stacked.cohort.reason == ""
-        one, other = flatten(outcome(plain)), flatten(outcome(stacked))
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            if isinstance(value, (torch.Tensor, float)):
-                torch.testing.assert_close(other[name], value, rtol=0, atol=tolerance, equal_nan=True)
-            else:
-                assert repr(other[name]) == repr(value), name
-        steps = [{key: report.num_steps for key, report in loop.diary.reports.items()} for loop in (plain, stacked)]
-        assert steps[0] == steps[1]
+        assert_near(plain, stacked, tolerance)
         return stacked
 
     return run
