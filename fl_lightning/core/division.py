@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fl_lightning.core.moving import moved
+from fl_lightning.core.moving import copies, copy_all, moved
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
 
@@ -119,9 +119,9 @@ class Division:
         return LooseBuffers(self._loose)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the entries that are exchanged."""
+        """Copies of the entries that are exchanged, those of one type in one block."""
         entries = self.entries()
-        return {name: entries[name].detach().clone() for name in self.shared}
+        return copies({name: entries[name] for name in self.shared})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the entries that are exchanged."""
@@ -227,7 +227,7 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"received {name!r} of shape {tuple(tensor.shape)}, but this client {has}")
         homes.append(own)
     if homes:
-        torch._foreach_copy_(homes, list(weights.values()))
+        copy_all(homes, list(weights.values()))
 
 
 def keeps_all(method: Any, name: str, module: nn.Module) -> bool:

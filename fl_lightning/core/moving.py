@@ -1,4 +1,4 @@
-"""Many tensors from one device to another, in one transfer a type: each by itself would wait for the device."""
+"""Many tensors from one place to another, in one transfer a type: each by itself costs a GPU's time, or a wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+
+@torch.no_grad()
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy tensors of the same shapes, on one device: a GPU starts one operation for those of one type and order.
+
+    Args:
+        into: where they go.
+        values: what goes there.
+    """
+    if not into or into[0].device.type == "cpu":
+        torch._foreach_copy_(list(into), list(values))
+        return
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    for own, value in zip(into, values, strict=True):
+        both = alike.setdefault((own.dtype, value.dtype, own.stride() == value.stride()), ([], []))
+        both[0].append(own)
+        both[1].append(value)
+    for owns, of in alike.values():
+        torch._foreach_copy_(owns, of)
 
 
 @torch.no_grad()
@@ -42,3 +62,37 @@ def _gathered(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.cat(rows)
     size = sum(row.numel() for row in rows)
     return torch.cat(rows, out=torch.empty(size, dtype=first.dtype, pin_memory=True))
+
+
+@torch.no_grad()
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values in memory of their own: those of one type in one block, one after another.
+
+    Args:
+        tensors: by name; strided.
+
+    Returns:
+        By name, in the same order; a change to one is not counted as one to its neighbours.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
+    found = dict(tensors)
+    for names in by_type.values():
+        own = [tensors[name] for name in names]
+        block = torch.cat([tensor.reshape(-1) for tensor in own])
+        parts = block.split([tensor.numel() for tensor in own])
+        found |= {n: part.view(tensor.shape).data for n, part, tensor in zip(names, parts, own, strict=True)}
+    return found
+
+
+def block_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """[P] the memory of tensors that stand in it one after another, as `copies` leaves them; None where they do not."""
+    first, size = tensors[0], 0
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for own in tensors:
+        follows = own.storage_offset() == start + size and own.untyped_storage().data_ptr() == memory
+        if not follows or own.dtype != first.dtype or not own.is_contiguous():
+            return None
+        size += own.numel()
+    return first.detach().as_strided((size,), (1,), start)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.moving import copy_all
 from fl_lightning.errors import shortened
 
 
@@ -26,6 +27,7 @@ class Place(NamedTuple):
         start: its first column there.
         end: the one behind its last.
         shape: of one client's.
+        order: of its dimensions in memory, the outermost first, as the resident's are: what is alike is copied at once.
     """
 
     name: str
@@ -34,6 +36,16 @@ class Place(NamedTuple):
     start: int
     end: int
     shape: torch.Size
+    order: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """[n, …] the tensors of n clients whose row is [n, width]; they share the memory."""
+        own = flat[:, self.start : self.end].view(len(flat), *(self.shape[dim] for dim in self.order))
+        return own.permute(0, *(1 + self.order.index(dim) for dim in range(len(self.shape))))
+
+    def columns(self, tensors: Tensor) -> Tensor:
+        """[n, columns] of tensors [n, …]: the inverse."""
+        return tensors.permute(0, *(1 + dim for dim in self.order)).reshape(len(tensors), -1)
 
 
 class Alias(NamedTuple):
@@ -90,7 +102,7 @@ class Layout:
                 self.widths.append(0)
             start = self.widths[kind]
             self.widths[kind] += tensor.numel()
-            self.places.append(Place(name, homes, kind, start, self.widths[kind], tensor.shape))
+            self.places.append(Place(name, homes, kind, start, self.widths[kind], tensor.shape, _order(tensor)))
         self.device = ordered[0][1].device
         self._buffers = [module._buffers for module in method.modules()]
         self._num_buffers = self._count()
@@ -168,6 +180,7 @@ class Rows:
         self.layout = layout
         self.flats = list(flats)
         self._views: dict[int, list[Tensor]] = {}
+        self._rows: dict[int, list[Tensor]] = {}
 
     @classmethod
     def empty(cls, layout: Layout, count: int) -> Rows:
@@ -186,26 +199,25 @@ class Rows:
             Unstackable: if they are not those that the layout knows, or have become of another type or shape.
         """
         self.layout.check_buffers()
-        by_kind: list[list[Tensor]] = [[] for _ in self.flats]
-        for place, tensor in zip(self.layout.places, self.layout.tensors(), strict=True):
-            by_kind[place.kind].append(tensor.reshape(-1))
-        for flat, parts in zip(self.flats, by_kind, strict=True):
-            torch.cat(parts, out=flat[row])
+        copy_all(self._row(row), self.layout.tensors())
 
     @torch.no_grad()
     def load(self, row: int) -> None:
         """Bring a client's tensors into the resident module."""
-        own = self.views(len(self))
-        torch._foreach_copy_(self.layout.tensors(), [view[row] for view in own])
+        copy_all(self.layout.tensors(), self._row(row))
+
+    def _row(self, row: int) -> list[Tensor]:
+        """One client's tensors, in the order of places; they share the memory."""
+        if row not in self._rows:
+            self._rows[row] = [view[row] for view in self.views(len(self))]
+        return self._rows[row]
 
     def views(self, count: int) -> list[Tensor]:
         """[count, …] every tensor of the first `count` clients, in the order of places; they share the memory."""
         if count not in self._views:
             with torch.no_grad():
                 # `.data`: a version of its own, or a counter that a step moves would spoil the backward pass of all.
-                self._views[count] = [
-                    self.flats[p.kind][:count, p.start : p.end].view(count, *p.shape).data for p in self.layout.places
-                ]
+                self._views[count] = [place.of(self.flats[place.kind][:count]).data for place in self.layout.places]
         return self._views[count]
 
     @torch.no_grad()
@@ -221,13 +233,21 @@ class Rows:
 
     def clone(self) -> Rows:
         """Copies of all rows."""
-        return Rows(self.layout, [flat.clone() for flat in self.flats])
+        made = Rows(self.layout, [torch.empty_like(flat) for flat in self.flats])
+        made.copy_(self)
+        return made
 
     @torch.no_grad()
     def copy_(self, other: Rows) -> None:
         """Take over what other rows hold."""
-        for flat, own in zip(self.flats, other.flats, strict=True):
-            flat.copy_(own)
+        copy_all(self.flats, other.flats)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's dimensions as they stand in memory, the outermost first; as they are where it has gaps."""
+    steps = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -steps[dim])
+    return tuple(order) if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
 
 
 _REASONS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,7 +15,7 @@ from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
 from fl_lightning.core.rows import Alias, Layout, Unstackable
-from fl_lightning.core.stacked_convolution import WindowedConvolutions
+from fl_lightning.core.stacked_layers import layers
 from fl_lightning.core.step import Bench, Step
 
 CLOSE, TINY = 1e-2, 1e-5
@@ -282,9 +282,6 @@ class StackedBench:
         self.bench = bench
         self.trained = list(trained)
         self.common = common
-        self.convolutions: Callable[[], AbstractContextManager[Any]] = (
-            WindowedConvolutions if layout.device.type == "cuda" else nullcontext
-        )
 
     def step(self, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> Outcome:
         """One mini-batch of each of n clients: losses and gradients; buffers that move are moved.
@@ -299,13 +296,13 @@ class StackedBench:
             Unstackable: saying why the step cannot be stacked.
             Mixed: if it asks for what differs among the clients.
         """
-        leaves = list(views)
+        count = len(y)
+        leaves = [view[0] for view in views] if count == 1 else list(views)
         for index in self.trained:
-            leaves[index] = views[index].detach().requires_grad_()
+            leaves[index] = leaves[index].detach().requires_grad_()
         names: list[str] = []
         about: dict[str, Any] = {}
         moved: list[int] = []
-
         residents = self.layout.tensors()
 
         def present() -> list[Tensor]:
@@ -315,7 +312,7 @@ class StackedBench:
             return [*map(id, present()), *(tensor._version for own in (views, residents) for tensor in own)]
 
         def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
-            with self.layout.swapped(tensors, self.aliases), self.convolutions():
+            with self.layout.swapped(tensors, self.aliases), layers(self.layout.device, count):
                 taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common, state).taken()
                 after = present()
             names[:] = taken.logged
@@ -324,12 +321,18 @@ class StackedBench:
             total = () if taken.total is None else (taken.total,)
             return total, tuple(taken.logged.values()), tuple(after[index] for index in moved)
 
-        total, logged, buffers = vmap(one, randomness="error")(leaves, x, y)
+        if count == 1:  # as it is: layers know more ways than `vmap` does
+            made = one(leaves, x[0], y[0])
+            total, logged, buffers = (tuple(value[None] for value in own) for own in made)
+        else:
+            total, logged, buffers = vmap(one, randomness="error")(leaves, x, y)
         gradients: list[Tensor | None] = [None] * len(self.trained)
         descends = about["descends"] and total[0].requires_grad
         if descends:
             inputs = [leaves[index] for index in self.trained]
             gradients = list(torch.autograd.grad(total[0].sum(), inputs, allow_unused=True))
+            if count == 1:
+                gradients = [None if own is None else own[None] for own in gradients]
         self._move(views, moved, buffers)
         losses = {name: value.detach() for name, value in zip(names, logged, strict=True)}
         return Outcome(descends, gradients, about["parts"], losses, about["size"])
@@ -394,11 +397,12 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
-    """Let a GPU multiply numbers in float32 as they are; by default it rounds factors of convolutions to 10 bits."""
+def exact(device: torch.device) -> Iterator[None]:
+    """Round as little as parameters are: without mixed precision, nor a GPU's 10 bits for factors of convolutions."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before

@@ -233,8 +233,11 @@ class _Phase:
         """
         copies = [view.clone() for view in views]
         self.fit.rows.load(row)
-        with exact():
+        with exact(self.fit.layout.device):
+            before = _streams(x.device)
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
+            if not all(map(torch.equal, before, _streams(x.device))):
+                raise Unstackable("its step draws random numbers")
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)
         if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
@@ -244,7 +247,7 @@ class _Phase:
 
     def _descend(self, outcome: Outcome, rows: list[int], index: Tensor | None, due: list[bool]) -> int:
         """Accumulate, clip and step; returns the optimizers that step."""
-        settings = self.fit.settings
+        fit, settings = self.fit, self.fit.settings
         if not outcome.descends:
             return 0
         names = [name for name in outcome.parts if name in self.templates]
@@ -254,9 +257,13 @@ class _Phase:
             raise Unstackable("its parts accumulate gradients by themselves")
         made = self._made(outcome)
         found = {p: own for p, own in zip(self.trained, outcome.gradients, strict=True) if own is not None}
+
+        def columns(place: int, gradient: Tensor) -> Tensor:
+            return fit.layout.places[place].columns(gradient)
+
         for name in names or made:
             for optimizer, stretches in made[name]:
-                gradients = [torch.cat([found[place].reshape(len(rows), -1) for place in own], 1) for own in stretches]
+                gradients = [torch.cat([columns(place, found[place]) for place in own], 1) for own in stretches]
                 if settings.accumulate > 1:
                     gradients = self._accumulate(optimizer, rows, gradients, due)
                 stepping = [row for row, now in zip(rows, due, strict=True) if now]
@@ -329,6 +336,11 @@ class _Phase:
         factor = (limit / (torch.linalg.vector_norm(norms, dim=1) + 1e-6)).clamp(max=1.0)[:, None]
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def _streams(device: torch.device) -> list[Tensor]:
+    """The states of torch's global random streams that a step on a device may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _runs(layout: Layout, places: Sequence[int]) -> list[tuple[Stretch, list[int]]]:

@@ -45,12 +45,13 @@ class Cohort:
         graph: bool | Literal["auto"] | None = None,
     ) -> None:
         self.runner = runner
-        self.size = None if size == 1 else size
+        self._records = bool(graph) and recording.can_record(runner.device)
+        self.size = None if size == 1 and not self._records else size
+        self._most = LARGEST if size == "auto" else size or 1
         self.is_main = is_main
         self.reason = ""
         self._chosen = False
         self._stacks: dict[int, Stack] = {}
-        self._records = bool(graph) and recording.can_record(runner.device)
         if graph is True and not self._records:
             self._tell_graph(f"the fits are on {runner.device.type}, and a CUDA GPU records")
         if self.size is not None:
@@ -117,7 +118,7 @@ class Cohort:
             ward: takes down who falls sick.
         """
         for group in self._groups(clients):
-            stack = self._stack(group) if self.stacks and len(group) > 1 else None
+            stack = self._stack(group) if self.stacks else None
             begun: list[Visit] = []
             for client in group:
                 for visit in self._begun(client, job, ward, stack):
@@ -162,22 +163,23 @@ class Cohort:
         """Clients of one architecture together, those with most samples first, so that a cohort is of one length."""
         if not self.stacks:
             return [list(clients)] if clients else []
-        size = LARGEST if self.size == "auto" else self.size
-        assert isinstance(size, int)
         by_architecture: dict[int, list[int]] = {}
         for client in clients:
             by_architecture.setdefault(self.runner.architecture[client], []).append(client)
         samples, groups = self.runner.attackers.samples, []
         for own in by_architecture.values():
             own = sorted(own, key=lambda client: (-samples[client].num_train, client))
-            groups += [own[start : start + size] for start in range(0, len(own), size)]
+            groups += [own[start : start + self._most] for start in range(0, len(own), self._most)]
         return groups
 
-    def _stack(self, group: Sequence[int]) -> Stack:
+    def _stack(self, group: Sequence[int]) -> Stack | None:
+        """Where these clients are fitted together; None for one alone whose steps are not recorded."""
         architecture = self.runner.architecture[group[0]]
         if architecture not in self._stacks:
             self._stacks[architecture] = self._new_stack(architecture)
         stack = self._stacks[architecture]
+        if len(group) < stack.least:
+            return None
         stack.open(len(group))
         return stack
 
@@ -205,7 +207,12 @@ class Cohort:
         """From what was measured at the start."""
         self._chosen = True
         stacked, alone = (f"{1e3 * seconds:.2f} ms" for seconds in (timing.stacked, timing.alone))
-        if not timing.pays:
+        if not timing.pays and self._records:
+            self._most = 1
+            if self.is_main:
+                line = f"a step takes {alone} alone, and {stacked} of {count} stacked: each client's is recorded"
+                say(f"fl-lightning: federation.cohort: {line}")
+        elif not timing.pays:
             self._refuse(f"a step takes {alone} so, and {stacked} of {count} stacked")
         elif self.is_main:
             line = f"up to {LARGEST} clients' steps run as one: {stacked} a client, one by one {alone}"

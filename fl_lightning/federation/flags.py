@@ -28,6 +28,7 @@ _TOGETHER = frozenset({
     "reload_dataloaders_every_n_epochs",
 })  # fmt: skip
 """Flags that a fit of several clients heeds, or that mean nothing in any."""
+_PRECISIONS = ("32", "32-true", "64", "64-true", "bf16", "bf16-mixed")  # float16's scaler is one client's
 MOST_DEVICES = 256
 MOST_NODES = 10_000
 _AT_LEAST = {
@@ -125,7 +126,7 @@ def unstacked_flag(flags: Mapping[str, Any]) -> str:
             return name
     precision = str(flags.get("precision") or 32)
     many = flags.get("devices", 1) not in (1, "auto", "1")
-    return "devices" if many else "precision" if precision not in ("32", "32-true", "64", "64-true") else ""
+    return "devices" if many else "precision" if precision not in _PRECISIONS else ""
 
 
 def _check_share(key: str, value: Any, trains: bool) -> None:

@@ -101,6 +101,7 @@ class Stack:
         self.module = module
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
+        self._entry = Rows.empty(self.layout, 0)
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
@@ -116,9 +117,15 @@ class Stack:
         """Why steps are not recorded (any more); empty where they are, or nobody asks for it."""
         return "" if self._graphs is None else self._graphs.reason
 
+    @property
+    def least(self) -> int:
+        """Clients from which on they are fitted here: one alone has something of it where its steps are recorded."""
+        return 1 if self._graphs is not None and not self._graphs.reason else 2
+
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
-        self._entry = Rows.empty(self.layout, count)
+        if len(self._entry) != count:
+            self._entry = Rows.empty(self.layout, count)
         self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
         self._members: list[Member] = []
         self._phases: tuple[list[Phase], tuple[bool, ...]] = [], ()
@@ -192,25 +199,30 @@ class Stack:
         alike: dict[Hashable, list[Member]] = {}
         for member in self._members:
             alike.setdefault(member.key, []).append(member)
-        groups = [own for own in alike.values() if len(own) > 1]
+        groups = [own for own in alike.values() if len(own) > 1] or list(alike.values())[: 2 - self.least]
         if len(self._members) > 1 and not groups:
             name = difference(self._members[0].mark, self._members[1].mark)
             if name:
                 raise Unstackable(f"its clients differ in {name}")
         if not groups:
             return
-        start = self._entry.clone()
-        for row, moved in self._moved.items():
-            start.put_back(torch.tensor([row], device=self.layout.device), moved)
-        begun = [start.pick(self._places(own)) for own in groups]
+        begun = [self._begins_at(own) for own in groups]
         largest = max(groups, key=len)  # recorded steps have one place for clients
         fitted = [self._fit_group(own, rows, own is largest) for own, rows in zip(groups, begun, strict=True)]
         self._largest = max(zip(groups, begun, strict=True), key=lambda pair: len(pair[0]))
         for own, (rows, fit) in zip(groups, fitted, strict=True):
             self._finish(own, rows, fit)
 
-    def _places(self, own: Sequence[Member]) -> torch.Tensor:
-        return torch.tensor([member.row for member in own], device=self.layout.device)
+    def _begins_at(self, own: Sequence[Member]) -> Rows:
+        """Clients as their fits begin, to be read only."""
+        rows = [member.row for member in own]
+        if rows == list(range(len(self._entry))) and not self._moved:
+            return self._entry
+        begun = self._entry.pick(torch.tensor(rows, device=self.layout.device))
+        for place, row in enumerate(rows):
+            if row in self._moved:
+                begun.put_back(torch.tensor([place], device=self.layout.device), self._moved[row])
+        return begun
 
     def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> tuple[Rows, StackedFit]:
         """Fit clients that are alike; again, where a step asks for what they differ in."""

@@ -235,7 +235,7 @@ class Watching(Callback):
         ({"exchange": Ring("sequential")}, "clients are fitted in turn, each hears the one before"),
         ({"trainer": {"callbacks": [Watching()]}}, "trainer.callbacks (Watching) follow single fits"),
         ({"trainer": {"max_steps": 2}}, "trainer.max_steps is for single fits"),
-        ({"trainer": {"precision": "bf16-mixed"}}, "trainer.precision is for single fits"),
+        ({"trainer": {"precision": "bf16-true"}}, "trainer.precision is for single fits"),
         ({"optimizer": torch.optim.Adadelta}, "its optimizer is Adadelta; SGD, Adam and AdamW are stacked"),
         ({"optimizer": lambda own: torch.optim.Adam(own, amsgrad=True)}, "its optimizer has amsgrad"),
     ],

@@ -199,7 +199,7 @@ def test_clients_of_several_lengths_and_groups_are_the_same_recorded(both, mlp, 
 
 def test_two_cohorts_take_turns_in_one_place(both, mlp, tapes, make_data):
     both(lambda: FedCPD(mlp()), 3, counts=[[6, 6, 6, 6]] * 9, local_epochs=2)
-    assert len(tapes) == 7
+    assert len(tapes) == 7 + 5  # the ninth client by itself
 
 
 def test_kinds_of_fits_without_end_are_not_kept(run_federation, mlp, tapes, make_data):
@@ -227,9 +227,35 @@ def test_without_a_gpu_nothing_is_recorded(run_federation, mlp, make_data, capsy
 
 
 def test_graphs_are_of_stacked_clients():
-    for cohort in (None, 1):
-        with pytest.raises(ConfigError, match=r"federation\.graph.*give federation\.cohort"):
-            Federation(graph="auto", cohort=cohort)
+    with pytest.raises(ConfigError, match=r"federation\.graph.*give federation\.cohort"):
+        Federation(graph="auto")
+
+
+@pytest.mark.parametrize("make", [FedAvg, FedCPD])
+def test_steps_of_one_client_after_another_are_recorded(make, both, mlp, tapes):
+    loop = both(lambda: make(mlp()), cohort=1)
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) == (8 if make is FedCPD else 2)  # of two sizes
+    assert sum(tape.replays for tape in tapes) > 3 * len(EIGHT)
+
+
+def test_a_large_model_whose_stacked_steps_take_longer_is_recorded_alone(both, mlp, tapes, monkeypatch, capsys):
+    monkeypatch.setattr("fl_lightning.core.stacked_timing.GAIN", 0.0)
+    loop = both(lambda: FedAvg(mlp()), cohort="auto", graph="auto")
+    assert "stacked: each client's is recorded" in capsys.readouterr().err
+    assert tapes
+    assert [*loop.cohort._groups([0, 1, 2])] == [[0], [1], [2]]
+
+
+def test_dropout_draws_for_each_client_anew_and_is_not_recorded(run_federation, mlp, tapes, assert_identical, outcome):
+    def make():
+        model = mlp()
+        model.body.stages.append(nn.Dropout(0.25))
+        return FedAvg(model)
+
+    plain, recorded = (run_federation(make, 2, cohort=1, graph=own) for own in (None, "auto"))
+    assert recorded.cohort.reason == "its step draws random numbers"
+    assert_identical(outcome(plain), outcome(recorded))
 
 
 def scaled(method, step, factor):
