@@ -158,7 +158,7 @@ def compared(name: str, emulated: bool, *options: str) -> tuple[float, Federated
 def checked(name: str, emulated: bool) -> str:
     """One method on the GPU beside the CPU; its clients stacked, and their steps recorded, beside one by one."""
     steps = "--federation.local_steps", "5"
-    stacked = *steps, "--optimizer.eps", "1e-3", "--federation.cohort", "4", "--federation.graph", "auto"
+    stacked = *steps, "--optimizer.eps", "1e-3", "--federation.cohort", "2", "--federation.graph", "auto"
     try:
         gap, there = compared(name, emulated, *steps)
         exactly = 0.0 if gap <= CLOSE else compared(name, emulated, *steps, "--trainer.precision", "64-true")[0]

@@ -56,8 +56,8 @@ class WeightedMean:
             if flat is None or not flat.holds(weights, self._floats):
                 flat = Flat({name: weights[name] for name in self._floats})  # a message's own order may differ
             self._sum.add(flat.values, weight, flat.square)
-        for name in self._integers:
-            torch.maximum(self._integers[name], weights[name], out=self._integers[name])
+        if self._integers:
+            torch._foreach_maximum_(list(self._integers.values()), [weights[name] for name in self._integers])
         self._weights.append(weight)
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 @torch.no_grad()
@@ -80,9 +81,9 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = dict(tensors)
     for names in by_type.values():
         own = [tensors[name] for name in names]
-        block = torch.cat([tensor.reshape(-1) for tensor in own])
-        parts = block.split([tensor.numel() for tensor in own])
-        found |= {n: part.view(tensor.shape).data for n, part, tensor in zip(names, parts, own, strict=True)}
+        block = _flatten_dense_tensors(own) if len(own) > 1 else torch.cat([own[0].reshape(-1)])
+        parts = _unflatten_dense_tensors(block, own)
+        found |= {name: part.data for name, part in zip(names, parts, strict=True)}
     return found
 
 
@@ -90,7 +91,7 @@ def block_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """[P] the memory of tensors that stand in it one after another, as `copies` leaves them; None where they do not."""
     first, size = tensors[0], 0
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
-    for own in tensors:
+    for own in filter(Tensor.numel, tensors):
         follows = own.storage_offset() == start + size and own.untyped_storage().data_ptr() == memory
         if not follows or own.dtype != first.dtype or not own.is_contiguous():
             return None

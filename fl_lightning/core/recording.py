@@ -7,6 +7,7 @@ addresses. So whatever a recording reads must stand still: `record` refuses work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,42 @@ def record(work: Callable[[], None], known: Sequence[Tensor]) -> Recording:
         raise Unrecordable(_said(failed[0])) from failed[0]
     reads.check()
     return recording
+
+
+class Aside:
+    """A stream of its own for recorded work: meanwhile the CPU brings in who comes next, and takes leave of who was.
+
+    On a CPU it is no other.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Do what a block asks for there, after all that was asked for until now; `waiting` says when it is done."""
+        if self._stream is None:
+            yield
+            return
+        present = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(present)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        except BaseException:
+            present.wait_stream(self._stream)
+            raise
+        finally:
+            self._done = self._stream.record_event()
+
+    def waiting(self) -> Callable[[], None]:
+        """What lets the present stream wait for the work until now: the CPU does not."""
+        done = self._done
+        return (lambda: None) if done is None else (lambda: torch.cuda.current_stream().wait_event(done))
 
 
 def _said(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -104,6 +105,8 @@ class Layout:
             self.widths[kind] += tensor.numel()
             self.places.append(Place(name, homes, kind, start, self.widths[kind], tensor.shape, _order(tensor)))
         self.device = ordered[0][1].device
+        types = [self.dtypes[place.kind] for place in self.places]
+        self._by_type = [[i for i, own in enumerate(types) if own == dtype] for dtype in dict.fromkeys(types)]
         self._buffers = [module._buffers for module in method.modules()]
         self._num_buffers = self._count()
 
@@ -121,6 +124,11 @@ class Layout:
                 raise Unstackable(f"{place.name} changes its type or shape")
             found.append(tensor)
         return found
+
+    def copy(self, into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy a client's tensors, in the order of places; both as the layout knows them."""
+        for numbers in self._by_type:  # a GPU starts one operation for tensors of one type
+            torch._foreach_copy_([into[number] for number in numbers], [values[number] for number in numbers])
 
     def _count(self) -> int:
         return sum(tensor is not None for home in self._buffers for tensor in home.values())
@@ -199,12 +207,12 @@ class Rows:
             Unstackable: if they are not those that the layout knows, or have become of another type or shape.
         """
         self.layout.check_buffers()
-        copy_all(self._row(row), self.layout.tensors())
+        self.layout.copy(self._row(row), self.layout.tensors())
 
     @torch.no_grad()
     def load(self, row: int) -> None:
         """Bring a client's tensors into the resident module."""
-        copy_all(self.layout.tensors(), self._row(row))
+        self.layout.copy(self.layout.tensors(), self._row(row))
 
     def _row(self, row: int) -> list[Tensor]:
         """One client's tensors, in the order of places; they share the memory."""
@@ -248,6 +256,25 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     steps = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -steps[dim])
     return tuple(order) if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
+
+
+class Turns:
+    """Rows for one cohort after another, in as many places as there are cohorts that are still looked at.
+
+    Args:
+        layout: where what stands.
+        places: how many.
+    """
+
+    def __init__(self, layout: Layout, places: int) -> None:
+        self._layout = layout
+        self._rows = deque([Rows.empty(layout, 0)] * places)
+
+    def next(self, count: int) -> Rows:
+        """Rows for so many clients, in the place that was given out longest ago."""
+        rows = self._rows.popleft()
+        self._rows.append(rows if len(rows) == count else Rows.empty(self._layout, count))
+        return self._rows[-1]
 
 
 _REASONS = {

@@ -132,9 +132,43 @@ def windowed(
     windows = x.unfold(2, kh, down).unfold(3, kw, right)  # [B, C, h, w, kh, kw]
     height, width = windows.shape[2:4]
     windows = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(x) * height * width, -1)
-    out = windows @ weight.reshape(len(weight), -1).T
+    filters = weight.reshape(len(weight), -1)
+    is_mixed = torch.is_autocast_enabled(x.device.type)
+    out = windows @ filters.T if is_mixed else _Products.apply(windows, filters)
     out = out if bias is None else out + bias
     return out.view(len(x), height, width, -1).permute(0, 3, 1, 2)
+
+
+class _Products(torch.autograd.Function):
+    """Windows [n, w] times filters [O, w], rounded as convolutions are where a GPU multiplies factors of 10 bits."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(windows: Tensor, filters: Tensor) -> Tensor:
+        with _as_convolutions():
+            return windows @ filters.T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        windows, filters = ctx.saved_tensors
+        first, second = ctx.needs_input_grad
+        with _as_convolutions():
+            return gradient @ filters if first else None, gradient.T @ windows if second else None
+
+
+@contextmanager
+def _as_convolutions() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -117,6 +117,7 @@ class Cohort:
             job: what the round asks of a client.
             ward: takes down who falls sick.
         """
+        ahead: list[Visit] = []
         for group in self._groups(clients):
             stack = self._stack(group) if self.stacks else None
             begun: list[Visit] = []
@@ -129,7 +130,13 @@ class Cohort:
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
                 self._fit(stack)
-            yield from begun
+            yield from ahead  # while a GPU does the steps that it was just told
+            ahead = begun if stack is not None and stack.records else []
+            if not ahead:
+                yield from begun
+        yield from ahead
+        for stack in self._stacks.values():
+            stack.close()
 
     def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None) -> list[Visit]:
         """A participant that has come to its fit; none, if it fell sick on the way."""
@@ -178,7 +185,7 @@ class Cohort:
         if architecture not in self._stacks:
             self._stacks[architecture] = self._new_stack(architecture)
         stack = self._stacks[architecture]
-        if len(group) < stack.least:
+        if len(group) == 1 and not stack.records:
             return None
         stack.open(len(group))
         return stack

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ import torch
 from fl_lightning.core.client import Plan
 from fl_lightning.core.division import matches
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
-from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
-from fl_lightning.core.rows import Layout, Rows, Unstackable, reason_of
+from fl_lightning.core.recording import Aside
+from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
@@ -87,6 +87,20 @@ class Member:
         return tuple(found)
 
 
+class Fitted(NamedTuple):
+    """Clients after their fit.
+
+    Args:
+        rows: as they are then.
+        fit: theirs.
+        wait: lets the present stream wait until all of it is done.
+    """
+
+    rows: Rows
+    fit: StackedFit
+    wait: Callable[[], None] = lambda: None
+
+
 class Stack:
     """Fits clients of one architecture together.
 
@@ -101,7 +115,8 @@ class Stack:
         self.module = module
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
-        self._entry = Rows.empty(self.layout, 0)
+        places = 1 if tell is None else 2  # who comes in, and who was fitted before
+        self._entries, self._ends_at = Turns(self.layout, places), Turns(self.layout, places)
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
@@ -110,7 +125,9 @@ class Stack:
         terms = any(_has_own(term, Term, "after_fit") for term in method.terms)
         self._ends = terms or _has_own(method, Method, "on_fit_end")
         """Whether there is something to do for each client before its fit, and after it."""
+        self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
+        self._aside = Aside(self.layout.device)
 
     @property
     def unrecorded(self) -> str:
@@ -118,17 +135,19 @@ class Stack:
         return "" if self._graphs is None else self._graphs.reason
 
     @property
-    def least(self) -> int:
-        """Clients from which on they are fitted here: one alone has something of it where its steps are recorded."""
-        return 1 if self._graphs is not None and not self._graphs.reason else 2
+    def records(self) -> bool:
+        """Whether steps are recorded: then a client alone has something of being fitted here, too."""
+        return self._graphs is not None and not self._graphs.reason
+
+    def close(self) -> None:
+        """Let what comes wait until the last cohort's fit is done."""
+        self._aside.waiting()()
 
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
-        if len(self._entry) != count:
-            self._entry = Rows.empty(self.layout, count)
+        self._entry = self._entries.next(count)
         self._moved: dict[int, Rows] = {}  # by `Method.on_fit_start`
         self._members: list[Member] = []
-        self._phases: tuple[list[Phase], tuple[bool, ...]] = [], ()
         self._were_tested = False
         self._begun: dict[int, tuple[Visit, list[dict[str, Any]], Mark]] = {}
 
@@ -143,7 +162,7 @@ class Stack:
         row, attributes, mark = len(self._begun), self.attributes.taken(), self.attributes.mark()
         self._entry.put(row)
         self._begun[row] = visit, attributes, mark
-        visit.fit = partial(self._fit_alone, visit, row, attributes, mark)
+        visit.fit = partial(self._fit_alone, visit, self._entry, row, attributes, mark)
         module, method, client, round = self.module, self.module.method, visit.job.client, visit.job.round
         _train(module)
         module.workload = self.runner.workload(client, round)
@@ -169,22 +188,23 @@ class Stack:
     def _configured(self) -> tuple[Entered, Hashable]:
         """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
         module, phases = self.module, self.module.method.phases()
-        before = self._members[-1] if self._members else None
+        known, before, options = self._last
         free = not any(phase.tune or phase.optimizer for phase in phases)  # else they may be the client's own
-        now = phases, self.attributes.free()
-        if before is not None and free and now == self._phases:
-            cut = [module.workload.of(planned.phase.epochs) for planned in before.entered.plan]
-            plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.entered.plan, cut, strict=True))
+        now = phases, self.attributes.free(), module.lr_factor
+        if before is not None and free and now == known and options == tuple(map(_options, before.templates)):
+            cut = [module.workload.of(planned.phase.epochs) for planned in before.plan]
+            plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.plan, cut, strict=True))
             if [epochs for epochs, _ in cut] == [planned.epochs for planned in plan]:
-                module.method.fit = copy.copy(before.entered.fit)
-                return Entered(plan, before.entered.templates, module.method.fit), before.options[0]
-        self._phases = now
+                module.method.fit = copy.copy(before.fit)
+                return Entered(plan, before.templates, module.method.fit), options
         templates = module.configure_optimizers()
-        return Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
+        entered, options = Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
+        self._last = now, entered, options
+        return entered, options
 
-    def _fit_alone(self, visit: Visit, row: int, attributes: list[dict[str, Any]], mark: Mark) -> None:
+    def _fit_alone(self, visit: Visit, entry: Rows, row: int, attributes: list[dict[str, Any]], mark: Mark) -> None:
         """Fit a client that has entered, by itself."""
-        self._entry.load(row)
+        entry.load(row)
         self.attributes.restore(attributes, mark)
         self.runner.fit(self.module, visit.data, visit.job.round)
 
@@ -199,7 +219,7 @@ class Stack:
         alike: dict[Hashable, list[Member]] = {}
         for member in self._members:
             alike.setdefault(member.key, []).append(member)
-        groups = [own for own in alike.values() if len(own) > 1] or list(alike.values())[: 2 - self.least]
+        groups = [own for own in alike.values() if len(own) > 1] or list(alike.values())[: int(self.records)]
         if len(self._members) > 1 and not groups:
             name = difference(self._members[0].mark, self._members[1].mark)
             if name:
@@ -210,8 +230,8 @@ class Stack:
         largest = max(groups, key=len)  # recorded steps have one place for clients
         fitted = [self._fit_group(own, rows, own is largest) for own, rows in zip(groups, begun, strict=True)]
         self._largest = max(zip(groups, begun, strict=True), key=lambda pair: len(pair[0]))
-        for own, (rows, fit) in zip(groups, fitted, strict=True):
-            self._finish(own, rows, fit)
+        for own, each in zip(groups, fitted, strict=True):
+            self._finish(own, each)
 
     def _begins_at(self, own: Sequence[Member]) -> Rows:
         """Clients as their fits begin, to be read only."""
@@ -224,30 +244,48 @@ class Stack:
                 begun.put_back(torch.tensor([place], device=self.layout.device), self._moved[row])
         return begun
 
-    def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> tuple[Rows, StackedFit]:
+    def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
         """Fit clients that are alike; again, where a step asks for what they differ in."""
-        first, entered = own[0], [member.entered for member in own]
+        phases = {(planned.phase.name, own[0].alike) for planned in own[0].entered.plan}
         while True:
-            graphs = self._entered(first, rows) if records else None
-            present = rows.clone() if graphs is None else graphs.rows
-            self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
-            for member in own:
-                member.entered.fit.num_batches = member.entered.fit.num_steps = 0
-            fit = self._made(entered, present, partial(self._epoch, own), graphs)
             try:
-                self._run(fit, first)
+                fitted = self._fitted(own, rows, records)
             except Mixed as mixed:
                 if mixed.name in self._apart:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
             else:
-                self._checked |= {(planned.phase.name, first.alike) for planned in first.entered.plan}
-                return present, fit
+                if not phases <= self._checked or not self.records:
+                    fitted.wait()  # the comparison was made in the resident module, and places may be given up
+                self._checked |= phases
+                return fitted
+
+    def _fitted(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
+        first, entered = own[0], [member.entered for member in own]
+        graphs = self._entered(first, rows) if records else None
+        present = rows.clone() if graphs is None else graphs.rows
+        self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
+        for member in own:
+            member.entered.fit.num_batches = member.entered.fit.num_steps = 0
+        fit = self._made(entered, present, partial(_epoch, self.runner, own), graphs)
+
+        def is_new(phase: str) -> bool:
+            return (phase, first.alike) not in self._checked
+
+        if graphs is None:
+            _run(fit, self.attributes, is_new)
+            return Fitted(present, fit)
+        ended = self._ends_at.next(len(own))  # here, and not aside: memory of there may be given away again too early
+        with self._aside.work():
+            _run(fit, self.attributes, is_new)
+            ended.copy_(present)  # others come to the same place next
+        return Fitted(ended, fit, self._aside.waiting())
 
     def _entered(self, first: Member, rows: Rows) -> FitGraphs | None:
         """What is recorded of such fits, if anything is."""
         if self._graphs is None or self._graphs.reason:
             return None
+        self._aside.waiting()()
         return self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
 
     def _made(
@@ -265,57 +303,34 @@ class Stack:
         fit = own[0].entered.fit  # whose steps its optimizers count, those of the timing, too
         done = fit.num_batches, fit.num_steps
         try:
-            timing = measured(partial(self._made, entered), self.module, rows, entered, partial(self._epoch, own))
+            timing = measured(
+                partial(self._made, entered), self.module, rows, entered, partial(_epoch, self.runner, own)
+            )
         finally:
             fit.num_batches, fit.num_steps = done
         return len(own), timing
 
-    def _run(self, fit: StackedFit, first: Member) -> None:
-        before, objects = self.attributes.mark(), self.attributes.objects()
-        try:
-            fit.run(lambda phase: (phase, first.alike) not in self._checked)
-        except (Mixed, Unstackable):
-            raise
-        except Exception as error:
-            raise Unstackable(reason_of(error)) from error
-        name = changed(before, self.attributes.mark()) or _changed_object(objects, self.attributes.objects())
-        if name:
-            raise Unstackable(f"its step changes {name}")
-
-    def _epoch(self, own: Sequence[Member], epoch: int, limits: Sequence[int | None]) -> Iterable[Batches]:
-        """The steps of an epoch: each client's mini-batches are those of its fit by itself."""
-        runner = self.runner
-        epochs = [
-            member.visit.data.bundles(
-                derive_seed(runner.seed, f"shuffle/{epoch}", member.visit.job.round, member.visit.job.client),
-                *runner.bundle_rules(member.visit.job.client),
-                limit=limit,
-            )
-            for member, limit in zip(own, limits, strict=True)
-        ]
-        return together(epochs, runner.data.batch_size, runner.steps_per_bundle)
-
     # --- after the fit ------------------------------------------------------------------------------------------------
 
-    def _finish(self, own: Sequence[Member], rows: Rows, fit: StackedFit) -> None:
+    def _finish(self, own: Sequence[Member], fitted: Fitted) -> None:
         """Let clients end their fits, and test them together where they can be."""
-        ended = 0
+        ended, rows = 0, fitted.rows
         for place, member in enumerate(own):
-            meter = fit.meter.of(place)
             if not self._ends:
-                member.visit.fit = partial(self._bring_back, member, rows, place, meter)
+                member.visit.fit = partial(self._bring_back, member, fitted, place)
                 ended += 1
                 continue
-            member.visit.fit = partial(self._take_up, member, rows, place, meter)
+            member.visit.fit = partial(self._take_up, member, fitted, place)
             with suppress(Exception):  # it is raised when the client's turn comes
                 member.visit.fit()
                 rows.put(place)
                 member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
-                member.visit.fit = partial(self._bring_back, member, rows, place, meter)
+                member.visit.fit = partial(self._bring_back, member, fitted, place)
                 ended += 1
         if ended == len(own) and all(member.visit.job.trained for member in own):
             clients, marks = [member.visit.job.client for member in own], [member.mark for member in own]
             with self.runner.stopwatch.part("evaluate"):
+                fitted.wait()
                 scores = self._tests.scores(clients, rows, own[0].attributes, marks, "trained")
             for member, known in zip(own, scores, strict=True):
                 member.visit.trained = known
@@ -348,23 +363,57 @@ class Stack:
 
     # --- one by one again ---------------------------------------------------------------------------------------------
 
-    def _take_up(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
+    def _take_up(self, member: Member, fitted: Fitted, place: int) -> None:
         """Bring a fitted client into the module, and let method and terms keep what they need."""
         method = self.module.method
-        self._bring_back(member, rows, place, meter)
+        self._bring_back(member, fitted, place)
         method.fit = member.entered.fit
         _set_streams(member.streams)
         for term in method.terms.exchanging:
             term.after_fit(method)
         method.on_fit_end()
 
-    def _bring_back(self, member: Member, rows: Rows, place: int, meter: LossMeter) -> None:
+    def _bring_back(self, member: Member, fitted: Fitted, place: int) -> None:
         """Bring a client into the module."""
-        rows.load(place)
+        fitted.wait()
+        fitted.rows.load(place)
         self.attributes.restore(member.attributes, member.mark)
-        self.module.meter = meter
+        self.module.meter = fitted.fit.meter.of(place)
         _train(self.module)
-        check_fit(self.module.method, meter)
+        check_fit(self.module.method, self.module.meter)
+
+
+def _epoch(runner: Runner, own: Sequence[Member], epoch: int, limits: Sequence[int | None]) -> Iterable[Batches]:
+    """The steps of an epoch: each client's mini-batches are those of its fit by itself."""
+    epochs = [
+        member.visit.data.bundles(
+            derive_seed(runner.seed, f"shuffle/{epoch}", member.visit.job.round, member.visit.job.client),
+            *runner.bundle_rules(member.visit.job.client),
+            limit=limit,
+        )
+        for member, limit in zip(own, limits, strict=True)
+    ]
+    return together(epochs, runner.data.batch_size, runner.steps_per_bundle)
+
+
+def _run(fit: StackedFit, attributes: Attributes, is_new: Callable[[str], bool]) -> None:
+    """Make a stacked fit whose steps leave the method's attributes alone.
+
+    Args:
+        fit: the fit.
+        attributes: of the method's modules.
+        is_new: whether a phase's first step is to be compared with one alone.
+    """
+    before, objects = attributes.mark(), attributes.objects()
+    try:
+        fit.run(is_new)
+    except (Mixed, Unstackable):
+        raise
+    except Exception as error:
+        raise Unstackable(reason_of(error)) from error
+    name = changed(before, attributes.mark()) or _changed_object(objects, attributes.objects())
+    if name:
+        raise Unstackable(f"its step changes {name}")
 
 
 def _has_own(module: Any, kind: type, name: str) -> bool:

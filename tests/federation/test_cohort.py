@@ -222,6 +222,22 @@ def test_sick_client_leaves_its_neighbours_alone(set_up_federation, mlp, capsys)
     assert capsys.readouterr().err.count("client 1, fit: the loss's term cross_entropy is nan at step") == 2
 
 
+@pytest.mark.parametrize("make", [FedAvg, FedCPD])
+def test_mixed_precision_rounds_no_more_stacked_than_alone(make, run_federation, mlp):
+    exact, plain, stacked = (
+        run_federation(lambda: make(mlp()), 2, cohort=own, trainer={"precision": kind})
+        for own, kind in ((None, "64-true"), (None, "bf16-mixed"), (4, "bf16-mixed"))
+    )
+    assert stacked.cohort.reason == ""
+
+    def loss(loop):
+        return sum(report.losses["loss"] for report in loop.diary.reports.values())
+
+    assert loss(plain) != pytest.approx(loss(exact), rel=1e-6)
+    assert loss(stacked) != pytest.approx(loss(exact), rel=1e-6)
+    assert loss(stacked) == pytest.approx(loss(exact), rel=1e-2)
+
+
 # --- what runs one by one ----------------------------------------
 
 

@@ -486,3 +486,48 @@ def test_tensors_elsewhere_are_known_by_their_numbers_if_they_are_few():
         held([{"own": [torch.ones(1, requires_grad=True)]}], layout)
     with pytest.raises(NotImplementedError):  # a tensor without values
         held([{"own": few}], layout)
+
+
+# --- one cohort's steps while the next one comes in ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedCPD", "FedPer", "FedALA"])
+def test_cohorts_that_come_in_ahead_are_the_same(name, both, mlp, tapes):
+    loop = both(lambda: METHODS[name](mlp()), cohort=2, counts=[[6, 6, 6, 6]] * 7)
+    assert loop.cohort.unrecorded == []
+    assert tapes
+
+
+class Gambles(FedAvg):
+    """One client's steps draw random numbers."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.gambles = self.facts.client == 2
+
+    def local_step(self, step):
+        if self.gambles:
+            torch.rand(1)
+        super().local_step(step)
+
+
+def test_who_cannot_be_stacked_leaves_those_who_came_in_before_alone(run_federation, assert_near, mlp, tapes):
+    double = {"precision": "64-true"}
+    plain, recorded = (
+        run_federation(lambda: Gambles(mlp()), 3, cohort=1, graph=own, trainer=double) for own in (None, "auto")
+    )
+    assert recorded.cohort.reason == "its step draws random numbers"
+    assert_near(plain, recorded, 1e-9)
+
+
+def test_a_sick_client_leaves_those_who_came_in_ahead_alone(set_up_federation, mlp, tapes):
+    def losses(**options):
+        loop = set_up_federation(lambda: FedCPD(mlp()), 3, optimizer=adam, on_client_error="skip", **options)
+        loop.data.store.x[loop.data.clients[1].train[0]] = np.nan
+        loop.run()
+        return {key: report.losses["loss"] for key, report in loop.diary.reports.items()}
+
+    plain, recorded = losses(), losses(cohort=1, graph="auto")
+    assert recorded == pytest.approx(plain, rel=1e-4)
+    assert {client for _, client in recorded} == {0, 2, 3}
+    assert tapes
