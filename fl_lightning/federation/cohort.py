@@ -51,6 +51,7 @@ class Cohort:
         self.is_main = is_main
         self.reason = ""
         self._chosen = False
+        self._unstacked, self._told = "", False
         self._stacks: dict[int, Stack] = {}
         if graph is True and not self._records:
             self._tell_graph(f"the fits are on {runner.device.type}, and a CUDA GPU records")
@@ -98,16 +99,20 @@ class Cohort:
             say(f"fl-lightning: federation.graph: {method} runs as it is: {reason}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Why all run one by one, where that came out in a round: whether the tests of a round are stacked is a bit.
+        """Why all run, or are recorded, one by one, where a round has shown it: whether its tests are stacked is a bit.
 
         What ``auto`` has measured is left out, for a run may go on on another machine.
         """
-        return {"reason": self.reason} if self.reason and isinstance(self.size, int) else {}
+        if not isinstance(self.size, int):
+            return {}
+        found = {"reason": self.reason, "unstacked": self._unstacked}
+        return {name: reason for name, reason in found.items() if reason}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Find out no second time, or the first round of a resumed run would be tested as the run's first one was."""
         if self.size is not None:
             self._refuse(state.get("reason", ""))
+            self._take_apart(state.get("unstacked", ""))
 
     def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
         """Participants one after another, with the first part of their round done; fitted where they are stacked.
@@ -166,18 +171,20 @@ class Cohort:
                 stack.test_alone(visit)
         return not visit.waits
 
-    def _groups(self, clients: Sequence[int]) -> list[list[int]]:
+    def _groups(self, clients: Sequence[int]) -> Iterator[list[int]]:
         """Clients of one architecture together, those with most samples first, so that a cohort is of one length."""
         if not self.stacks:
-            return [list(clients)] if clients else []
+            yield from [list(clients)] if clients else []
+            return
         by_architecture: dict[int, list[int]] = {}
         for client in clients:
             by_architecture.setdefault(self.runner.architecture[client], []).append(client)
-        samples, groups = self.runner.attackers.samples, []
         for own in by_architecture.values():
+            samples = self.runner.attackers.samples
             own = sorted(own, key=lambda client: (-samples[client].num_train, client))
-            groups += [own[start : start + self._most] for start in range(0, len(own), self._most)]
-        return groups
+            while own:
+                group, own = own[: self._most], own[self._most :]  # which may become less on the way
+                yield group
 
     def _stack(self, group: Sequence[int]) -> Stack | None:
         """Where these clients are fitted together; None for one alone whose steps are not recorded."""
@@ -205,20 +212,36 @@ class Cohort:
             try:
                 with self.runner.stopwatch.part("fit"):
                     stack.fit()
+                self._tell_apart()
                 if self.size == "auto" and not self._chosen:
                     self._choose(*stack.measure())
             except Unstackable as error:
-                self._refuse(str(error))
+                by_torch = error.__cause__ is not None
+                if by_torch and stack.records and self._most > 1:
+                    self._take_apart(str(error))
+                else:
+                    self._refuse(self._unstacked or str(error))
+
+    def _take_apart(self, reason: str) -> None:
+        """From now on record each client's steps alone, which needs nothing of how torch stacks them."""
+        if reason:
+            self._unstacked, self._most = reason, 1
+
+    def _tell_apart(self) -> None:
+        """Say so once it has worked."""
+        if self._unstacked and not self._told:
+            self._told = True
+            if self.is_main:
+                method = type(self.runner.modules[0].method).__name__
+                line = f"{method}'s clients are not stacked, each one's steps are recorded: {self._unstacked}"
+                say(f"fl-lightning: federation.cohort: {line}")
 
     def _choose(self, count: int, timing: Timing) -> None:
         """From what was measured at the start."""
         self._chosen = True
         stacked, alone = (f"{1e3 * seconds:.2f} ms" for seconds in (timing.stacked, timing.alone))
         if not timing.pays and self._records:
-            self._most = 1
-            if self.is_main:
-                line = f"a step takes {alone} alone, and {stacked} of {count} stacked: each client's is recorded"
-                say(f"fl-lightning: federation.cohort: {line}")
+            self._take_apart(f"a step takes {alone} alone, and {stacked} of {count} stacked")
         elif not timing.pays:
             self._refuse(f"a step takes {alone} so, and {stacked} of {count} stacked")
         elif self.is_main:

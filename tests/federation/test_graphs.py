@@ -242,9 +242,30 @@ def test_steps_of_one_client_after_another_are_recorded(make, both, mlp, tapes):
 def test_a_large_model_whose_stacked_steps_take_longer_is_recorded_alone(both, mlp, tapes, monkeypatch, capsys):
     monkeypatch.setattr("fl_lightning.core.stacked_timing.GAIN", 0.0)
     loop = both(lambda: FedAvg(mlp()), cohort="auto", graph="auto")
-    assert "stacked: each client's is recorded" in capsys.readouterr().err
+    assert "FedAvg's clients are not stacked, each one's steps are recorded: a step takes" in capsys.readouterr().err
     assert tapes
     assert [*loop.cohort._groups([0, 1, 2])] == [[0], [1], [2]]
+
+
+class Reads(FedAvg):
+    """Its step is one that torch does not stack."""
+
+    def local_step(self, step):
+        step.x.is_contiguous(memory_format=torch.channels_last)
+        super().local_step(step)
+
+
+def test_what_torch_cannot_stack_is_recorded_alone(run_federation, assert_near, mlp, tapes, make_data, capsys):
+    plain, recorded = (
+        run_federation(lambda: Reads(mlp()), 3, data=make_data([[6, 6, 6, 6]] * 5), cohort=own, graph=graph,
+                       trainer={"precision": "64-true"})
+        for own, graph in ((None, None), (2, "auto"))
+    )  # fmt: skip
+    assert_near(plain, recorded, 1e-9)
+    assert sum(tape.replays for tape in tapes) > 10
+    assert capsys.readouterr().err.count("each one's steps are recorded") == 1
+    assert [*recorded.cohort._groups([0, 1])] == [[0], [1]]
+    assert "unstacked" in recorded.cohort.state_dict()
 
 
 def test_dropout_draws_for_each_client_anew_and_is_not_recorded(run_federation, mlp, tapes, assert_identical, outcome):
