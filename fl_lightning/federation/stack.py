@@ -249,8 +249,10 @@ class Stack:
         phases = {(planned.phase.name, own[0].alike) for planned in own[0].entered.plan}
         while True:
             try:
-                fitted = self._fitted(own, rows, records)
+                fitted = self._fitted(own, rows, ended)
             except Mixed as mixed:
+        # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
+        ended = self._ends_at.next(len(own)) if records and self.records else None
                 if mixed.name in self._apart:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
@@ -260,9 +262,10 @@ class Stack:
                 self._checked |= phases
                 return fitted
 
-    def _fitted(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
+    def _fitted(self, own: Sequence[Member], rows: Rows, ended: Rows | None) -> Fitted:
+        """The same at one go; where steps are recorded, clients end up in `ended`."""
         first, entered = own[0], [member.entered for member in own]
-        graphs = self._entered(first, rows) if records else None
+        graphs = None if ended is None else self._entered(first, rows)
         present = rows.clone() if graphs is None else graphs.rows
         self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
         for member in own:
@@ -272,10 +275,9 @@ class Stack:
         def is_new(phase: str) -> bool:
             return (phase, first.alike) not in self._checked
 
-        if graphs is None:
+        if graphs is None or ended is None:
             _run(fit, self.attributes, is_new)
             return Fitted(present, fit)
-        ended = self._ends_at.next(len(own))  # here, and not aside: memory of there may be given away again too early
         with self._aside.work():
             _run(fit, self.attributes, is_new)
             ended.copy_(present)  # others come to the same place next

@@ -552,3 +552,15 @@ def test_a_sick_client_leaves_those_who_came_in_ahead_alone(set_up_federation, m
     assert recorded == pytest.approx(plain, rel=1e-4)
     assert {client for _, client in recorded} == {0, 2, 3}
     assert tapes
+
+
+class Halves(FedAvg):
+    """The last step of an epoch counts half."""
+
+    def local_step(self, step):
+        scaled(self, step, 0.5 if step.is_last else 1.0)
+
+
+def test_who_is_taken_apart_leaves_those_who_were_fitted_before_alone(both, mlp, tapes):
+    both(lambda: Halves(mlp()), 2, counts=[[12, 12, 12, 12]] * 2 + [[8, 8, 8, 8], [4, 4, 4, 4]], cohort=2)
+    assert tapes
