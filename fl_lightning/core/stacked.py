@@ -300,6 +300,7 @@ class StackedBench:
         leaves = [view[0] for view in views] if count == 1 else list(views)
         for index in self.trained:
             leaves[index] = leaves[index].detach().requires_grad_()
+        memory = [leaf.data_ptr() for leaf in leaves] if count == 1 else []  # `vmap` refuses a step that sets `data`
         names: list[str] = []
         about: dict[str, Any] = {}
         moved: list[int] = []
@@ -318,6 +319,7 @@ class StackedBench:
             names[:] = taken.logged
             about.update(parts=taken.parts, size=taken.size, descends=taken.total is not None)
             moved[:] = [i for i, (new, old) in enumerate(zip(after, tensors, strict=True)) if new is not old]
+            moved.extend(i for i, own in enumerate(memory) if after[i] is tensors[i] and after[i].data_ptr() != own)
             total = () if taken.total is None else (taken.total,)
             return total, tuple(taken.logged.values()), tuple(after[index] for index in moved)
 

@@ -564,3 +564,19 @@ class Halves(FedAvg):
 def test_who_is_taken_apart_leaves_those_who_were_fitted_before_alone(both, mlp, tapes):
     both(lambda: Halves(mlp()), 2, counts=[[12, 12, 12, 12]] * 2 + [[8, 8, 8, 8], [4, 4, 4, 4]], cohort=2)
     assert tapes
+
+
+class Shrinks(FedAvg):
+    """Sets its weights' data to others, from the second epoch on."""
+
+    def local_step(self, step):
+        weight = self.model.head.weight
+        if step.epoch:
+            weight.data = weight.data * 0.9
+        super().local_step(step)
+
+
+def test_weights_whose_data_a_step_sets_are_one_clients_own(both, mlp, tapes):
+    loop = both(lambda: Shrinks(mlp()), 2, counts=EIGHT[:2], cohort=1, local_epochs=2)
+    assert loop.cohort.unrecorded == []
+    assert tapes
