@@ -167,7 +167,7 @@ class Stack:
         _train(module)
         module.workload = self.runner.workload(client, round)
         seed_global_streams(self.runner.seed, "fit", round, client)
-        entered, options = self._configured()
+        entered, options = self._configured(round)
         if not entered.templates:  # nothing to train: every phase is off
             return
         if self._begins:
@@ -185,12 +185,12 @@ class Stack:
         streams = _streams() if self._ends else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
-    def _configured(self) -> tuple[Entered, Hashable]:
+    def _configured(self, round: int) -> tuple[Entered, Hashable]:
         """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
         module, phases = self.module, self.module.method.phases()
         known, before, options = self._last
         free = not any(phase.tune or phase.optimizer for phase in phases)  # else they may be the client's own
-        now = phases, self.attributes.free(), module.lr_factor
+        now = phases, self.attributes.free(), round  # another one may have other options, whoever says so
         if before is not None and free and now == known and options == tuple(map(_options, before.templates)):
             cut = [module.workload.of(planned.phase.epochs) for planned in before.plan]
             plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.plan, cut, strict=True))
@@ -199,7 +199,7 @@ class Stack:
                 return Entered(plan, before.templates, module.method.fit), options
         templates = module.configure_optimizers()
         entered, options = Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
-        self._last = now, entered, options
+        self._last = now, replace(entered, fit=copy.copy(entered.fit)), options  # before it has counted anything
         return entered, options
 
     def _fit_alone(self, visit: Visit, entry: Rows, row: int, attributes: list[dict[str, Any]], mark: Mark) -> None:

@@ -18,6 +18,7 @@ from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.attacks import Attack
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.workloads import Draw
@@ -508,3 +509,27 @@ class Idle(FedAvg):
 def test_a_step_that_trains_nothing_is_refused_stacked_as_alone(cohort, run_federation, mlp):
     with pytest.raises(ConfigError, match=r"Idle\.local_step\(\) trains nothing"):
         run_federation(lambda: Idle(mlp()), 1, cohort=cohort)
+
+
+SETTING = {"lr": 0.1}
+
+
+class Sets(FederationCallback):
+    """Has a schedule of its own."""
+
+    def on_round_start(self, loop, round, participants):
+        SETTING["lr"] = 0.1 / round
+
+
+class Begins(FedAvg):
+    """Takes down what is counted as its fits begin."""
+
+    counts = set()  # noqa: RUF012
+
+    def on_fit_start(self):
+        self.counts.add((self.fit.num_steps, self.fit.num_batches, self.fit.epoch))
+
+
+def test_every_round_makes_optimizers_of_its_own(both, mlp):
+    both(lambda: Begins(mlp()), optimizer=lambda own: torch.optim.SGD(own, **SETTING), callbacks=[Sets()])
+    assert Begins.counts == {(0, 0, 0)}
