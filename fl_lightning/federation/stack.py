@@ -302,14 +302,15 @@ class Stack:
         self.attributes.restore(own[0].attributes)
         entered = [replace(member.entered, fit=copy.copy(member.entered.fit)) for member in own]
         self.module.method.fit = entered[0].fit
-        fit = own[0].entered.fit  # whose steps its optimizers count, those of the timing, too
-        done = fit.num_batches, fit.num_steps
+        fits = [member.entered.fit for member in self._members]  # one's steps are counted, those of the timing, too
+        done = [(fit.num_batches, fit.num_steps) for fit in fits]
         try:
             timing = measured(
                 partial(self._made, entered), self.module, rows, entered, partial(_epoch, self.runner, own)
             )
         finally:
-            fit.num_batches, fit.num_steps = done
+            for fit, counts in zip(fits, done, strict=True):
+                fit.num_batches, fit.num_steps = counts
         return len(own), timing
 
     # --- after the fit ------------------------------------------------------------------------------------------------

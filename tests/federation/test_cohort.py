@@ -511,6 +511,21 @@ def test_a_step_that_trains_nothing_is_refused_stacked_as_alone(cohort, run_fede
         run_federation(lambda: Idle(mlp()), 1, cohort=cohort)
 
 
+class TwoKinds(FedNova):
+    """Of clients that are not stacked with one another."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.kind = int(self.facts.client > 1)
+
+
+def test_auto_counts_no_step_of_its_measurements_to_other_kinds(run_federation, mlp, make_data):
+    data = make_data([[4, 4, 4, 4]] * 5)
+    sent = [run_federation(lambda: TwoKinds(mlp()), 1, data=data, cohort=own).diary.sent for own in (None, "auto")]
+    steps = [[own[1, client].artifacts["normaliser"].item() for client in range(5)] for own in sent]
+    assert steps[0] == steps[1]
+
+
 SETTING = {"lr": 0.1}
 
 
