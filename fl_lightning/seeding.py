@@ -7,9 +7,12 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+
+from fl_lightning.shapes import CHECKS
 
 
 def derive_seed(seed: int, purpose: str, round: int = 0, client: int = -1) -> int:
@@ -50,6 +53,26 @@ def _seed_torch(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     elif torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+
+
+def stream_states(device: torch.device | None = None) -> tuple[Any, ...]:
+    """The states of the global streams of torch, NumPy and Python, and of a GPU's, if the device is one."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    return states if device is None or device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
+
+
+def set_stream_states(states: tuple[Any, ...]) -> None:
+    """Bring back what `stream_states` gave without a device."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])
+
+
+def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether nobody has drawn between two calls of `stream_states`."""
+    (torchs, (_, keys, *places), pythons, *gpus), (others, (_, more, *ends), last, *rest) = one, other
+    same = (pythons == last or CHECKS) and places == ends and np.array_equal(keys, more)  # beartype draws Python's
+    return same and all(map(torch.equal, (torchs, *gpus), (others, *rest)))
 
 
 @lru_cache

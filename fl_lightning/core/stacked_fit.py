@@ -23,6 +23,7 @@ from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.stacked_optimizers import StackedOptimizer, Stretch
 from fl_lightning.core.step import Bench
 from fl_lightning.core.term import counts
+from fl_lightning.seeding import same_stream_states, stream_states
 
 
 class Batches(Protocol):
@@ -234,9 +235,9 @@ class _Phase:
         copies = [view.clone() for view in views]
         self.fit.rows.load(row)
         with exact(self.fit.layout.device):
-            before = _streams(x.device)
+            before = stream_states(x.device)
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
-            if not all(map(torch.equal, before, _streams(x.device))):
+            if not same_stream_states(before, stream_states(x.device)):
                 raise Unstackable("its step draws random numbers")
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)
@@ -336,11 +337,6 @@ class _Phase:
         factor = (limit / (torch.linalg.vector_norm(norms, dim=1) + 1e-6)).clamp(max=1.0)[:, None]
         for gradient in gradients:
             gradient.mul_(factor)
-
-
-def _streams(device: torch.device) -> list[Tensor]:
-    """The states of torch's global random streams that a step on a device may draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _runs(layout: Layout, places: Sequence[int]) -> list[tuple[Stretch, list[int]]]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from fl_lightning.core.client import Plan
@@ -27,7 +25,13 @@ from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.data.together import together
 from fl_lightning.federation.stacked_evaluation import StackedTests
-from fl_lightning.seeding import derive_seed, seed_global_streams
+from fl_lightning.seeding import (
+    derive_seed,
+    same_stream_states,
+    seed_global_streams,
+    set_stream_states,
+    stream_states,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -182,7 +186,7 @@ class Stack:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        streams = _streams() if self._ends else ()
+        streams = stream_states() if self._ends else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
@@ -247,12 +251,12 @@ class Stack:
     def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
         """Fit clients that are alike; again, where a step asks for what they differ in."""
         phases = {(planned.phase.name, own[0].alike) for planned in own[0].entered.plan}
+        # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
+        ended = self._ends_at.next(len(own)) if records and self.records else None
         while True:
             try:
                 fitted = self._fitted(own, rows, ended)
             except Mixed as mixed:
-        # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
-        ended = self._ends_at.next(len(own)) if records and self.records else None
                 if mixed.name in self._apart:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
@@ -371,7 +375,7 @@ class Stack:
         method = self.module.method
         self._bring_back(member, fitted, place)
         method.fit = member.entered.fit
-        _set_streams(member.streams)
+        set_stream_states(member.streams)
         for term in method.terms.exchanging:
             term.after_fit(method)
         method.on_fit_end()
@@ -407,13 +411,16 @@ def _run(fit: StackedFit, attributes: Attributes, is_new: Callable[[str], bool])
         attributes: of the method's modules.
         is_new: whether a phase's first step is to be compared with one alone.
     """
-    before, objects = attributes.mark(), attributes.objects()
+    before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
+    streams = stream_states(device)
     try:
         fit.run(is_new)
     except (Mixed, Unstackable):
         raise
     except Exception as error:
         raise Unstackable(reason_of(error)) from error
+    if not same_stream_states(streams, stream_states(device)):
+        raise Unstackable("its step draws random numbers")
     name = changed(before, attributes.mark()) or _changed_object(objects, attributes.objects())
     if name:
         raise Unstackable(f"its step changes {name}")
@@ -452,14 +459,3 @@ def _options(optimizer: Optimizer, *but: str) -> tuple[Hashable, ...]:
     left = {"params", *but}
     groups = [{key: str(value) for key, value in own.items() if key not in left} for own in optimizer.param_groups]
     return type(optimizer), *(tuple(own.items()) for own in groups)
-
-
-def _streams() -> tuple[Any, ...]:
-    """The states of the global random streams of torch, NumPy and Python."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-
-
-def _set_streams(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    random.setstate(states[2])

@@ -2,8 +2,10 @@
 
 import copy
 import math
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from every_method import METHODS
@@ -548,3 +550,27 @@ class Begins(FedAvg):
 def test_every_round_makes_optimizers_of_its_own(both, mlp):
     both(lambda: Begins(mlp()), optimizer=lambda own: torch.optim.SGD(own, **SETTING), callbacks=[Sets()])
     assert Begins.counts == {(0, 0, 0)}
+
+
+class Blurs(FedAvg):
+    """Draws from the second epoch on."""
+
+    draws = staticmethod(np.random.rand)
+
+    def local_step(self, step):
+        values = step.values(step.forward())
+        step.descend({name: value * (self.draws() if step.epoch else 1) for name, value in values.items()})
+
+
+class BlursOtherwise(Blurs):
+    """Draws from Python's stream."""
+
+    draws = staticmethod(random.random)
+
+
+@pytest.mark.parametrize("kind", [Blurs, BlursOtherwise])
+def test_who_draws_late_is_fitted_by_itself(kind, run_federation, mlp, outcome, assert_identical, monkeypatch):
+    monkeypatch.setattr("fl_lightning.seeding.CHECKS", False)  # whose library draws from Python's stream
+    plain, stacked = (run_federation(lambda: kind(mlp()), 1, cohort=own, local_epochs=2) for own in (None, 4))
+    assert stacked.cohort.reason == "its step draws random numbers"
+    assert_identical(outcome(stacked), outcome(plain))

@@ -580,3 +580,19 @@ def test_weights_whose_data_a_step_sets_are_one_clients_own(both, mlp, tapes):
     loop = both(lambda: Shrinks(mlp()), 2, counts=EIGHT[:2], cohort=1, local_epochs=2)
     assert loop.cohort.unrecorded == []
     assert tapes
+
+
+class Blurs(FedAvg):
+    """Draws from the second epoch on."""
+
+    def local_step(self, step):
+        scaled(self, step, torch.rand(()) if step.epoch else 1.0)
+
+
+def test_who_draws_late_is_fitted_again(run_federation, assert_near, mlp, tapes):
+    options = {"local_epochs": 2, "trainer": {"precision": "64-true"}}
+    plain, recorded = (
+        run_federation(lambda: Blurs(mlp()), 2, cohort=1, graph=own, **options) for own in (None, "auto")
+    )
+    assert recorded.cohort.reason == "its step draws random numbers"
+    assert_near(plain, recorded, 1e-9)
