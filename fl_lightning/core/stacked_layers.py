@@ -63,20 +63,22 @@ _CONVOLUTIONS |= {torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_tra
 
 
 class MixedPrecision(TorchFunctionMode):
-    """Within it, layers of several clients have the types of mixed precision, as they have alone.
+    """Within it, layers of several clients have the types of mixed precision where that is on, as they have alone.
+
+    Convolutions have its type; batch norm, which has its statistics in float32, is in that.
 
     Args:
-        dtype: of convolutions; batch norm, which has its statistics in float32, is in that.
+        kind: of the device.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.kind = kind
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        dtype = self.dtype if func in _CONVOLUTIONS else torch.float32 if func is batch_norm else None
-        if dtype is not None:
+        if (func in _CONVOLUTIONS or func is batch_norm) and torch.is_autocast_enabled(self.kind):
+            dtype = torch.float32 if func is batch_norm else torch.get_autocast_dtype(self.kind)
             args = [_as(value, dtype) for value in args]
             kwargs = {name: _as(value, dtype) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -96,7 +98,7 @@ def layers(device: torch.device, count: int) -> Iterator[None]:
     """
     with ExitStack() as modes:
         if count > 1 and torch.is_autocast_enabled(device.type):
-            modes.enter_context(MixedPrecision(torch.get_autocast_dtype(device.type)))
+            modes.enter_context(MixedPrecision(device.type))
         if count > 1 and device.type == "cuda":
             room = torch.cuda.get_device_properties(device).total_memory // SHARE // 4
             modes.enter_context(WindowedConvolutions(count, room))

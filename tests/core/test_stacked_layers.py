@@ -67,12 +67,14 @@ def test_mixed_precision_knows_stacked_convolutions_and_batch_norm():
     mean, variance = torch.zeros(3, 5), torch.ones(3, 5)
 
     def one(x, weight, mean, variance):
-        with torch.autocast("cpu", dtype=torch.bfloat16), MixedPrecision(torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), MixedPrecision("cpu"):
             out = conv2d(x, weight)
-            return out, batch_norm(out, mean, variance, training=True)
+            with torch.autocast("cpu", enabled=False):  # as somebody's step may say
+                exact = conv2d(x, weight)
+            return out, batch_norm(out, mean, variance, training=True), exact
 
-    out, normed = vmap(one)(x, weight, mean, variance)
-    assert (out.dtype, normed.dtype) == (torch.bfloat16, torch.float32)
+    out, normed, exact = vmap(one)(x, weight, mean, variance)
+    assert (out.dtype, normed.dtype, exact.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     torch.testing.assert_close(out[1], conv2d(x[1].bfloat16(), weight[1].bfloat16()))
     torch.testing.assert_close(normed[1].mean((0, 2, 3)), torch.zeros(5), atol=1e-2, rtol=0)
     torch.testing.assert_close(mean[1], 0.1 * out[1].float().mean((0, 2, 3)))
