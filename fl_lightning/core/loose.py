@@ -20,6 +20,8 @@ from fl_lightning.core.rows import Alias, Layout, Unstackable
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
+_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""What recurrent layers make of their parameters, at every pass anew."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -241,11 +243,11 @@ class Attributes:
 
     def layers(self) -> Hashable:
         """What torch's own layers have beside their tensors, and what hooks passes run through."""
-        own = {id(module) for _, module in self._named}
+        own, left = {id(module) for _, module in self._named}, _OF_MODULES | _OF_PARAMETERS
         found: list[Hashable] = []
         for module in self._modules:
             if id(module) not in own:
-                found += [(key, repr(value)) for key, value in vars(module).items() if key not in _OF_MODULES]
+                found += [(key, repr(value)) for key, value in vars(module).items() if key not in left]
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             found += [tuple(leaves(hook).items()) for hook in hooks]
         return tuple(found)

@@ -596,3 +596,23 @@ def test_who_draws_late_is_fitted_again(run_federation, assert_near, mlp, tapes)
     )
     assert recorded.cohort.reason == "its step draws random numbers"
     assert_near(plain, recorded, 1e-9)
+
+
+class Recurrent(nn.Module):
+    """Reads images row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(8, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x[:, 0])[0].flatten(1)
+
+
+def test_recurrent_layers_are_recorded_once(both, tapes):
+    def make():
+        return FedAvg(SplitModel(Body([Recurrent()], nn.Linear(24, 5)), nn.Linear(5, 4), 5, 4, (1, 8, 8)))
+
+    loop = both(make, 2, counts=EIGHT[:2], cohort=1)
+    assert loop.cohort.unrecorded == []
+    assert len(tapes) == 2
