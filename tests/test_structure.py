@@ -19,7 +19,7 @@ FLOORS = ("core", "data", "federation", "losses", "methods", "models", "report")
 
 # What a floor may import at run time, beside itself and the modules at the root that stand below everything.
 BELOW = (
-    "terminal", "errors", "archives", "files", "resuming", "source", "static", "identity", "seeding", "shapes",
+    "terminal", "errors", "archives", "files", "resuming", "source", "static", "identity", "shapes", "seeding",
     "catalog", "reading", "trust", "heap",
 )  # fmt: skip
 ALLOWED = {
