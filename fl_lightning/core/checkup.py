@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, Flat, Message, together
+from fl_lightning.core.message import Artifact, ClassMeans, Flat, Message
+from fl_lightning.core.moving import together
 
 Shapes = Mapping[str, tuple[int, ...]]
 

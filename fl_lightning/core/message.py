@@ -9,10 +9,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 from typing_extensions import override
 
-from fl_lightning.core.moving import block_of
+from fl_lightning.core.moving import as_one
 from fl_lightning.errors import suggest
 
 
@@ -210,7 +209,7 @@ class Flat:
         self.names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
         self._tensors = [weights[name] for name in self.names]
         self._versions = list(map(version_of, self._tensors))
-        self.values = _as_one(self._tensors)
+        self.values = as_one(self._tensors)
         """[P], in the order of the names."""
 
     def holds(self, weights: Mapping[str, Tensor], names: Sequence[str]) -> bool:
@@ -352,22 +351,6 @@ def unpacked(name: str, value: Any) -> Artifact:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; 0 for one that nobody counts of."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def together(tensors: Sequence[Tensor]) -> Tensor:
-    """The values of some floating tensors as one vector [P], one tensor after another; one of them alone is a view.
-
-    Torch's own word for it, which its public ones (a `reshape` each, then `cat`) take three times as long for.
-    """
-    return _flatten_dense_tensors(list(tensors)).detach()
-
-
-def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """The same without a copy where the tensors stand one after another in memory."""
-    if not tensors:
-        return torch.empty(0)
-    block = block_of(tensors) if all(tensor.layout is torch.strided for tensor in tensors) else None
-    return together(tensors) if block is None else block
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:

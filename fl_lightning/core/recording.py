@@ -93,8 +93,12 @@ class Aside:
         finally:
             self._done = self._stream.record_event()
 
+    def wait(self) -> None:
+        """Let the present stream wait for the work until now: the CPU does not."""
+        self.waiting()()
+
     def waiting(self) -> Callable[[], None]:
-        """What lets the present stream wait for the work until now: the CPU does not."""
+        """What does so later, whatever work comes until then."""
         done = self._done
         return (lambda: None) if done is None else (lambda: torch.cuda.current_stream().wait_event(done))
 

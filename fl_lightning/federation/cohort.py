@@ -179,8 +179,8 @@ class Cohort:
         by_architecture: dict[int, list[int]] = {}
         for client in clients:
             by_architecture.setdefault(self.runner.architecture[client], []).append(client)
+        samples = self.runner.attackers.samples
         for own in by_architecture.values():
-            samples = self.runner.attackers.samples
             own = sorted(own, key=lambda client: (-samples[client].num_train, client))
             while own:
                 group, own = own[: self._most], own[self._most :]  # which may become less on the way
@@ -220,7 +220,7 @@ class Cohort:
                 if by_torch and stack.records and self._most > 1:
                     self._take_apart(str(error))
                 else:
-                    self._refuse(self._unstacked or str(error))
+                    self._refuse(str(error))
 
     def _take_apart(self, reason: str) -> None:
         """From now on record each client's steps alone, which needs nothing of how torch stacks them."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,76 +19,19 @@ from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.recording import Aside
 from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
-from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
+from fl_lightning.core.stacked_fit import Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
 from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
-from fl_lightning.data.together import together
+from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
-from fl_lightning.seeding import (
-    derive_seed,
-    same_stream_states,
-    seed_global_streams,
-    set_stream_states,
-    stream_states,
-)
+from fl_lightning.seeding import same_stream_states, seed_global_streams, set_stream_states, stream_states
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from fl_lightning.core.client import ClientModule
     from fl_lightning.core.facts import Phase
     from fl_lightning.federation.runner import Runner
     from fl_lightning.federation.visits import Visit
-
-
-@dataclass
-class Member:
-    """A client of a cohort, as its fit begins.
-
-    Args:
-        visit: its round up to the fit.
-        row: where it stands among those that have entered.
-        entered: its phases, optimizers and fit.
-        options: of its optimizers, and the weights of its losses.
-        mark: of its method's attributes.
-        attributes: the same, to be brought back.
-        streams: the global random streams' states.
-    """
-
-    visit: Visit
-    row: int
-    entered: Entered
-    options: tuple[Hashable, Hashable]
-    mark: Mark
-    attributes: list[dict[str, Any]]
-    streams: tuple[Any, ...]
-
-    @property
-    def key(self) -> Hashable:
-        """Clients are stacked with those of the same."""
-        return self.mark, self._phases, tuple(own.epochs for own in self.entered.plan), self.options
-
-    @property
-    def alike(self) -> Hashable:
-        """What is the same in all fits whose steps are stacked in the same way, whatever numbers are in them."""
-        return self.mark.kind, self.about
-
-    @property
-    def about(self) -> Hashable:
-        """What is the same in all fits that a recorded step may serve, the learning rate apart."""
-        optimizers = tuple(_options(optimizer, "lr", "initial_lr") for optimizer in self.entered.templates)
-        return self.mark.modes, self.mark.free, self._phases, optimizers, self.options[1]
-
-    @property
-    def _phases(self) -> Hashable:
-        found: list[Hashable] = []
-        for own in self.entered.plan:
-            parts = tuple((part, *map(id, parameters)) for part, parameters in own.parts.items())
-            phase = own.phase
-            told = phase.name, phase.trains, phase.terms, phase.through, tuple(phase.resting), phase.epochs
-            found.append((told, parts))
-        return tuple(found)
 
 
 class Fitted(NamedTuple):
@@ -145,7 +88,7 @@ class Stack:
 
     def close(self) -> None:
         """Let what comes wait until the last cohort's fit is done."""
-        self._aside.waiting()()
+        self._aside.wait()
 
     def open(self, count: int) -> None:
         """Let a cohort of so many clients enter."""
@@ -195,14 +138,14 @@ class Stack:
         known, before, options = self._last
         free = not any(phase.tune or phase.optimizer for phase in phases)  # else they may be the client's own
         now = phases, self.attributes.free(), round  # another one may have other options, whoever says so
-        if before is not None and free and now == known and options == tuple(map(_options, before.templates)):
+        if before is not None and free and now == known and options == tuple(map(options_of, before.templates)):
             cut = [module.workload.of(planned.phase.epochs) for planned in before.plan]
             plan = Plan(own._replace(last=last) for own, (_, last) in zip(before.plan, cut, strict=True))
             if [epochs for epochs, _ in cut] == [planned.epochs for planned in plan]:
                 module.method.fit = copy.copy(before.fit)
                 return Entered(plan, before.templates, module.method.fit), options
         templates = module.configure_optimizers()
-        entered, options = Entered(module.plan(), templates, module.method.fit), tuple(map(_options, templates))
+        entered, options = Entered(module.plan(), templates, module.method.fit), tuple(map(options_of, templates))
         self._last = now, replace(entered, fit=copy.copy(entered.fit)), options  # before it has counted anything
         return entered, options
 
@@ -250,23 +193,24 @@ class Stack:
 
     def _fit_group(self, own: Sequence[Member], rows: Rows, records: bool) -> Fitted:
         """Fit clients that are alike; again, where a step asks for what they differ in."""
-        phases = {(planned.phase.name, own[0].alike) for planned in own[0].entered.plan}
+        alike, phases = own[0].alike, [planned.phase.name for planned in own[0].entered.plan]
+        new = {phase for phase in phases if (phase, alike) not in self._checked}
         # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
         ended = self._ends_at.next(len(own)) if records and self.records else None
         while True:
             try:
-                fitted = self._fitted(own, rows, ended)
+                fitted = self._fitted(own, rows, ended, new)
             except Mixed as mixed:
                 if mixed.name in self._apart:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
                 self._apart.add(mixed.name)
             else:
-                if not phases <= self._checked or not self.records:
+                if new or not self.records:
                     fitted.wait()  # the comparison was made in the resident module, and places may be given up
-                self._checked |= phases
+                self._checked |= {(phase, alike) for phase in new}
                 return fitted
 
-    def _fitted(self, own: Sequence[Member], rows: Rows, ended: Rows | None) -> Fitted:
+    def _fitted(self, own: Sequence[Member], rows: Rows, ended: Rows | None, new: Collection[str]) -> Fitted:
         """The same at one go; where steps are recorded, clients end up in `ended`."""
         first, entered = own[0], [member.entered for member in own]
         graphs = None if ended is None else self._entered(first, rows)
@@ -274,16 +218,12 @@ class Stack:
         self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
         for member in own:
             member.entered.fit.num_batches = member.entered.fit.num_steps = 0
-        fit = self._made(entered, present, partial(_epoch, self.runner, own), graphs)
-
-        def is_new(phase: str) -> bool:
-            return (phase, first.alike) not in self._checked
-
+        fit = self._made(entered, present, partial(epoch_of, self.runner, own), graphs)
         if graphs is None or ended is None:
-            _run(fit, self.attributes, is_new)
+            _run(fit, self.attributes, new)
             return Fitted(present, fit)
         with self._aside.work():
-            _run(fit, self.attributes, is_new)
+            _run(fit, self.attributes, new)
             ended.copy_(present)  # others come to the same place next
         return Fitted(ended, fit, self._aside.waiting())
 
@@ -291,7 +231,7 @@ class Stack:
         """What is recorded of such fits, if anything is."""
         if self._graphs is None or self._graphs.reason:
             return None
-        self._aside.waiting()()
+        self._aside.wait()
         return self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
 
     def _made(
@@ -310,7 +250,7 @@ class Stack:
         done = [(fit.num_batches, fit.num_steps) for fit in fits]
         try:
             timing = measured(
-                partial(self._made, entered), self.module, rows, entered, partial(_epoch, self.runner, own)
+                partial(self._made, entered), self.module, rows, entered, partial(epoch_of, self.runner, own)
             )
         finally:
             for fit, counts in zip(fits, done, strict=True):
@@ -390,31 +330,18 @@ class Stack:
         check_fit(self.module.method, self.module.meter)
 
 
-def _epoch(runner: Runner, own: Sequence[Member], epoch: int, limits: Sequence[int | None]) -> Iterable[Batches]:
-    """The steps of an epoch: each client's mini-batches are those of its fit by itself."""
-    epochs = [
-        member.visit.data.bundles(
-            derive_seed(runner.seed, f"shuffle/{epoch}", member.visit.job.round, member.visit.job.client),
-            *runner.bundle_rules(member.visit.job.client),
-            limit=limit,
-        )
-        for member, limit in zip(own, limits, strict=True)
-    ]
-    return together(epochs, runner.data.batch_size, runner.steps_per_bundle)
-
-
-def _run(fit: StackedFit, attributes: Attributes, is_new: Callable[[str], bool]) -> None:
+def _run(fit: StackedFit, attributes: Attributes, new: Collection[str]) -> None:
     """Make a stacked fit whose steps leave the method's attributes alone.
 
     Args:
         fit: the fit.
         attributes: of the method's modules.
-        is_new: whether a phase's first step is to be compared with one alone.
+        new: the phases whose first steps are to be compared with one alone.
     """
     before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
     streams = stream_states(device)
     try:
-        fit.run(is_new)
+        fit.run(new.__contains__)
     except (Mixed, Unstackable):
         raise
     except Exception as error:
@@ -452,10 +379,3 @@ def _trained_in(phases: Sequence[Phase], name: str) -> Hashable:
     """The phases, and their parts, that train a parameter."""
     parts = [(i, p, own) for i, phase in enumerate(phases) for p, own in (phase.parts or {"": phase.trains}).items()]
     return tuple((index, part) for index, part, own in parts if matches(name, own))
-
-
-def _options(optimizer: Optimizer, *but: str) -> tuple[Hashable, ...]:
-    """What an optimizer was told, but for its parameters, and some more."""
-    left = {"params", *but}
-    groups = [{key: str(value) for key, value in own.items() if key not in left} for own in optimizer.param_groups]
-    return type(optimizer), *(tuple(own.items()) for own in groups)
