@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from results import RESULTS, machine
@@ -43,12 +43,12 @@ CLIENTS = 20
 Work = Callable[[], object]
 
 
-def digits(method: Any, **evaluate: bool) -> FederatedLoop:
-    """The quickstart's data and network; two rounds are done."""
+def digits(method: Any, graph: Literal["auto"] | None = None, **evaluate: bool) -> FederatedLoop:
+    """The quickstart's data and network, by `federation.graph`; two rounds are done."""
     data = FederatedData(Digits(), Dirichlet(0.5, min_samples=20), CLIENTS, batch_size=16)
     data.setup(0)
     tests = {"trained": False, "received": False, "globally": False, "server": False, **evaluate}
-    loop = FederatedLoop(Federation(rounds=10**6, evaluate=EvaluationPolicy(**tests)))
+    loop = FederatedLoop(Federation(rounds=10**6, evaluate=EvaluationPolicy(**tests), graph=graph))
     loop.setup(
         lambda _: method(MLP((1, 8, 8), 10, [128, 64])),
         data,

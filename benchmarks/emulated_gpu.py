@@ -22,7 +22,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core import recording
-from fl_lightning.core.recording import tensors_in
+from fl_lightning.core.reads import tensors_in
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WAITS = "called a synchronizing CUDA operation"  # torch's own words under `set_sync_debug_mode`

@@ -11,7 +11,8 @@ that another process disturbs little; `--wall` counts the clock's. Parts:
          Lightning's whole way into every fit: milliseconds a fit
   step   the quickstart's MLP on digits with batch 16, and the CNN with batch 10: a step over the best loop by hand,
          which has the same mini-batches and layout, and steps on all gradients at once: in the place of ours, in the
-         same fits, whose entries leave a processor's caches with other things, and alone, pass after pass
+         same fits, whose entries leave a processor's caches with other things, and alone, pass after pass; and a
+         recorded step (`federation.graph`) over the loop alone
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -31,12 +32,17 @@ from workloads import MODELS, federation, fit_all, noise
 from fl_lightning.core.aggregation import WeightedMean
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.exact_sum import ExactSum
+from fl_lightning.core.stacked import Outcome
+from fl_lightning.core.stacked_graphs import PhaseGraphs
 from fl_lightning.data.store import ClientData
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.mlp import MLP
 
 Now = Callable[[], float]
+GRAPHS: tuple[None, Literal["auto"]] = None, "auto"
+RECORDED = 4
+"""Rounds until steps are recorded and compared."""
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "quickstart's MLP": [(128, 64), (128,), (64, 128), (64,), (10, 64), (10,)],
     "CNN": [(32, 1, 5, 5), (32,), (64, 32, 5, 5), (64,), (512, 1024), (512,), (10, 512), (10,)],
@@ -161,10 +167,30 @@ def in_fits(loop: FederatedLoop, clients: int, step: Callable[[ClientModule, Any
     return spent
 
 
+def recorded(loop: FederatedLoop, now: Now) -> float:
+    """Seconds that a step takes in a round whose steps are recorded."""
+    spent, count = 0.0, 0
+    whole = PhaseGraphs.step
+
+    def timed(*arguments: Any) -> Outcome:
+        nonlocal spent, count
+        start = now()
+        outcome = whole(*arguments)
+        spent, count = spent + now() - start, count + 1
+        return outcome
+
+    with mock.patch.object(PhaseGraphs, "step", timed):
+        loop.advance()
+    return spent / max(count, 1)
+
+
 def measure_step(options: argparse.Namespace, now: Now) -> None:
-    loops = {"MLP on digits, batch 16": digits(FedAvg), "CNN, batch 10": federation(noise(2000, 4, 10))}
+    loops = {
+        "MLP on digits, batch 16": [digits(FedAvg, graph=own) for own in GRAPHS],
+        "CNN, batch 10": [federation(noise(2000, 4, 10), graph=own) for own in GRAPHS],
+    }
     whole = ClientModule.training_step
-    for name, loop in loops.items():
+    for name, (loop, taped) in loops.items():
         module = loop.runner.modules[0]
         steps_by_hand = loop_by_hand(module.method.model)
 
@@ -173,14 +199,18 @@ def measure_step(options: argparse.Namespace, now: Now) -> None:
 
         clients, size = loop.data.clients[:20], loop.data.batch_size
         steps = sum(client.num_steps(size, False, False) for client in clients)
-        found: dict[str, list[float]] = {"ours": [], "in its place": [], "alone": []}
+        found: dict[str, list[float]] = {"ours": [], "in its place": [], "alone": [], "recorded": []}
+        for _ in range(RECORDED):
+            taped.advance()
         for repetition in range(options.repetitions + 1):
             own = [in_fits(loop, len(clients), step, now) for step in (whole, in_place)]
             own.append(sum(by_hand(module, client, size, now) for client in clients))
-            for times, seconds in zip(found.values(), own, strict=True):
+            for times, seconds in zip(found.values(), [*own, steps * recorded(taped, now)], strict=True):
                 times += [seconds / steps] if repetition else []
         ratios = {n: statistics.median(a / b for a, b in zip(found["ours"], found[n], strict=True)) for n in found}
         said = f"{ratios['in its place']:.3f} x the best loop by hand in its place, {ratios['alone']:.3f} x that alone"
+        pairs = zip(found["recorded"], found["alone"], strict=True)
+        said += f"; recorded {statistics.median(a / b for a, b in pairs):.3f} x"
         each = ", ".join(f"{1e6 * statistics.median(times):.0f}" for times in found.values())
         print(f"step, {name}: {said} ({each} us)", flush=True)
 

@@ -1,6 +1,6 @@
 """Peers beside ours, in turns on one machine: seconds a round of the same work, and how many times ours is as fast.
 
-    python benchmarks/peers.py --python PYTHON [--pfllib DIR] [--pfl-research] [--repetitions 3] [--methods FedAvg …]
+    python benchmarks/peers.py --python PYTHON [--pfllib DIR] [--pfl-research] [--repetitions 3] [--graph auto]
 
   --pfllib DIR     a checkout of PFLlib with `dataset/FashionMNIST` made by its generator (`generate_FashionMNIST.py
                    noniid - dir`): FashionMNIST, PFLlib's own split of 20 clients, its CNN, batch 10, lr 0.01, tested
@@ -75,6 +75,7 @@ def ours_on_its_split(options: argparse.Namespace, method: str) -> float:
             "rounds": options.rounds + 1,
             "evaluate": evaluate,
             "checkpoint": {"every": 0},
+            "graph": options.graph,
             "workers": 2,
             "threads": 1,
         },
@@ -109,6 +110,7 @@ def ours_of_a_thousand(options: argparse.Namespace, workers: int) -> float:
             "participation": 0.05,
             "evaluate": nothing,
             "checkpoint": {"every": 0},
+            "graph": options.graph,
             **({"workers": workers, "threads": 1} if workers > 1 else {}),
         },
         "trainer": {"accelerator": "cpu"},
@@ -142,22 +144,25 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--methods", nargs="*", default=["FedAvg", "FedRep", "FedProto"])
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--graph", choices=["auto"], help="federation.graph of ours: steps recorded")
     parser.add_argument("--rounds", type=int, default=2, help="rounds that are timed in each run")
     options = parser.parse_args()
     if not (options.pfllib or options.pfl_research):
         parser.error("give --pfllib DIR, --pfl-research or both: which peers are installed")
-    found = read("peers").get("peers", {})
+    found, said = read("peers").get("peers", {}), f", graph {options.graph}" if options.graph else ""
     if options.pfllib:
         for method in options.methods:
+            name = f"PFLlib, {method}{said}"
             ours = {"ours, 2 workers": lambda method=method: ours_on_its_split(options, method)}
-            found[f"PFLlib, {method}"] = in_turns(lambda m=method: pfllib(options, m), ours, options.repetitions)  # type: ignore[misc]
+            found[name] = in_turns(lambda m=method: pfllib(options, m), ours, options.repetitions)  # type: ignore[misc]
             save("peers", {"peers": found}, quiet=True)
-            print(f"PFLlib over ours, {method}: {found[f'PFLlib, {method}']['ratio']} (goal {GOALS['PFLlib']})")
+            print(f"PFLlib over ours, {method}{said}: {found[name]['ratio']} (goal {GOALS['PFLlib']})")
     if options.pfl_research:
         cases = {f"ours, {n} worker{'s' * (n > 1)}": lambda n=n: ours_of_a_thousand(options, n) for n in (1, 2)}
-        found["pfl-research, FedAvg"] = in_turns(lambda: pfl_research(options), cases, options.repetitions)
+        name = f"pfl-research, FedAvg{said}"
+        found[name] = in_turns(lambda: pfl_research(options), cases, options.repetitions)
         save("peers", {"peers": found}, quiet=True)
-        print(f"pfl-research over ours: {found['pfl-research, FedAvg']['ratio']} (goals 1.25 and 2.3)")
+        print(f"pfl-research over ours{said}: {found[name]['ratio']} (goals 1.25 and 2.3)")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.recording import Unrecordable
+from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
 _OF_MODULES = frozenset(vars(nn.Module()))

@@ -1,24 +1,22 @@
-"""Work that a GPU is told once and does again at one call: CUDA graphs.
+"""Work that a device is told once and does again at one call: CUDA graphs, and a CPU's tapes.
 
-A small step is made of hundreds of operations that the CPU starts one by one; recorded, they start at once, on the same
-addresses. So whatever a recording reads must stand still: `record` refuses work that reads memory nobody has named.
+A small step is made of hundreds of operations that the CPU starts one by one; recorded, a GPU starts them at once. They
+are done on the same addresses, so whatever a recording reads must stand still: `record` refuses work that reads memory
+nobody has named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fl_lightning.core.reads import Reads, Unrecordable
+from fl_lightning.core.tape import taped
 from fl_lightning.errors import shortened
-
-
-class Unrecordable(Exception):
-    """Why work cannot be recorded, in one line."""
 
 
 class Recording(Protocol):
@@ -30,19 +28,22 @@ class Recording(Protocol):
 
 def can_record(device: torch.device) -> bool:
     """Whether work on a device can be recorded."""
-    return device.type == "cuda"
+    return device.type in ("cpu", "cuda")
 
 
-def record(work: Callable[[], None], known: Sequence[Tensor]) -> Recording:
-    """Record what a function asks of the GPU; nothing of it is done yet.
+def record(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Recording:
+    """Record what a function asks of the device; nothing of it is done yet.
 
     Args:
-        work: on the present device; it was done a few times before, so that nothing in it is new to the GPU.
+        work: on the present device; it was done a few times before, so that nothing in it is new to a GPU. It returns
+            tensors that are read after a replay.
         known: the tensors that it may read and write; whoever replays it keeps them where they are.
 
     Raises:
         Unrecordable: if it waits for the device, reads tensors that are not known, or fails.
     """
+    if known[0].device.type == "cpu":
+        return taped(work, known)
     recording, failed = torch.cuda.CUDAGraph(), []
     reads = Reads(known)
     try:
@@ -106,51 +107,3 @@ class Aside:
 def _said(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return "its step waits for the device" if "captur" in text else shortened(text, 120)
-
-
-class Reads(TorchDispatchMode):
-    """Sees what tensors operations read.
-
-    Args:
-        known: those that they may.
-    """
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._known = {_memory(tensor) for tensor in known}
-        self._strange: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
-            # Numbers are tensors without dimensions on the CPU here; they are part of the recording.
-            if tensor.numel() and (tensor.dim() or tensor.is_cuda) and _memory(tensor) not in self._known:
-                self._strange.append(tensor)
-        made = func(*args, **kwargs)
-        self._known.update(map(_memory, tensors_in(made)))
-        return made
-
-    def check(self) -> None:
-        """Refuse what was read and is not known.
-
-        Raises:
-            Unrecordable: naming the shape of the first such tensor.
-        """
-        if self._strange:
-            shape = list(self._strange[0].shape)
-            raise Unrecordable(f"its step reads a tensor {shape} that is no parameter, buffer or attribute")
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for own in value:
-            yield from tensors_in(own)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))

@@ -252,9 +252,12 @@ class Rows:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's dimensions as they stand in memory, the outermost first; as they are where it has gaps."""
+    """A tensor's dimensions as they stand in memory, the outermost first; as they are where it has gaps.
+
+    A dimension of size 1 comes behind those of the same stride: of one channel, too, it says whether channels are last.
+    """
     steps = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -steps[dim])
+    order = sorted(range(tensor.dim()), key=lambda dim: (-steps[dim], -tensor.shape[dim]))
     return tuple(order) if tensor.permute(order).is_contiguous() else tuple(range(tensor.dim()))
 
 

@@ -202,9 +202,11 @@ class _Phase:
         at = batches.index if whole else [batches.index[place] for place in places]
         is_last = batches.is_last if whole else [batches.is_last[place] for place in places]
         due = [last or (own + 1) % fit.settings.accumulate == 0 for own, last in zip(at, is_last, strict=True)]
-        work = partial(self._work, rows, index, due, epoch, check)
-        graphs = None if check or index is not None else self.graphs
-        outcome = work(x, y) if graphs is None else graphs.step(work, x, y, fit.common)
+        work = partial(self._work, rows, due, epoch, check)
+        given = (x, y) if index is None else (x, y, index)
+        unlike = index is not None and (index.is_cuda or not all(due))
+        graphs = None if check or unlike else self.graphs
+        outcome = work(*given) if graphs is None else graphs.step(work, given, fit.common)
         for row, now in zip(rows, due, strict=True):
             fit.entered[row].fit.num_batches += 1
             fit.entered[row].fit.num_steps += outcome.steps * now
@@ -212,7 +214,14 @@ class _Phase:
             fit.meter.add(rows, outcome.logged, outcome.size)
 
     def _work(
-        self, rows: list[int], index: Tensor | None, due: list[bool], epoch: int, check: bool, x: Tensor, y: Tensor
+        self,
+        rows: list[int],
+        due: list[bool],
+        epoch: int,
+        check: bool,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor | None = None,
     ) -> Outcome:
         """Pass, gradients and descent of some clients."""
         fit, count = self.fit, len(rows)

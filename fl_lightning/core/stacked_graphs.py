@@ -19,20 +19,25 @@ from torch.optim import Optimizer
 
 from fl_lightning.core import recording
 from fl_lightning.core.loose import Held, held
-from fl_lightning.core.recording import Recording, Unrecordable
+from fl_lightning.core.reads import Unrecordable
+from fl_lightning.core.recording import Recording
 from fl_lightning.core.rows import Layout, Rows
 from fl_lightning.core.stacked import CLOSE, Common, Mixed, Outcome, same
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
 
 WARM = 2
-"""Steps of a kind that run as they are, before one is recorded: what they meet first is new to the GPU."""
+"""Steps of a kind that run as they are, before one is recorded: what they meet first is new to a GPU."""
 MOST_FITS, MOST_TOLD = 16, 8
 """Kinds of fits, and of what steps of one size are told, that are recorded; where there are more, nothing stays so."""
-MOST_SIZES = 8
-"""Sizes of steps in a phase that are recorded, each in memory of its own; what comes later runs as it is."""
+MOST_SIZES = {"cpu": 64, "cuda": 8}
+"""Sizes of steps in a phase that are recorded, on a GPU each in memory of its own; what comes later runs as it is."""
 
 Parts = dict[str, list[tuple[StackedOptimizer, list[list[int]]]]]
 """A phase's optimizers, by part, with the places of their parameters."""
+Given = tuple[Tensor, ...]
+"""A step's mini-batch: inputs and classes, and who takes part."""
+Work = Callable[..., Outcome]
+"""A step, from what it is given."""
 
 
 class StepGraphs:
@@ -135,8 +140,7 @@ class _Recorded:
 
     Args:
         recording: of the step.
-        x: where its inputs stand.
-        y: where its classes stand.
+        given: where its inputs, its classes, and who takes part stand.
         asked: what it has asked for, and what it was told.
         outcome: of the step; what is in it moves at every replay.
         losses: [losses, n] the same losses as one tensor; None where they are of several types.
@@ -145,18 +149,17 @@ class _Recorded:
     """
 
     recording: Recording
-    x: Tensor
-    y: Tensor
+    given: Given
     asked: Mapping[tuple[str, str], Any]
     outcome: Outcome
     losses: Tensor | None
     number: int
     due: int
 
-    def replay(self, x: Tensor, y: Tensor) -> Outcome:
+    def replay(self, given: Given) -> Outcome:
         """Do the step on another mini-batch."""
-        self.x.copy_(x)
-        self.y.copy_(y)
+        for own, new in zip(self.given, given, strict=True):
+            own.copy_(new)
         self.recording.replay()
         logged = self.outcome.logged
         if self.losses is not None:
@@ -186,18 +189,17 @@ class PhaseGraphs:
             for optimizer, _ in own:
                 optimizer.begin(templates[name].param_groups[optimizer.index])
 
-    def step(self, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor, common: Common) -> Outcome:
-        """One mini-batch of each of the first n clients: as recorded, or as it is.
+    def step(self, work: Work, given: Given, common: Common) -> Outcome:
+        """One mini-batch of each of n clients: as recorded, or as it is.
 
         Args:
             work: the whole step, with its descent.
-            x: [n, B, …] inputs.
-            y: [n, B] classes.
+            given: [n, B, …] inputs, [n, B] classes and [n] rows of the clients, unless they are the first n.
             common: what the clients have in common.
         """
         if self.fit.all.reason:
-            return work(x, y)
-        key = x.shape, x.stride(), x.dtype
+            return work(*given)
+        key = len(given), given[0].shape, given[0].stride(), given[0].dtype
         known = self._recorded.setdefault(key, [])
         for own in self.optimizers.values() if self.optimizers is not None else ():
             for optimizer, _ in own:
@@ -205,22 +207,21 @@ class PhaseGraphs:
         found = next((own for own in known if common.tells(own.asked)), None)
         if found is None:
             self._seen[key] += 1
-            sizes = sum(map(bool, self._recorded.values()))
-            if self._seen[key] <= WARM or self.optimizers is None or (not known and sizes == MOST_SIZES):
-                return work(x, y)
-            found = self._record(work, x, y, common, known)
+            full = not known and sum(map(bool, self._recorded.values())) == MOST_SIZES[given[0].device.type]
+            if self._seen[key] <= WARM or self.optimizers is None or full:
+                return work(*given)
+            found = self._record(work, given, common, known)
             if found is None:
-                return work(x, y)
+                return work(*given)
             known.append(found)
         if self.fit.number >= found.due:
-            return self._checked(found, work, x, y)
-        return found.replay(x, y)
+            return self._checked(found, work, given)
+        return found.replay(given)
 
     def _record(
         self,
-        work: Callable[[Tensor, Tensor], Outcome],
-        x: Tensor,
-        y: Tensor,
+        work: Work,
+        given: Given,
         common: Common,
         known: Sequence[_Recorded],
     ) -> _Recorded | None:
@@ -230,25 +231,26 @@ class PhaseGraphs:
             names = ", ".join(f"{of}.{name}" for (of, name), values in told.items() if len(values) > 1)
             self.fit.all.stop(f"its steps change: they ask for {names}")
             return None
-        x, y = x.clone(), y.clone()
+        given = tuple(own.clone() for own in given)
         made: list[tuple[Outcome, Tensor | None]] = []
 
-        def run() -> None:
-            outcome = work(x, y)
+        def run() -> list[Tensor]:
+            outcome = work(*given)
             values = list(outcome.logged.values())
             alike = len({(value.dtype, value.shape) for value in values}) == 1
             made.append((outcome._replace(gradients=[]), torch.stack(values) if alike else None))
+            return values if made[-1][1] is None else [made[-1][1]]
 
         common.asked = {}
         try:
-            own = recording.record(run, [x, y, *self.fit.tensors, *self._moving()])
+            own = recording.record(run, [*given, *self.fit.tensors, *self._moving()])
         except Unrecordable as error:
             if not isinstance(error.__cause__, Mixed):  # whose clients the fit takes apart
                 self.fit.all.stop(str(error))
             return None
         finally:
             asked, common.asked = common.asked, None
-        return _Recorded(own, x, y, asked, *made[-1], self.fit.number, self.fit.number + 1)
+        return _Recorded(own, given, asked, *made[-1], self.fit.number, self.fit.number + 1)
 
     def _moving(self) -> list[Tensor]:
         """Whatever a step may change."""
@@ -256,15 +258,15 @@ class PhaseGraphs:
         return [*self.fit.rows.flats, *(tensor for own in optimizers for tensor in own.tensors())]
 
     @torch.no_grad()
-    def _checked(self, found: _Recorded, work: Callable[[Tensor, Tensor], Outcome], x: Tensor, y: Tensor) -> Outcome:
+    def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
         before = [tensor.clone() for tensor in moving]
         with torch.enable_grad():
-            outcome = work(x, y)
+            outcome = work(*given)
         expected = [tensor.clone() for tensor in moving]
         torch._foreach_copy_(moving, before)
-        again = found.replay(x, y)
+        again = found.replay(given)
         found.due = 2 * self.fit.number - found.number + 1
         losses = [again.logged[name] for name in outcome.logged]
         if all(map(_moves_as, moving, expected, before)) and all(map(same, losses, outcome.logged.values())):

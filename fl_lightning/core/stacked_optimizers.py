@@ -57,13 +57,14 @@ class StackedOptimizer:
         self._steps = torch.zeros(len(flat), 1, dtype=torch.float64, device=flat.device)
         self._rate = math.nan
         self._less = torch.zeros((), dtype=flat.dtype, device=flat.device)  # -lr, there
+        self._lr = self._less.clone()
         momentum = group.get("momentum", 0.0)
         needed = (1 if momentum else 0) if kind is SGD else 2
         self.state = [[torch.zeros_like(flat[:, a:b]) for _ in range(needed)] for a, b in self.stretches]
 
     def tensors(self) -> list[Tensor]:
         """Its state, as far as steps read it."""
-        return [self._steps, self._less, *(moment for own in self.state for moment in own)]
+        return [self._steps, self._less, self._lr, *(moment for own in self.state for moment in own)]
 
     @torch.no_grad()
     def begin(self, group: dict[str, Any]) -> None:
@@ -78,6 +79,7 @@ class StackedOptimizer:
         if self.counts_there and rate != self._rate:
             self._rate = rate
             self._less.fill_(-rate)
+            self._lr.fill_(rate)
 
     @torch.no_grad()
     def step(self, rows: slice | Tensor, own: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -95,8 +97,9 @@ class StackedOptimizer:
                 self.counts[row] += 1
             counts = [self.counts[row] for row in own]
         elif self.kind is not SGD:
-            self._steps[rows] += 1
-            counts = self._steps[rows]
+            counts = self._steps[rows].add_(1)
+            if not isinstance(rows, slice):
+                self._steps[rows] = counts
         for (start, end), state, gradient in zip(self.stretches, self.state, gradients, strict=True):
             if isinstance(rows, slice):
                 self._step(self.flat[rows, start:end], gradient, [moment[rows] for moment in state], counts)
@@ -160,6 +163,12 @@ class StackedOptimizer:
         """The same with steps [n, 1] that the CPU does not know."""
         (beta1, beta2), eps = self.group["betas"], self.group["eps"]
         mean, square = moments
+        if values.device.type == "cpu" and values.stride(1) == gradient.stride(1) == 1:  # in one pass
+            torch._fused_adam_(
+                values.unbind(), gradient.unbind(), mean.unbind(), square.unbind(), [], steps.flatten().unbind(),
+                lr=self._lr, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         size = (self._less.double() / (1 - beta1**steps)).to(values)

@@ -46,7 +46,8 @@ class Cohort:
     ) -> None:
         self.runner = runner
         self._records = bool(graph) and recording.can_record(runner.device)
-        self.size = None if size == 1 and not self._records else size
+        alone = 1 if self._records else None  # recorded, one is a cohort, too
+        self.size = alone if size in (None, 1) else size
         self._most = LARGEST if size == "auto" else size or 1
         self.is_main = is_main
         self.reason = ""
@@ -54,7 +55,7 @@ class Cohort:
         self._unstacked, self._told = "", False
         self._stacks: dict[int, Stack] = {}
         if graph is True and not self._records:
-            self._tell_graph(f"the fits are on {runner.device.type}, and a CUDA GPU records")
+            self._tell_graph(f"the fits are on {runner.device.type}, and CPUs and CUDA GPUs record")
         if self.size is not None:
             # An operation that `vmap` does one by one inside is no reason to do all of them so; `auto` measures.
             warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")

@@ -95,10 +95,10 @@ class Federation:
             not arithmetic. A number >= 2, or ``auto``, which measures a few steps at the start and chooses; null or 1
             fits one after another. Numbers agree but for rounding; a fit that cannot be stacked runs by itself, and one
             line says why.
-        graph: record a cohort's steps as CUDA graphs and replay them: the CPU starts hundreds of operations at once, so
-            that models fill a GPU. ``auto`` and true do so on a GPU, and need `cohort`: 1 records the steps of one
-            client after another, for models that are not worth stacking; what cannot be recorded runs as it is, and one
-            line says why. Numbers agree but for rounding.
+        graph: record local steps and replay them, a cohort's or, where `cohort` is null or 1, one client's after
+            another's: as CUDA graphs, whose operations a GPU does at once; on a CPU as a list of torch's operations,
+            without modules, autograd and `vmap` deciding anew what they are. ``auto`` and true do so; what cannot be
+            recorded runs as it is, and one line says why. Numbers agree but for rounding.
         compile: compile local steps with torch.compile, once for all clients and rounds, where the method's step is the
             usual one; numbers agree but for rounding. What cannot be compiled runs as it is, and one line says why.
         recall: MiB that a client may keep, during a phase of several epochs, of what networks at rest (a teacher, the
@@ -163,11 +163,9 @@ class Federation:
         require(fits, "federation.threads", f"must be from 1 to {MOST_THREADS}", self.threads)
         stacked = self.cohort in (None, "auto") or (isinstance(self.cohort, int) and self.cohort >= 1)
         require(stacked, "federation.cohort", "must be auto or a number >= 1; null fits one by one", self.cohort)
-        rule = "cannot be combined with federation.cohort, whose steps run as one, or record_privacy; leave one out"
-        alone = self.cohort is None or (self.cohort == 1 and not self.graph)
+        rule = "cannot be combined with federation.cohort, federation.graph or federation.record_privacy; leave one out"
+        alone = self.cohort in (None, 1) and not self.graph
         require(not self.compile or (alone and self.record_privacy is None), "federation.compile", rule)
-        rule = "records the steps of cohorts: give federation.cohort (auto or a number; 1 records each client's), too"
-        require(not self.graph or self.cohort is not None, "federation.graph", rule, self.graph)
         require(self.recall >= 0, "federation.recall", "must be >= 0 MiB", self.recall)
         require(self.worker_timeout >= 5, "federation.worker_timeout", "must be >= 5 seconds", self.worker_timeout)
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds

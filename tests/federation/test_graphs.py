@@ -1,6 +1,6 @@
-"""Recorded steps of stacked clients: a tape stands in for the GPU's graphs, with their rules.
+"""Recorded steps of clients, stacked and alone: a CPU's tapes, which go by the rules of a GPU's graphs.
 
-What is on the tape is done again with the tensors that it was done with, whatever Python would decide or look up today.
+What is on a tape is done again with the tensors that it was done with, whatever Python would decide or look up today.
 """
 
 import copy
@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 from every_method import METHODS
-from harnesses import harness
 from leaves import flatten
 from torch import nn
 
-from fl_lightning.core import recording
+from fl_lightning.core import recording, stacked_graphs
 from fl_lightning.core.facts import Phase
 from fl_lightning.core.loose import held
-from fl_lightning.core.recording import Unrecordable
-from fl_lightning.core.rows import Layout
+from fl_lightning.core.reads import Unrecordable
+from fl_lightning.core.rows import Layout, Rows
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.fedavg import FedAvg
@@ -29,22 +28,32 @@ from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.models.split import Body, SplitModel
 
-emulated = harness("emulated_graphs")
 EIGHT = [[6, 6, 6, 6]] * 4
 """Whole mini-batches of four alone."""
+
+
+class Counted:
+    """A recording, and how often it was replayed."""
+
+    def __init__(self, own):
+        self.own = own
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        self.own.replay()
 
 
 @pytest.fixture
 def tapes(monkeypatch):
     """All tapes that were recorded."""
-    found = []
+    found, record = [], recording.record
 
-    def record(work, known):
-        found.append(emulated.record(work, known))
+    def counted(work, known):
+        found.append(Counted(record(work, known)))
         return found[-1]
 
-    monkeypatch.setattr(recording, "record", record)
-    monkeypatch.setattr(recording, "can_record", lambda device: True)
+    monkeypatch.setattr(recording, "record", counted)
     return found
 
 
@@ -218,22 +227,24 @@ def test_a_resumed_run_goes_on_with_recordings_of_its_own(assert_resumes, mlp, t
     assert tapes
 
 
-def test_without_a_gpu_nothing_is_recorded(run_federation, mlp, make_data, capsys):
+def test_on_other_devices_nothing_is_recorded(run_federation, mlp, make_data, capsys, monkeypatch):
+    monkeypatch.setattr(recording, "can_record", lambda device: False)
     for graph in ("auto", True):
         loop = run_federation(lambda: FedAvg(mlp()), 1, data=make_data(EIGHT), cohort=4, graph=graph)
         assert loop.cohort.unrecorded == []
-        said = "fl-lightning: federation.graph: FedAvg runs as it is: the fits are on cpu, and a CUDA GPU records\n"
+        said = "federation.graph: FedAvg runs as it is: the fits are on cpu, and CPUs and CUDA GPUs record\n"
         assert capsys.readouterr().err.count(said) == (graph is True)
 
 
-def test_graphs_are_of_stacked_clients():
-    with pytest.raises(ConfigError, match=r"federation\.graph.*give federation\.cohort"):
-        Federation(graph="auto")
+def test_graphs_and_compiled_steps_are_two_ways():
+    with pytest.raises(ConfigError, match=r"federation\.compile: cannot be combined with .*graph"):
+        Federation(graph="auto", compile=True)
 
 
+@pytest.mark.parametrize("cohort", [1, None])
 @pytest.mark.parametrize("make", [FedAvg, FedCPD])
-def test_steps_of_one_client_after_another_are_recorded(make, both, mlp, tapes):
-    loop = both(lambda: make(mlp()), cohort=1)
+def test_steps_of_one_client_after_another_are_recorded(make, cohort, both, mlp, tapes):
+    loop = both(lambda: make(mlp()), cohort=cohort)
     assert loop.cohort.unrecorded == []
     assert len(tapes) == (8 if make is FedCPD else 2)  # of two sizes
     assert sum(tape.replays for tape in tapes) > 3 * len(EIGHT)
@@ -418,7 +429,8 @@ def test_a_recording_that_becomes_wrong_late_is_found(run_federation, mlp, tapes
     assert loop.cohort.unrecorded == ["replayed, a step gives other values than as it is"]
 
 
-def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, tapes):
+def test_of_mini_batches_of_many_sizes_the_first_ones_are_recorded(both, mlp, tapes, monkeypatch):
+    monkeypatch.setitem(stacked_graphs.MOST_SIZES, "cpu", 8)
     counts = [[3 * (own + 2), 0, 0, 3] for own in range(12)]  # a cohort has ever fewer that still have one
     loop = both(lambda: FedAvg(mlp()), 5, counts=counts, cohort=12)
     assert loop.cohort.unrecorded == []
@@ -430,13 +442,6 @@ def test_steps_that_ask_for_what_clients_differ_in_are_no_reason_to_stop(both, m
         def local_step(self, step):
             scaled(self, step, 0.5 if step.epoch and step.is_last else 1.0)
 
-    def record(work, known):
-        try:
-            return emulated.record(work, known)
-        except Exception as error:
-            raise recording.Unrecordable("as on a GPU") from error
-
-    monkeypatch.setattr(recording, "record", record)
     loop = both(lambda: Asks(mlp()), 2, counts=[[8, 8, 8, 8], [4, 4, 4, 4]], local_epochs=2)
     assert loop.cohort.unrecorded == []
 
@@ -616,3 +621,11 @@ def test_recurrent_layers_are_recorded_once(both, tapes):
     loop = both(make, 2, counts=EIGHT[:2], cohort=1)
     assert loop.cohort.unrecorded == []
     assert len(tapes) == 2
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_clients_in_rows_lie_in_memory_as_the_model_does(channels):
+    net = nn.Conv2d(channels, 4, 5).to(memory_format=torch.channels_last)
+    layout = Layout(net)
+    rows = Rows.empty(layout, 2)
+    assert [view[0].stride() for view in rows.views(2)] == [net.weight.stride(), net.bias.stride()]
