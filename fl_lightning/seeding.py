@@ -75,6 +75,11 @@ def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return same and all(map(torch.equal, (torchs, *gpus), (others, *rest)))
 
 
+def drawn_from_torch(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether nobody has drawn between two calls of `stream_states` but from torch's stream."""
+    return same_stream_states((after[0], *before[1:]), after)
+
+
 @lru_cache
 def _has_cuda() -> bool:
     return torch.cuda.is_available()

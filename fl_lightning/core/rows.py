@@ -18,6 +18,13 @@ class Unstackable(Exception):
     """Why clients cannot be stacked, in one line."""
 
 
+class Drawing(Unstackable):
+    """Their steps draw random numbers: each client has streams of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("its step draws random numbers")
+
+
 class Place(NamedTuple):
     """Where a tensor stands.
 

@@ -16,14 +16,14 @@ from fl_lightning.core.client import ClientModule, Plan, Planned
 from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
-from fl_lightning.core.rows import Alias, Layout, Rows, Unstackable
+from fl_lightning.core.rows import Alias, Drawing, Layout, Rows, Unstackable
 from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree, exact
 from fl_lightning.core.stacked_graphs import FitGraphs, Parts
 from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.stacked_optimizers import StackedOptimizer, Stretch
 from fl_lightning.core.step import Bench
 from fl_lightning.core.term import counts
-from fl_lightning.seeding import same_stream_states, stream_states
+from fl_lightning.seeding import drawn_from_torch, same_stream_states, set_stream_states, stream_states
 
 
 class Batches(Protocol):
@@ -68,6 +68,7 @@ class StackedFit:
         aliases: attributes of the method's modules that hold parameters or buffers.
         context: the trainer's, of a step; mini-batches are made outside.
         graphs: what is recorded of such fits, whose rows `rows` are; None records nothing.
+        draws: whether steps may draw from torch's stream: of one client alone, whose it is.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StackedFit:
         aliases: Sequence[Alias] = (),
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         graphs: FitGraphs | None = None,
+        draws: bool = False,
     ) -> None:
         assert module.settings is not None, "`settings` is set by the runner"
         self.module = module
@@ -96,6 +98,7 @@ class StackedFit:
         self.aliases = list(aliases)
         self.context = context
         self.graphs = graphs
+        self.draws = draws
 
     def run(self, checks: Callable[[str], bool]) -> None:
         """All phases.
@@ -246,10 +249,15 @@ class _Phase:
         with exact(self.fit.layout.device):
             before = stream_states(x.device)
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
-            if not same_stream_states(before, stream_states(x.device)):
-                raise Unstackable("its step draws random numbers")
+            drawn = stream_states(x.device)
+            if not same_stream_states(before, drawn):
+                if not (self.fit.draws and drawn_from_torch(before, drawn)):
+                    raise Drawing
+                set_stream_states(before)
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)
+            if self.fit.draws:
+                set_stream_states(before)
         if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
             raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
 

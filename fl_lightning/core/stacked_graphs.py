@@ -21,9 +21,10 @@ from fl_lightning.core import recording
 from fl_lightning.core.loose import Held, held
 from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.recording import Recording
-from fl_lightning.core.rows import Layout, Rows
+from fl_lightning.core.rows import Drawing, Layout, Rows, reason_of
 from fl_lightning.core.stacked import CLOSE, Common, Mixed, Outcome, same
 from fl_lightning.core.stacked_optimizers import StackedOptimizer
+from fl_lightning.seeding import set_stream_states, stream_states
 
 WARM = 2
 """Steps of a kind that run as they are, before one is recorded: what they meet first is new to a GPU."""
@@ -242,14 +243,16 @@ class PhaseGraphs:
             return values if made[-1][1] is None else [made[-1][1]]
 
         common.asked = {}
+        streams = stream_states()
         try:
             own = recording.record(run, [*given, *self.fit.tensors, *self._moving()])
         except Unrecordable as error:
-            if not isinstance(error.__cause__, Mixed):  # whose clients the fit takes apart
+            if not _takes_apart(error.__cause__):
                 self.fit.all.stop(str(error))
             return None
         finally:
             asked, common.asked = common.asked, None
+            set_stream_states(streams)
         return _Recorded(own, given, asked, *made[-1], self.fit.number, self.fit.number + 1)
 
     def _moving(self) -> list[Tensor]:
@@ -261,11 +264,12 @@ class PhaseGraphs:
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
-        before = [tensor.clone() for tensor in moving]
+        before, streams = [tensor.clone() for tensor in moving], stream_states()
         with torch.enable_grad():
             outcome = work(*given)
         expected = [tensor.clone() for tensor in moving]
         torch._foreach_copy_(moving, before)
+        set_stream_states(streams)
         again = found.replay(given)
         found.due = 2 * self.fit.number - found.number + 1
         losses = [again.logged[name] for name in outcome.logged]
@@ -274,6 +278,11 @@ class PhaseGraphs:
         torch._foreach_copy_(moving, expected)
         self.fit.all.stop("replayed, a step gives other values than as it is")
         return outcome
+
+
+def _takes_apart(error: BaseException | None) -> bool:
+    """Whether a step fails for what its clients do not have in common: they are taken apart then."""
+    return isinstance(error, Mixed) or (isinstance(error, Exception) and reason_of(error) == str(Drawing()))
 
 
 def _moves_as(one: Tensor, other: Tensor, before: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fl_lightning.core.reads import Reads, Unrecordable, address, tensors_in
 from fl_lightning.errors import shortened
@@ -60,7 +61,7 @@ def taped(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Tape
     """As `fl_lightning.core.recording.record`."""
     taker = Taker(known)
     try:
-        with _kept(known), taker:
+        with _kept(known), _Unchecked(), taker:
             results = work()
     except Exception as error:
         raise Unrecordable(shortened(str(error) or type(error).__name__, 120)) from error
@@ -74,6 +75,21 @@ def taped(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Tape
     except Exception:  # a function of torch's that takes other arguments
         does = False
     return Tape(run if does else program.function(), results)
+
+
+class _Unchecked(TorchFunctionMode):
+    """Makes vectors of classes without looking at the classes first, as a GPU does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 1:  # as many as there are, which is in the tensor
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core import recording
-from fl_lightning.core.rows import Unstackable
+from fl_lightning.core.rows import Drawing, Unstackable
 from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stack import Stack
@@ -217,7 +217,7 @@ class Cohort:
                 if self.size == "auto" and not self._chosen:
                     self._choose(*stack.measure())
             except Unstackable as error:
-                by_torch = error.__cause__ is not None
+                by_torch = error.__cause__ is not None or (isinstance(error, Drawing) and stack.draws)
                 if by_torch and stack.records and self._most > 1:
                     self._take_apart(str(error))
                 else:

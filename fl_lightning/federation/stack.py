@@ -17,7 +17,7 @@ from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.recording import Aside
-from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
+from fl_lightning.core.rows import Drawing, Layout, Rows, Turns, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
@@ -25,7 +25,13 @@ from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
-from fl_lightning.seeding import same_stream_states, seed_global_streams, set_stream_states, stream_states
+from fl_lightning.seeding import (
+    drawn_from_torch,
+    same_stream_states,
+    seed_global_streams,
+    set_stream_states,
+    stream_states,
+)
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -75,6 +81,8 @@ class Stack:
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
         self._aside = Aside(self.layout.device)
+        self.draws = tell is not None and self.layout.device.type == "cpu"
+        """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""
 
     @property
     def unrecorded(self) -> str:
@@ -85,6 +93,11 @@ class Stack:
     def records(self) -> bool:
         """Whether steps are recorded: then a client alone has something of being fitted here, too."""
         return self._graphs is not None and not self._graphs.reason
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the cohort that enters is of one client."""
+        return len(self._entry) == 1
 
     def close(self) -> None:
         """Let what comes wait until the last cohort's fit is done."""
@@ -129,7 +142,7 @@ class Stack:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        streams = stream_states() if self._ends else ()
+        streams = stream_states() if self._ends or self._is_alone else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
@@ -220,10 +233,10 @@ class Stack:
             member.entered.fit.num_batches = member.entered.fit.num_steps = 0
         fit = self._made(entered, present, partial(epoch_of, self.runner, own), graphs)
         if graphs is None or ended is None:
-            _run(fit, self.attributes, new)
+            _run(fit, self.attributes, new, first)
             return Fitted(present, fit)
         with self._aside.work():
-            _run(fit, self.attributes, new)
+            _run(fit, self.attributes, new, first)
             ended.copy_(present)  # others come to the same place next
         return Fitted(ended, fit, self._aside.waiting())
 
@@ -238,7 +251,8 @@ class Stack:
         self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None
     ) -> StackedFit:
         aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
-        return StackedFit(self.module, self.layout, rows, entered, epoch, self._apart, aliases, context, graphs)
+        about = self._apart, aliases, context, graphs
+        return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and self._is_alone)
 
     def measure(self) -> tuple[int, Timing]:
         """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
@@ -330,14 +344,17 @@ class Stack:
         check_fit(self.module.method, self.module.meter)
 
 
-def _run(fit: StackedFit, attributes: Attributes, new: Collection[str]) -> None:
+def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: Member) -> None:
     """Make a stacked fit whose steps leave the method's attributes alone.
 
     Args:
         fit: the fit.
         attributes: of the method's modules.
         new: the phases whose first steps are to be compared with one alone.
+        first: of the clients; where steps may draw, they draw from its streams.
     """
+    if fit.draws:
+        set_stream_states(first.streams)
     before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
     streams = stream_states(device)
     try:
@@ -346,8 +363,11 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str]) -> None:
         raise
     except Exception as error:
         raise Unstackable(reason_of(error)) from error
-    if not same_stream_states(streams, stream_states(device)):
-        raise Unstackable("its step draws random numbers")
+    drawn = stream_states(device)
+    if not (drawn_from_torch if fit.draws else same_stream_states)(streams, drawn):
+        raise Drawing
+    if fit.draws:
+        first.streams = drawn
     name = changed(before, attributes.mark()) or _changed_object(objects, attributes.objects())
     if name:
         raise Unstackable(f"its step changes {name}")

@@ -229,6 +229,20 @@ def test_what_cannot_be_done_again_is_named_and_leaves_things_alone(work, reason
     assert torch.equal(numbers, before)
 
 
+def test_vectors_of_classes_are_made_without_a_look_at_the_classes():
+    classes = torch.tensor([2, 0])
+
+    def work():
+        return [nn.functional.one_hot(classes, 3), nn.functional.one_hot(classes, num_classes=4).float()]
+
+    three, four = replayed(work, [classes], lambda: classes.fill_(1))
+    assert three.tolist() == [[0, 1, 0]] * 2
+    assert three.dtype == torch.int64
+    assert four.tolist() == [[0.0, 1.0, 0.0, 0.0]] * 2
+    with pytest.raises(Unrecordable, match="number off a tensor"):
+        record(lambda: [nn.functional.one_hot(classes)], [classes])
+
+
 def test_rows_by_their_numbers_are_no_shape_that_rests_on_them(numbers):
     rows = torch.tensor([1, 0])
     (picked,) = replayed(lambda: [numbers[rows] * 1], [numbers, rows], lambda: rows.zero_())

@@ -279,15 +279,32 @@ def test_what_torch_cannot_stack_is_recorded_alone(run_federation, assert_near, 
     assert "unstacked" in recorded.cohort.state_dict()
 
 
-def test_dropout_draws_for_each_client_anew_and_is_not_recorded(run_federation, mlp, tapes, assert_identical, outcome):
-    def make():
-        model = mlp()
-        model.body.stages.append(nn.Dropout(0.25))
-        return FedAvg(model)
+def with_dropout(mlp):
+    """Drops a quarter of the embeddings."""
+    model = mlp()
+    model.body.stages.append(nn.Dropout(0.25))
+    return FedAvg(model)
 
-    plain, recorded = (run_federation(make, 2, cohort=1, graph=own) for own in (None, "auto"))
-    assert recorded.cohort.reason == "its step draws random numbers"
-    assert_identical(outcome(plain), outcome(recorded))
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_dropout_draws_for_each_client_what_it_draws_alone(cohort, run_federation, mlp, tapes, assert_near, capsys):
+    options = {"trainer": {"precision": "64-true"}, "local_epochs": 2}
+    plain = run_federation(lambda: with_dropout(mlp), 3, **options)
+    recorded = run_federation(lambda: with_dropout(mlp), 3, cohort=cohort, graph="auto", **options)
+    assert_near(plain, recorded, 1e-9)
+    assert recorded.cohort.unrecorded == []
+    assert sum(tape.replays for tape in tapes) > 10
+    said = "clients are not stacked, each one's steps are recorded: its step draws random numbers"
+    assert capsys.readouterr().err.count(said) == (cohort == 3)
+
+
+@pytest.mark.parametrize("name", ["FedCP", "FedGen"])
+def test_methods_that_draw_are_recorded_one_after_another(name, run_federation, mlp, tapes, assert_near):
+    options = {"trainer": {"precision": "64-true"}, "local_epochs": 2, "optimizer": sgd_at(0.05)}
+    plain, recorded = (run_federation(lambda: METHODS[name](mlp()), 3, graph=own, **options) for own in (None, "auto"))
+    assert_near(plain, recorded, 1e-9)
+    assert recorded.cohort.unrecorded == []
+    assert tapes
 
 
 def scaled(method, step, factor):
@@ -525,7 +542,7 @@ def test_cohorts_that_come_in_ahead_are_the_same(name, both, mlp, tapes):
 
 
 class Gambles(FedAvg):
-    """One client's steps draw random numbers."""
+    """One client's steps draw random numbers, and not from torch."""
 
     def receive(self, message, data):
         super().receive(message, data)
@@ -533,7 +550,7 @@ class Gambles(FedAvg):
 
     def local_step(self, step):
         if self.gambles:
-            torch.rand(1)
+            np.random.rand()
         super().local_step(step)
 
 
@@ -590,16 +607,27 @@ def test_weights_whose_data_a_step_sets_are_one_clients_own(both, mlp, tapes):
 class Blurs(FedAvg):
     """Draws from the second epoch on."""
 
+    draw = staticmethod(lambda: np.random.rand())
+
     def local_step(self, step):
-        scaled(self, step, torch.rand(()) if step.epoch else 1.0)
+        scaled(self, step, self.draw() if step.epoch else 1.0)
 
 
-def test_who_draws_late_is_fitted_again(run_federation, assert_near, mlp, tapes):
+class Tints(Blurs):
+    """Draws from torch's stream."""
+
+    draw = staticmethod(lambda: torch.rand(()))
+
+
+@pytest.mark.parametrize("cohort", [1, 2])
+@pytest.mark.parametrize("make", [Blurs, Tints])
+def test_who_draws_late_is_fitted_again(make, cohort, run_federation, assert_near, mlp, tapes):
     options = {"local_epochs": 2, "trainer": {"precision": "64-true"}}
     plain, recorded = (
-        run_federation(lambda: Blurs(mlp()), 2, cohort=1, graph=own, **options) for own in (None, "auto")
+        run_federation(lambda: make(mlp()), 3, cohort=cohort, graph=own, **options) for own in (None, "auto")
     )
-    assert recorded.cohort.reason == "its step draws random numbers"
+    assert recorded.cohort.reason == ("its step draws random numbers" if make is Blurs else "")
+    assert recorded.cohort.unrecorded == []
     assert_near(plain, recorded, 1e-9)
 
 
