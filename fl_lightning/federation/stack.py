@@ -94,11 +94,6 @@ class Stack:
         """Whether steps are recorded: then a client alone has something of being fitted here, too."""
         return self._graphs is not None and not self._graphs.reason
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the cohort that enters is of one client."""
-        return len(self._entry) == 1
-
     def close(self) -> None:
         """Let what comes wait until the last cohort's fit is done."""
         self._aside.wait()
@@ -142,7 +137,7 @@ class Stack:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        streams = stream_states() if self._ends or self._is_alone else ()
+        streams = stream_states() if self._ends or len(self._entry) == 1 else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
@@ -252,7 +247,7 @@ class Stack:
     ) -> StackedFit:
         aliases, context = self.attributes.aliases(), self.runner.trainer.precision_plugin.train_step_context
         about = self._apart, aliases, context, graphs
-        return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and self._is_alone)
+        return StackedFit(self.module, self.layout, rows, entered, epoch, *about, self.draws and len(self._entry) == 1)
 
     def measure(self) -> tuple[int, Timing]:
         """How many clients were stacked at most, and how long a step of theirs takes, on copies of their beginnings."""
