@@ -7,14 +7,14 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.reads import Unrecordable
+from fl_lightning.core.reads import Unrecordable, address
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -224,14 +224,20 @@ class Attributes:
         """What stands for the present attributes.
 
         Raises:
-            Unstackable: for an attribute that draws random numbers.
+            Unstackable: for an attribute that draws random numbers, or shows memory of a parameter or buffer.
         """
         numbers, found = self._layout.numbers(), []
+        memory = functools.cache(self._memory)
         for name, module in self._named:
             for key, value in vars(module).items():
                 if key not in _OF_MODULES and key not in _OF_METHODS:
-                    found.append((name, key, _mark(value, f"{name}.{key}", numbers)))
+                    found.append((name, key, _mark(value, f"{name}.{key}", numbers, memory)))
         return Mark(self.modes(), tuple(found), self.free())
+
+    def _memory(self) -> set[int]:
+        """Addresses of parameters and buffers."""
+        tensors = [home[key] for place in self._layout.places for home, key in place.homes]
+        return {address(tensor) for tensor in tensors if tensor is not None and tensor.numel()}
 
     def modes(self) -> tuple[bool, ...]:
         """Of every module, whether it trains."""
@@ -338,20 +344,28 @@ def changed(before: Mark, after: Mark) -> str:
     return difference(before._replace(attributes=kept[0]), after._replace(attributes=kept[1]))
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
-def _mark(value: Any, name: str, numbers: Mapping[int, int]) -> Hashable:
+def _mark(
+    value: Any, name: str, numbers: Mapping[int, int], memory: Callable[[], Collection[int]] = frozenset
+) -> Hashable:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
         known = numbers.get(id(value))
+        if known is None and _has_memory(value) and address(value) in memory():  # clients have it elsewhere
+            raise Unstackable(f"{name} shows memory of a parameter or buffer")
         return ("tensor", id(value), value._version) if known is None else ("entry", known)
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(_mark(own, name, numbers) for own in value)
+        return type(value).__name__, tuple(_mark(own, name, numbers, memory) for own in value)
     if isinstance(value, Mapping):
-        return "mapping", tuple((str(key), _mark(own, name, numbers)) for key, own in value.items())
+        return "mapping", tuple((str(key), _mark(own, name, numbers, memory)) for key, own in value.items())
     if isinstance(value, _RANDOM):
         raise Unstackable(f"{name} draws random numbers of its own")
     return type(value).__name__, id(value)

@@ -315,6 +315,8 @@ class StackedBench:
         def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
             with self.layout.swapped(tensors, self.aliases), layers(self.layout.device, count):
                 taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common, state).taken()
+                if count == 1 and taken.total is not None:  # here, as a checkpoint passes once more through the module
+                    gradients[:] = descended(taken.total)
                 after = present()
             names[:] = taken.logged
             about.update(parts=taken.parts, size=taken.size, descends=taken.total is not None)
@@ -323,18 +325,22 @@ class StackedBench:
             total = () if taken.total is None else (taken.total,)
             return total, tuple(taken.logged.values()), tuple(after[index] for index in moved)
 
+        gradients: list[Tensor | None] = [None] * len(self.trained)
+        inputs = [leaves[index] for index in self.trained]
+
+        def descended(total: Tensor) -> Sequence[Tensor | None]:
+            return torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else gradients
+
         if count == 1:  # as it is: layers know more ways than `vmap` does
             made = one(leaves, x[0], y[0])
             total, logged, buffers = (tuple(value[None] for value in own) for own in made)
         else:
             total, logged, buffers = vmap(one, randomness="error")(leaves, x, y)
-        gradients: list[Tensor | None] = [None] * len(self.trained)
         descends = about["descends"] and total[0].requires_grad
-        if descends:
-            inputs = [leaves[index] for index in self.trained]
-            gradients = list(torch.autograd.grad(total[0].sum(), inputs, allow_unused=True))
-            if count == 1:
-                gradients = [None if own is None else own[None] for own in gradients]
+        if count == 1:
+            gradients = [None if own is None else own[None] for own in gradients]
+        elif descends:
+            gradients = list(descended(total[0].sum()))
         self._move(views, moved, buffers)
         losses = {name: value.detach() for name, value in zip(names, logged, strict=True)}
         return Outcome(descends, gradients, about["parts"], losses, about["size"])

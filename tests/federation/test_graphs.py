@@ -15,6 +15,7 @@ import torch
 from every_method import METHODS
 from leaves import flatten
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fl_lightning.core import recording, stacked_graphs
 from fl_lightning.core.facts import Phase
@@ -649,6 +650,48 @@ def test_recurrent_layers_are_recorded_once(both, tapes):
     loop = both(make, 2, counts=EIGHT[:2], cohort=1)
     assert loop.cohort.unrecorded == []
     assert len(tapes) == 2
+
+
+class Shows(FedAvg):
+    """Keeps its head's weights as they are, and not what they were."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.own = [self.model.head.weight.detach()]
+
+    def local_step(self, step):
+        scaled(self, step, 1 + self.own[0].square().sum())
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_attributes_that_show_weights_are_one_clients_own(cohort, run_federation, assert_near, mlp):
+    options = {"trainer": {"precision": "64-true"}, "local_epochs": 2}
+    plain, recorded = (
+        run_federation(lambda: Shows(mlp()), 2, cohort=own, graph=graph, **options)
+        for own, graph in ((None, None), (cohort, "auto"))
+    )
+    assert recorded.cohort.reason == "Shows.own shows memory of a parameter or buffer"
+    assert_near(plain, recorded, 1e-9)
+
+
+class Checkpointed(nn.Module):
+    """Makes its pass once more for the gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 5)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.layer(x).tanh(), x.flatten(1), use_reentrant=False)
+
+
+def test_a_pass_that_is_made_once_more_for_the_gradients_is_the_clients_own(both, tapes):
+    def make():
+        return FedAvg(SplitModel(Body([Checkpointed()], nn.Linear(5, 5)), nn.Linear(5, 4), 5, 4, (1, 8, 8)))
+
+    loop = both(make, cohort=None)
+    assert loop.cohort.unrecorded == []
+    assert tapes
 
 
 @pytest.mark.parametrize("channels", [1, 3])
