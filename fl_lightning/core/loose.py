@@ -334,12 +334,14 @@ def _is_tensor(stand_in: Hashable) -> bool:
 
 
 def changed(before: Mark, after: Mark) -> str:
-    """The name of an attribute that steps have changed, other than one that holds a step's tensor; empty for none."""
+    """The name of an attribute that steps have changed, other than one that has come to hold a step's tensor.
+
+    Where there was a tensor before, steps may sum up in it, or in others one after another.
+    """
     held: dict[Any, Any] = {own[:2]: own[2] for own in after.attributes if _is_tensor(own[2])}
     for module, name, value in before.attributes:
-        now = held.get((module, name))
-        if now is not None and _is_tensor(value) and now[1] == value[1] and now != value:  # type: ignore[index]
-            return f"{module}.{name}"  # the same tensor, with other numbers in it
+        if _is_tensor(value) and held.get((module, name), value) != value:
+            return f"{module}.{name}"
     kept = [tuple(own for own in mark.attributes if own[:2] not in held) for mark in (before, after)]
     return difference(before._replace(attributes=kept[0]), after._replace(attributes=kept[1]))
 

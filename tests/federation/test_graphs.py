@@ -674,6 +674,33 @@ def test_attributes_that_show_weights_are_one_clients_own(cohort, run_federation
     assert_near(plain, recorded, 1e-9)
 
 
+class Sums(FedAvg):
+    """Sums its losses up, and reads the sum once it is fitted."""
+
+    def on_fit_start(self):
+        self.sum = torch.tensor(0.0)
+
+    def local_step(self, step):
+        out = step.forward()
+        values = step.values(out)
+        self.sum = self.sum + values[self.terms.cross_entropy.name].detach()
+        step.descend(values)
+
+    def on_fit_end(self):
+        self.model.head.bias.data.add_(0.1 * self.sum)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_what_steps_sum_up_for_the_end_of_the_fit_is_read_then(cohort, run_federation, assert_near, mlp):
+    options = {"trainer": {"precision": "64-true"}, "local_epochs": 2}
+    plain, recorded = (
+        run_federation(lambda: Sums(mlp()), 2, cohort=own, graph=graph, **options)
+        for own, graph in ((None, None), (cohort, "auto"))
+    )
+    assert recorded.cohort.reason == "its step changes Sums.sum"
+    assert_near(plain, recorded, 1e-9)
+
+
 class Checkpointed(nn.Module):
     """Makes its pass once more for the gradients."""
 
