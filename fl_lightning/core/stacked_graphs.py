@@ -243,7 +243,6 @@ class PhaseGraphs:
             return values if made[-1][1] is None else [made[-1][1]]
 
         common.asked = {}
-        streams = stream_states()
         try:
             own = recording.record(run, [*given, *self.fit.tensors, *self._moving()])
         except Unrecordable as error:
@@ -252,7 +251,6 @@ class PhaseGraphs:
             return None
         finally:
             asked, common.asked = common.asked, None
-            set_stream_states(streams)
         return _Recorded(own, given, asked, *made[-1], self.fit.number, self.fit.number + 1)
 
     def _moving(self) -> list[Tensor]:

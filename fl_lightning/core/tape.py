@@ -26,11 +26,16 @@ aten = torch.ops.aten
 STEADY = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.arange.default})
 STEADY |= {aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default, aten.eye.default}
 STEADY |= {aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.arange.start}
+STEADY |= {aten.lift_fresh.default}
 """Operations whose result rests on shapes and numbers alone."""
+WRITING: dict[Any, slice] = {aten.native_batch_norm.default: slice(3, 5)}
+"""Operations that write to arguments of theirs without saying so: which."""
 MOVING = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 """Operations that give a tensor other memory."""
-SILENT = {aten.native_batch_norm.default: slice(3, 5)}
-"""Operations that write to some of what they are given, of which torch's schema says nothing."""
+SHOWING = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+SPLITTING = frozenset({torch.tensor_split, Tensor.tensor_split})
+"""What looks at a CPU's numbers without an operation; where it splits, if it is a tensor that says where."""
+READS = "its step reads a number off a tensor"
 
 
 class Tape:
@@ -59,43 +64,52 @@ class Tape:
 
 def taped(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Tape:
     """As `fl_lightning.core.recording.record`."""
-    taker = Taker(known)
+    taker, looks, stream = Taker(known), Looks(), torch.get_rng_state()
     try:
-        with _kept(known), _Unchecked(), taker:
-            results = work()
+        with _kept(known):
+            with taker, looks:
+                results = work()
+            expected = _copies([*known, *results])
     except Exception as error:
         raise Unrecordable(shortened(str(error) or type(error).__name__, 120)) from error
+    finally:
+        torch.set_rng_state(stream)
     taker.check()
+    looks.check()
     program = Program(taker.calls, results)
-    run, again = program.function(swift=True), Taker(())
-    try:
-        with _kept(known), torch.no_grad(), torch.autocast("cpu", enabled=False), again:
-            run()
-        does = program.is_done_by(again.calls)
-    except Exception:  # a function of torch's that takes other arguments
-        does = False
-    return Tape(run if does else program.function(), results)
+    for swift in (True, False):
+        run, again = program.function(swift), Taker(())
+        try:
+            with _kept(known), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                with again:
+                    made = run()
+                does = program.is_done_by(again.calls) if swift else True
+                if does and all(map(_alike, [*known, *made], expected)):
+                    return Tape(run, results)
+        except Exception:  # a function of torch's that takes other arguments
+            continue
+        finally:
+            torch.set_rng_state(stream)
+    raise Unrecordable("done again, its operations come to something else")
 
 
-class _Unchecked(TorchFunctionMode):
-    """Makes vectors of classes without looking at the classes first, as a GPU does."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes < 1:  # as many as there are, which is in the tensor
-        return torch.nn.functional.one_hot(tensor, num_classes)
-    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers, but for the order in which a kernel adds up."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not other.is_floating_point() or not torch.isfinite(other).all():
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
+    return bool((one - other).norm() <= 64 * torch.finfo(other.dtype).eps * other.norm())
 
 
 @contextmanager
 def _kept(known: Sequence[Tensor]) -> Iterator[None]:
     """Leave tensors as they are."""
-    before = [tensor.detach().clone() for tensor in known]
+    before = _copies(known)
     try:
         yield
     finally:
@@ -140,6 +154,8 @@ class Taker(Reads):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._refusal = self._refusal or _refusal(func, args)
         made = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.lift_fresh.default:  # which makes nothing; what Python has made may be changed later on
+            args = (args[0].clone(),)
         self.calls.append(Call(func, *_as_they_are((args, kwargs or {}, made))))
         return made
 
@@ -154,10 +170,44 @@ class Taker(Reads):
             raise Unrecordable(self._refusal)
 
 
+class Looks(TorchFunctionMode):
+    """Sees where Python looks at numbers without an operation.
+
+    Vectors of classes are made without looking at the classes first, as on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **kwargs)
+        where = [*args[1:], *kwargs.values()] if func in SPLITTING else ()
+        self._found = self._found or func in SHOWING or any(isinstance(own, Tensor) for own in where)
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Refuse a step that has looked.
+
+        Raises:
+            Unrecordable: saying so.
+        """
+        if self._found:
+            raise Unrecordable(READS)
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 1:  # as many as there are, which is in the tensor
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
 def _refusal(func: Any, args: Sequence[Any]) -> str:
     """Why an operation may be another one with other numbers; empty where it may not."""
     if torch.Tag.data_dependent_output in func.tags:
-        return "its step reads a number off a tensor"
+        return READS
     if torch.Tag.dynamic_output_shape in func.tags and not (
         func is aten.index.Tensor and not any(own.dtype in (torch.bool, torch.uint8) for own in tensors_in(args[1]))
     ):
@@ -175,7 +225,8 @@ class Program:
     """
 
     def __init__(self, calls: Sequence[Call], results: Sequence[Tensor]) -> None:
-        self.calls = calls
+        changed = {address(own) for call in calls for own in _changed(call)}
+        self.calls = [call._replace(func=aten.clone.default) if _lifts(call, changed) else call for call in calls]
         self.results = list(results)
         self.roots: dict[int, tuple[str, Tensor]] = {}
         """Address -> the name of the tensor that was made there, and the tensor."""
@@ -185,7 +236,6 @@ class Program:
         self._names: dict[int, str] = {}
         self._views: dict[Key, str] = {}
         self._lines: list[tuple[list[str], str, list[str]]] = []
-        changed = {address(own) for call in self.calls for own in _changed(call)}
         for call in self.calls:
             self._made_by(call, changed)
         self.needed = self._needed()
@@ -306,6 +356,11 @@ class Program:
         return space.pop("run")
 
 
+def _lifts(call: Call, changed: set[int]) -> bool:
+    """Whether an operation takes over a tensor that Python has made, and that is changed later on."""
+    return call.func is aten.lift_fresh.default and address(call.made) in changed
+
+
 def _swift(func: Any) -> Any:
     """The function of torch's that Python calls an operation by, which reads its arguments faster; None for none."""
     if func._overloadname == "Scalar":  # Python makes a tensor of a number
@@ -349,8 +404,8 @@ def _inputs(call: Call) -> Iterator[Tensor]:
 def _changed(call: Call) -> list[Tensor]:
     """The tensors that an operation writes to."""
     schema = call.func._schema
-    if call.func in SILENT:
-        return list(tensors_in(call.args[SILENT[call.func]]))
+    if call.func in WRITING:
+        return list(tensors_in(call.args[WRITING[call.func]]))
     if not schema.is_mutable or torch.Tag.inplace_view in call.func.tags:  # which changes what a tensor shows alone
         return []
     given = [own for own, said in zip(call.args, schema.arguments, strict=False) if _writes(said)]

@@ -2,6 +2,7 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -185,6 +186,34 @@ def test_what_was_done_outside_mixed_precision_is_so_within_it(numbers):
     assert torch.equal(rounded, near.float())
 
 
+def test_numbers_that_python_has_made_begin_anew_at_every_replay(numbers):
+    before = numbers.clone()
+
+    def work():
+        total, still = torch.tensor(0.0), torch.tensor(2.0)
+        total += numbers.sum()
+        return [total * still]
+
+    tape = taped(work, [numbers])
+    (total,) = replayed(work, [numbers], lambda: numbers.mul_(2))
+    assert total == 4 * before.sum()
+    tape.replay()
+    (total,) = replayed(work, [numbers])
+    assert total == 4 * before.sum()
+
+
+def test_batch_norms_statistics_move_where_nobody_reads_what_they_make(numbers):
+    layer = nn.BatchNorm1d(3)
+
+    def work():
+        layer(numbers)
+        return [numbers.sum()]
+
+    replayed(work, [numbers, *layer.state_dict().values()], lambda: numbers.add_(1))
+    assert layer.num_batches_tracked == 1
+    torch.testing.assert_close(layer.running_mean, 0.1 * numbers.mean(0))
+
+
 class Doubling(torch.autograd.Function):
     """A function whose derivative Python says."""
 
@@ -213,6 +242,12 @@ STRANGE = torch.ones(3)
     ("work", "reason"),
     [
         (lambda x: [x * x.sum().item()], "its step reads a number off a tensor"),
+        (lambda x: [x * x.tolist()[0][1]], "its step reads a number off a tensor"),
+        (lambda x: [x * x.numpy().sum().item()], "its step reads a number off a tensor"),
+        (lambda x: [x * float(np.asarray(x).sum())], "its step reads a number off a tensor"),
+        (lambda x: [torch.tensor_split(x, x[0, 1:2].long())[0] * 1], "its step reads a number off a tensor"),
+        (lambda x: [torch.add(x, x, out=torch.empty(0))], "done again, its operations come to something else"),
+        (lambda x: [torch.cat([x[0], x.sum().unsqueeze_(0)])], "done again, its operations come to something else"),
         (lambda x: [x * (2 if x.sum() > 1 else 3)], "its step reads a number off a tensor"),
         (lambda x: [x[x > 2].sum()], "shapes in its step rest on what is in a tensor"),
         (lambda x: [x.nonzero().float().sum()], "shapes in its step rest on what is in a tensor"),
