@@ -44,20 +44,24 @@ class Tape:
     Args:
         run: does all of them, and returns what is read after a replay.
         results: the tensors that are read; they are filled then.
+        grads: whether it is done as where gradients are made: recurrent layers leave what their backward pass needs
+            out else.
     """
 
-    def __init__(self, run: Run, results: Sequence[Tensor]) -> None:
+    def __init__(self, run: Run, results: Sequence[Tensor], grads: bool = False) -> None:
         self._run = run
+        self._grads = grads
         self._results = [tensor.detach() for tensor in results]
 
     @torch.no_grad()
     def replay(self) -> None:
         """Do all of it again."""
-        if torch.is_autocast_enabled("cpu"):  # it is on the tape already, and would do what was done without it
-            with torch.autocast("cpu", enabled=False):
+        with torch.set_grad_enabled(self._grads):
+            if torch.is_autocast_enabled("cpu"):  # it is on the tape already, and would do what was done without it
+                with torch.autocast("cpu", enabled=False):
+                    made = self._run()
+            else:
                 made = self._run()
-        else:
-            made = self._run()
         for own, new in zip(self._results, made, strict=True):
             own.copy_(new)
 
@@ -77,15 +81,15 @@ def taped(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Tape
     taker.check()
     looks.check()
     program = Program(taker.calls, results)
-    for swift in (True, False):
+    for grads, swift in ((False, True), (False, False), (True, True), (True, False)):
         run, again = program.function(swift), Taker(())
         try:
-            with _kept(known), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with _kept(known), torch.set_grad_enabled(grads), torch.autocast("cpu", enabled=False):
                 with again:
                     made = run()
                 does = program.is_done_by(again.calls) if swift else True
                 if does and all(map(_alike, [*known, *made], expected)):
-                    return Tape(run, results)
+                    return Tape(run, results, grads)
         except Exception:  # a function of torch's that takes other arguments
             continue
         finally:

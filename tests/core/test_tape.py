@@ -214,6 +214,19 @@ def test_batch_norms_statistics_move_where_nobody_reads_what_they_make(numbers):
     torch.testing.assert_close(layer.running_mean, 0.1 * numbers.mean(0))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_in_single_precision_are_done_again(kind):
+    layer, x, gradients = kind(8, 3, batch_first=True), torch.randn(4, 8, 8), []
+
+    def work():
+        return torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
+
+    tape = taped(lambda: gradients.extend(work()) or gradients, [x, *layer.state_dict().values()])
+    x.mul_(2)
+    tape.replay()
+    assert all(map(torch.equal, gradients, work()))
+
+
 class Doubling(torch.autograd.Function):
     """A function whose derivative Python says."""
 
