@@ -100,6 +100,20 @@ class StackedFit:
         self.graphs = graphs
         self.draws = draws
 
+    def check_streams(self, before: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Refuse draws that are not the client's own; returns the streams' states now.
+
+        Args:
+            before: the states that they had.
+
+        Raises:
+            Drawing: if somebody has drawn.
+        """
+        now = stream_states(self.layout.device)
+        if not (drawn_from_torch if self.draws else same_stream_states)(before, now):
+            raise Drawing
+        return now
+
     def run(self, checks: Callable[[str], bool]) -> None:
         """All phases.
 
@@ -249,10 +263,8 @@ class _Phase:
         with exact(self.fit.layout.device):
             before = stream_states(x.device)
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
-            drawn = stream_states(x.device)
-            if not same_stream_states(before, drawn):
-                if not (self.fit.draws and drawn_from_torch(before, drawn)):
-                    raise Drawing
+            self.fit.check_streams(before)
+            if self.fit.draws:
                 set_stream_states(before)
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)

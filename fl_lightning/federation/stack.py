@@ -17,7 +17,7 @@ from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.recording import Aside
-from fl_lightning.core.rows import Drawing, Layout, Rows, Turns, Unstackable, reason_of
+from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
@@ -25,13 +25,7 @@ from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
-from fl_lightning.seeding import (
-    drawn_from_torch,
-    same_stream_states,
-    seed_global_streams,
-    set_stream_states,
-    stream_states,
-)
+from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -358,9 +352,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
         raise
     except Exception as error:
         raise Unstackable(reason_of(error)) from error
-    drawn = stream_states(device)
-    if not (drawn_from_torch if fit.draws else same_stream_states)(streams, drawn):
-        raise Drawing
+    drawn = fit.check_streams(streams)
     if fit.draws:
         first.streams = drawn
     name = changed(before, attributes.mark()) or _changed_object(objects, attributes.objects())

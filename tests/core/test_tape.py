@@ -94,14 +94,6 @@ def test_views_of_what_is_made_on_the_way_show_what_is_made_then(numbers):
     assert part.tolist() == [[21.0, 81.0], [41.0, 101.0]]
 
 
-def test_statistics_are_kept_of_a_pass_that_nobody_reads(numbers):
-    norm = nn.BatchNorm1d(3)
-    tape = taped(lambda: [norm(numbers) * 0, numbers.sum()][1:], [numbers, *norm.state_dict().values()])
-    tape.replay()
-    torch.testing.assert_close(norm.running_mean, 0.1 * numbers.mean(0))
-    assert norm.num_batches_tracked == 1
-
-
 def test_what_is_no_number_is_left_alone_too(numbers):
     numbers[0, 0] = torch.nan
     version = numbers._version
@@ -111,7 +103,8 @@ def test_what_is_no_number_is_left_alone_too(numbers):
 
 def test_results_may_be_views_and_what_is_known(numbers):
     shown, row = replayed(lambda: [numbers, (numbers + 1)[1]], [numbers], lambda: numbers.zero_())
-    assert shown is not None
+    assert shown is numbers
+    assert not numbers.any()
     assert row.tolist() == [1.0, 1.0, 1.0]
 
 

@@ -663,17 +663,6 @@ class Shows(FedAvg):
         scaled(self, step, 1 + self.own[0].square().sum())
 
 
-@pytest.mark.parametrize("cohort", [None, 4])
-def test_attributes_that_show_weights_are_one_clients_own(cohort, run_federation, assert_near, mlp):
-    options = {"trainer": {"precision": "64-true"}, "local_epochs": 2}
-    plain, recorded = (
-        run_federation(lambda: Shows(mlp()), 2, cohort=own, graph=graph, **options)
-        for own, graph in ((None, None), (cohort, "auto"))
-    )
-    assert recorded.cohort.reason == "Shows.own shows memory of a parameter or buffer"
-    assert_near(plain, recorded, 1e-9)
-
-
 class Sums(FedAvg):
     """Sums its losses up, and reads the sum once it is fitted."""
 
@@ -691,13 +680,17 @@ class Sums(FedAvg):
 
 
 @pytest.mark.parametrize("cohort", [None, 4])
-def test_what_steps_sum_up_for_the_end_of_the_fit_is_read_then(cohort, run_federation, assert_near, mlp):
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Shows, "Shows.own shows memory of a parameter or buffer"), (Sums, "its step changes Sums.sum")],
+)
+def test_what_attributes_come_to_hold_is_one_clients_own(make, reason, cohort, run_federation, assert_near, mlp):
     options = {"trainer": {"precision": "64-true"}, "local_epochs": 2}
     plain, recorded = (
-        run_federation(lambda: Sums(mlp()), 2, cohort=own, graph=graph, **options)
+        run_federation(lambda: make(mlp()), 2, cohort=own, graph=graph, **options)
         for own, graph in ((None, None), (cohort, "auto"))
     )
-    assert recorded.cohort.reason == "its step changes Sums.sum"
+    assert recorded.cohort.reason == reason
     assert_near(plain, recorded, 1e-9)
 
 
