@@ -17,7 +17,6 @@ from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Figure, Seen, headline
-from fl_lightning.data.population import KEPT
 from fl_lightning.federation.embeddings import Embeddings
 from fl_lightning.federation.measures import Measures, Outcome
 from fl_lightning.federation.policy import EvaluationPolicy
@@ -270,15 +269,19 @@ class Evaluator:
         return self._positions[key]
 
 
+RECENT = 64
+"""Clients of which it is kept at hand what their test samples are: more than a cohort has, which are read off twice."""
+
+
 class Recent(dict[tuple[str, int], Tensor]):
-    """Tensors of the last few clients that were tested.
+    """Tensors of the last clients that were tested.
 
     Not of all: small ones that stay lie between large ones that come and go, whose memory is then not given back.
     """
 
     @override
     def __setitem__(self, key: tuple[str, int], value: Tensor) -> None:
-        if len(self) >= KEPT:
+        if len(self) >= RECENT:
             del self[next(iter(self))]
         super().__setitem__(key, value)
 
