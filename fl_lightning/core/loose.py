@@ -267,6 +267,10 @@ class Attributes:
             if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *_PLAIN))
         }
 
+    def by_class(self, module: str, name: str) -> bool:
+        """Whether a module has an attribute by its class, which an instance may have another value of."""
+        return hasattr(type(dict(self._named)[module]), name)
+
     def aliases(self) -> list[Alias]:
         """The attributes that hold parameters or buffers."""
         numbers, found = self._layout.numbers(), []
@@ -333,17 +337,20 @@ def _is_tensor(stand_in: Hashable) -> bool:
     return isinstance(stand_in, tuple) and stand_in[:1] == ("tensor",)
 
 
-def changed(before: Mark, after: Mark) -> str:
-    """The name of an attribute that steps have changed, other than one that has come to hold a step's tensor.
+def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool] = lambda module, name: False) -> str:
+    """The name of an attribute that steps have changed, other than a new one that holds a step's tensor.
 
-    Where there was a tensor before, steps may sum up in it, or in others one after another.
+    Who had the attribute before, be it as None, may read it after the fit.
+
+    Args:
+        before: as steps found the attributes.
+        after: as they left them.
+        by_class: whether a module has an attribute by its class.
     """
-    held: dict[Any, Any] = {own[:2]: own[2] for own in after.attributes if _is_tensor(own[2])}
-    for module, name, value in before.attributes:
-        if _is_tensor(value) and held.get((module, name), value) != value:
-            return f"{module}.{name}"
-    kept = [tuple(own for own in mark.attributes if own[:2] not in held) for mark in (before, after)]
-    return difference(before._replace(attributes=kept[0]), after._replace(attributes=kept[1]))
+    known = {own[:2] for own in before.attributes}
+    new = {own[:2] for own in after.attributes if _is_tensor(own[2]) and own[:2] not in known}
+    kept = tuple(own for own in after.attributes if own[:2] not in new or by_class(*own[:2]))
+    return difference(before, after._replace(attributes=kept))
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -154,7 +154,7 @@ class StackedStep(Step):
         super().__init__(bench, part, epoch)
         self.parts: tuple[str, ...] = ()
         self._state = state
-        self._known: Any = None
+        self._stood: Any = None
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -194,13 +194,13 @@ class StackedStep(Step):
         self._bench.require_weights(values)
         self._total, self._descents, self.parts = self.total(values), 1, parts
         self._logged.update(values)
-        self._known = self._state()
+        self._stood = self._state()
 
     def observe(self, out: Forward) -> None:
         """Show the pass to terms, which may add up what they see: of the pass, not of what the step has made."""
         self._check_rest()
         super().observe(out)
-        self._known = self._state() if self._descents else None
+        self._stood = self._state() if self._descents else None
 
     def _check_rest(self) -> None:
         """Refuse what a step does with its tensors once it has descended: the descent itself is yet to come.
@@ -208,7 +208,7 @@ class StackedStep(Step):
         Raises:
             Unstackable: if it has changed one.
         """
-        if self._descents and self._state() != self._known:
+        if self._descents and self._state() != self._stood:
             raise Unstackable("its step changes tensors after it has descended")
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> NoReturn:

@@ -355,7 +355,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     drawn = fit.check_streams(streams)
     if fit.draws:
         first.streams = drawn
-    name = changed(before, attributes.mark()) or _changed_object(objects, attributes.objects())
+    name = changed(before, attributes.mark(), attributes.by_class) or _changed_object(objects, attributes.objects())
     if name:
         raise Unstackable(f"its step changes {name}")
 

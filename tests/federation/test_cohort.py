@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -461,6 +462,30 @@ class CountsThere(FedAvg):
         self.own.count += 1
 
 
+class Remembers(FedAvg):
+    """Has its last step's embeddings where there was nothing before, and sends as many samples as they are of."""
+
+    def setup(self):
+        self.seen = None
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.seen = step.forward().z.detach()
+
+    def send(self, data):
+        sent = super().send(data)
+        return sent if self.seen is None else replace(sent, num_samples=len(self.seen))
+
+
+class RemembersByClass(Remembers):
+    """The same, where the class says that there is nothing."""
+
+    seen = None
+
+    def setup(self):
+        """Leave it at that."""
+
+
 class Late(FedAvg):
     """Has a buffer from its first receive on."""
 
@@ -477,6 +502,8 @@ class Late(FedAvg):
     [
         (CountsHere, "its step changes CountsHere.count"),
         (CountsThere, "its step changes CountsThere.own"),
+        (Remembers, "its step changes Remembers.seen"),
+        (RemembersByClass, "its step changes RemembersByClass.seen"),
         (Late, "it gets buffers in a round, which it must have from the beginning"),
     ],
 )
@@ -494,6 +521,18 @@ class Refers(FedAvg):
 
     def setup(self):
         self.own = SimpleNamespace(bias=self.model.head.bias)
+
+
+class PassesAgain(FedAvg):
+    """Shows its terms a second pass, after the descent."""
+
+    def local_step(self, step):
+        super().local_step(step)
+        step.observe(step.forward())
+
+
+def test_a_pass_after_the_descent_is_stacked(both, mlp):
+    both(lambda: PassesAgain(mlp()))
 
 
 def test_an_object_may_refer_to_parameters(both, mlp):
