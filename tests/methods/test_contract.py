@@ -38,6 +38,11 @@ NOT_AVERAGED = {
 """Methods without a server, or whose server makes more than means of messages: no robust rule suits them."""
 
 
+OWN = EvaluationPolicy(globally=False, server=False, loss=False, balanced_accuracy=False)
+"""For runs of which no figure is looked at but Local-T."""
+NOTHING = EvaluationPolicy(trained=False, received=False, globally=False, server=False)
+
+
 @pytest.fixture(scope="module", params=sorted(METHODS))
 def method(request, conv_net):
     """A factory of one method, on a model with batch norm and dropout."""
@@ -139,7 +144,7 @@ def digits():
 def test_method_learns_digits_in_three_rounds(name, digits, run_federation):
     faster = lambda parameters: adam(parameters, lr=2e-2)  # noqa: E731
     make = lambda: METHODS[name](MLP(digits.arrays.spec.input_shape, 10, hidden=[64, 32]))  # noqa: E731
-    own = EvaluationPolicy(received=False, globally=False, server=False, loss=False, balanced_accuracy=False)
+    own = replace(OWN, received=False)
     loop = run_federation(make, rounds=3, data=digits, optimizer=faster, evaluate_every=3, evaluate=own)
     counts = digits.class_counts()
     without_learning = (counts.max(1) / counts.sum(1)).mean()  # every client's most frequent class, 0.45
@@ -228,7 +233,7 @@ def test_client_that_sits_a_round_out_keeps_its_state(half, assert_identical):
 def test_clients_of_one_class_and_of_one_sample_survive(method, make_data, run_federation):
     data = make_data(counts=((9, 0, 0, 0), (0, 1, 0, 0), (6, 6, 6, 6)))
     assert [client.num_train for client in data.clients][:2] == [7, 1]
-    loop = run_federation(method, rounds=2, data=data)
+    loop = run_federation(method, rounds=2, data=data, evaluate=OWN)
     assert all_finite(loop)
     assert math.isfinite(loop.diary.rows[-1]["loss"])
 
@@ -246,13 +251,13 @@ def test_all_that_trains_obeys_drop_last(method, make_data, run_federation):
     data = make_data(drop_last=True)
     assert all(client.num_train > 4 for client in data.clients)
     assert any(client.num_train % 4 for client in data.clients)
-    run_federation(watched, rounds=2, data=data, evaluate=EvaluationPolicy(globally=False, server=False))
+    run_federation(watched, rounds=2, data=data, evaluate=OWN)
     assert sizes
     assert {size % 4 for size in sizes} == {0}  # FedFed puts copies of others' images beside its own
 
 
 def test_federation_of_one_client_survives(method, make_data, run_federation):
-    loop = run_federation(method, rounds=2, data=make_data(counts=((6, 6, 6, 6),)))
+    loop = run_federation(method, rounds=2, data=make_data(counts=((6, 6, 6, 6),)), evaluate=OWN)
     assert all_finite(loop)
     assert 0 <= loop.diary.rows[-1]["Local-T"] <= 1
 
@@ -288,7 +293,7 @@ def assert_every_copy_is_counted_once(loop):
 
 
 def test_client_joins_late(method, run_federation):
-    loop = run_federation(method, rounds=2, newcomers=Newcomers(clients=1, after=1))
+    loop = run_federation(method, rounds=2, newcomers=Newcomers(clients=1, after=1), evaluate=OWN)
     assert [row["participants"] for row in loop.diary.rows] == [3, 4]
     assert all_finite(loop)
     assert 0 <= loop.diary.rows[-1]["Local-T_newcomers"] <= 1
@@ -296,7 +301,7 @@ def test_client_joins_late(method, run_federation):
 
 @pytest.mark.parametrize("make", [Ring, lambda: DirectedGraph(2)])
 def test_method_runs_without_a_server_or_says_that_it_cannot(make, method, full, run_federation):
-    options = {"rounds": 2, "participation": 0.75, "exchange": make()}
+    options = {"rounds": 2, "participation": 0.75, "exchange": make(), "evaluate": replace(OWN, server=True)}
     if full.runner.modules[0].make_server(full.runner.facts).mixer() is None:
         rule = r"cannot do without its server(, which must remember .*)?: must be Star, got"
         with pytest.raises(ConfigError, match=rule):
@@ -332,7 +337,7 @@ def test_weights_that_all_send_back_unchanged_stay_as_they_are(name, mlp, sgd, s
 
     What a server trains by itself comes down beside it, and so does what travels sparse.
     """
-    loop = set_up_federation(lambda: METHODS[name](mlp()), rounds=2, optimizer=sgd(0.0))
+    loop = set_up_federation(lambda: METHODS[name](mlp()), rounds=2, optimizer=sgd(0.0), evaluate=NOTHING)
     module = loop.runner.modules[0]
     module.method.facts = replace(module.method.facts, round=1)
     rates = [group["lr"] for optimizer in module.configure_optimizers() for group in optimizer.param_groups]
@@ -381,7 +386,7 @@ def test_method_runs_under_a_robust_rule_or_says_why_not(method, set_up_federati
             set_up_federation(method, aggregator=rule())
         assert len(str(refused.value)) <= 300
         return
-    loop = set_up_federation(method, rounds=1, aggregator=rule())
+    loop = set_up_federation(method, rounds=1, aggregator=rule(), evaluate=NOTHING)
     loop.run()
     assert all_finite(loop)
     assert all(math.isfinite(row["loss"]) for row in loop.diary.rows)
@@ -403,7 +408,7 @@ class ComparesPasses(Term):
 def test_what_terms_send_is_of_the_passes_that_they_are_trained_on(method, mlp, run_federation):
     kind = type(method())
     options = {"noisy": False} if kind is FedCP else {}
-    loop = run_federation(lambda: kind(mlp(), extra_terms=[ComparesPasses()], **options), rounds=2)
+    loop = run_federation(lambda: kind(mlp(), extra_terms=[ComparesPasses()], **options), rounds=2, evaluate=NOTHING)
     for client in loop.runner.modules:
         apart = next(term.apart for term in client.method.terms if isinstance(term, ComparesPasses))
         assert apart

@@ -15,6 +15,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message, packed
 from fl_lightning.core.moving import moved
 from fl_lightning.core.step import Step
+from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.methods.fedcvae import FedCVAE
 
 emulator, draws = harness("emulated_gpu"), harness("same_draws")
@@ -101,7 +102,8 @@ def on(run_federation, make_data, conv_net):
 
     def run(accelerator, name):
         make, data = lambda: METHODS[name](conv_net()), make_data(batch_size=6)
-        options = {"participation": 0.75, "local_steps": 2, "trainer": {"accelerator": accelerator}}
+        tests = EvaluationPolicy(globally=False, balanced_accuracy=False)
+        options = {"participation": 0.75, "local_steps": 2, "evaluate": tests, "trainer": {"accelerator": accelerator}}
         return run_federation(make, rounds=2, data=data, optimizer=adam, **options)
 
     return run
