@@ -113,7 +113,8 @@ def set_up_case(set_up_federation, conv_net, make_data):
         kind, options = CASES[name]
         method = lambda: kind(conv_net())  # noqa: E731
         if name in METHODS:  # what is evaluated on whom is asked of the options' cases
-            options = {"evaluate": EvaluationPolicy(globally=False, loss=False, balanced_accuracy=False)}
+            tests = EvaluationPolicy(globally=False, loss=False, balanced_accuracy=False)
+            options = {"evaluate": tests, "local_steps": 2}
         options = {"data": data, "callbacks": callbacks, **options}
         return set_up_federation(method, rounds=2, optimizer=adam, folder=folder, **options)
 
