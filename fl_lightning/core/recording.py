@@ -77,6 +77,11 @@ class Aside:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether there is such a stream."""
+        return self._stream is not None
+
     @contextmanager
     def work(self) -> Iterator[None]:
         """Do what a block asks for there, after all that was asked for until now; `waiting` says when it is done."""

@@ -15,6 +15,8 @@ from fl_lightning.core.rows import Unstackable
 
 Stretch = tuple[int, int]
 """First column, and the one behind the last."""
+_MANY = 1 << 16
+"""Numbers from which on a pass over all of them takes longer than some more calls."""
 
 
 class StackedOptimizer:
@@ -54,6 +56,9 @@ class StackedOptimizer:
         self.flat = flat
         self.counts = [0] * len(flat)
         self.counts_there = counts_there or flat.is_cuda
+        self._by_piece = kind is SGD and counts_there and not flat.is_cuda and flat.numel() >= _MANY
+        """Whether gradients are taken as they come: a tape calls torch in no time, and to put many side by side takes a
+        CPU as long as to step on them."""
         self._steps = torch.zeros(len(flat), 1, dtype=torch.float64, device=flat.device)
         self._rate = math.nan
         self._less = torch.zeros((), dtype=flat.dtype, device=flat.device)  # -lr, there
@@ -82,13 +87,13 @@ class StackedOptimizer:
             self._lr.fill_(rate)
 
     @torch.no_grad()
-    def step(self, rows: slice | Tensor, own: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    def step(self, rows: slice | Tensor, own: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
         """One step of some clients.
 
         Args:
             rows: which, as an index: a slice of the first ones, or any.
             own: the same, as numbers.
-            gradients: [n, columns] for each stretch.
+            gradients: [n, columns] of each stretch, in pieces that lie side by side.
         """
         self.tell_rate()
         counts: Any = ()
@@ -100,12 +105,14 @@ class StackedOptimizer:
             counts = self._steps[rows].add_(1)
             if not isinstance(rows, slice):
                 self._steps[rows] = counts
-        for (start, end), state, gradient in zip(self.stretches, self.state, gradients, strict=True):
-            if isinstance(rows, slice):
-                self._step(self.flat[rows, start:end], gradient, [moment[rows] for moment in state], counts)
-                continue
+        for (start, end), state, pieces in zip(self.stretches, self.state, gradients, strict=True):
             values, moments = self.flat[rows, start:end], [moment[rows] for moment in state]
-            self._step(values, gradient, moments, counts)
+            pieces = pieces if self._by_piece else [torch.cat(list(pieces), 1)]
+            widths = [piece.shape[1] for piece in pieces]
+            for piece, *split in zip(pieces, *(tensor.split(widths, 1) for tensor in (values, *moments)), strict=True):
+                self._step(split[0], piece, split[1:], counts)
+            if isinstance(rows, slice):  # which shows the rows themselves
+                continue
             self.flat[rows, start:end] = values
             for moment, new in zip(state, moments, strict=True):
                 moment[rows] = new

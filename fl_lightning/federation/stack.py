@@ -62,7 +62,8 @@ class Stack:
         self.module = module
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
-        places = 1 if tell is None else 2  # who comes in, and who was fitted before
+        self._aside = Aside(self.layout.device)
+        places = 2 if tell is not None and self._aside.is_aside else 1  # who comes in, and who was fitted before
         self._entries, self._ends_at = Turns(self.layout, places), Turns(self.layout, places)
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
@@ -74,7 +75,6 @@ class Stack:
         """Whether there is something to do for each client before its fit, and after it."""
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self._graphs = None if tell is None else StepGraphs(self.layout, tell)
-        self._aside = Aside(self.layout.device)
         self.draws = tell is not None and self.layout.device.type == "cpu"
         """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""
 
@@ -198,10 +198,10 @@ class Stack:
         alike, phases = own[0].alike, [planned.phase.name for planned in own[0].entered.plan]
         new = {phase for phase in phases if (phase, alike) not in self._checked}
         # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
-        ended = self._ends_at.next(len(own)) if records and self.records else None
+        ended = self._ends_at.next(len(own)) if records and self.records and self._aside.is_aside else None
         while True:
             try:
-                fitted = self._fitted(own, rows, ended, new)
+                fitted = self._fitted(own, rows, records, ended, new)
             except Mixed as mixed:
                 if mixed.name in self._apart:
                     raise Unstackable(f"its step asks for {mixed.name}") from mixed
@@ -212,10 +212,14 @@ class Stack:
                 self._checked |= {(phase, alike) for phase in new}
                 return fitted
 
-    def _fitted(self, own: Sequence[Member], rows: Rows, ended: Rows | None, new: Collection[str]) -> Fitted:
-        """The same at one go; where steps are recorded, clients end up in `ended`."""
-        first, entered = own[0], [member.entered for member in own]
-        graphs = None if ended is None else self._entered(first, rows)
+    def _fitted(
+        self, own: Sequence[Member], rows: Rows, records: bool, ended: Rows | None, new: Collection[str]
+    ) -> Fitted:
+        """The same at one go; where the next cohort comes in meanwhile, clients end up in `ended`."""
+        first, entered, graphs = own[0], [member.entered for member in own], None
+        if records and self._graphs is not None:
+            self._aside.wait()
+            graphs = self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
         present = rows.clone() if graphs is None else graphs.rows
         self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
         for member in own:
@@ -228,13 +232,6 @@ class Stack:
             _run(fit, self.attributes, new, first)
             ended.copy_(present)  # others come to the same place next
         return Fitted(ended, fit, self._aside.waiting())
-
-    def _entered(self, first: Member, rows: Rows) -> FitGraphs | None:
-        """What is recorded of such fits, if anything is."""
-        if self._graphs is None or self._graphs.reason:
-            return None
-        self._aside.wait()
-        return self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
 
     def _made(
         self, entered: Sequence[Entered], rows: Rows, epoch: Epoch, graphs: FitGraphs | None = None

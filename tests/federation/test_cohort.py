@@ -13,6 +13,7 @@ from every_method import METHODS
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from fl_lightning.core import stacked_optimizers
 from fl_lightning.core.facts import Phase
 from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.rows import Unstackable
@@ -364,22 +365,25 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("pieces", [[7], [3, 4]])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_step_as_torch_steps_them_alone(kind):
+def test_rows_step_as_torch_steps_them_alone(kind, recorded, pieces, monkeypatch):
     """Three clients, of which the last one sits out every second step, so that counts of steps differ."""
+    monkeypatch.setattr(stacked_optimizers, "_MANY", 1)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(3, 7, generator=generator)
     gradients = torch.randn(6, 3, 7, generator=generator)
     alone = [nn.Parameter(row.clone()) for row in start]
     optimizers = [KINDS[kind]([parameter]) for parameter in alone]
     flat = start.clone()
-    stacked = StackedOptimizer(optimizers[0], 0, [(0, 7)], flat)
+    stacked = StackedOptimizer(optimizers[0], 0, [(0, 7)], flat, recorded)
     for step, own in enumerate(gradients):
         rows = [0, 1, 2] if step % 2 else [1, 0]
         for row in rows:
             alone[row].grad = own[row].clone()
             optimizers[row].step()
-        stacked.step(torch.tensor(rows), rows, [own[rows]])
+        stacked.step(torch.tensor(rows), rows, [own[rows].split(pieces, 1)])
     torch.testing.assert_close(flat, torch.stack([parameter.detach() for parameter in alone]), rtol=1e-6, atol=1e-7)
 
 
