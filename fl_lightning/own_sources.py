@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,24 @@ def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for class_path in _class_paths(config):
         _add(class_path.rpartition(".")[0], found)
+    return dict(sorted(found.items()))
+
+
+def imported_sources(kind: type) -> dict[str, str]:
+    """What the files hold that the file of a class imports of one's own, and that these import, as `own_sources` says.
+
+    Args:
+        kind: a class; its file may be a script.
+
+    Raises:
+        OSError: if it stands in no file.
+        TypeError: likewise.
+        SyntaxError: if the file has been edited since to something that is no Python.
+    """
+    file, module = Path(inspect.getfile(kind)), kind.__module__
+    found: dict[str, str] = {}
+    for name in _imported(ast.parse(file.read_bytes()), _package_of(module, file)):
+        _add(name, found)
     return dict(sorted(found.items()))
 
 
@@ -56,8 +75,13 @@ def _add(module: str, found: dict[str, str]) -> None:
     with suppress(OSError, SyntaxError, ValueError):
         text = file.read_bytes()
         found[module] = hashlib.sha256(text).hexdigest()[:16]
-        for name in _imported(ast.parse(text), module if file.name == "__init__.py" else package):
+        for name in _imported(ast.parse(text), _package_of(module, file)):
             _add(name, found)
+
+
+def _package_of(module: str, file: Path) -> str:
+    """What the relative imports of a module start from."""
+    return module if file.name == "__init__.py" else module.rpartition(".")[0]
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[str]:

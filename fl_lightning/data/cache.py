@@ -21,6 +21,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
 from fl_lightning.files import remove_abandoned, save_tensors, verify
+from fl_lightning.own_sources import imported_sources
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.terminal import say
 
@@ -40,9 +41,9 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
     The cache's key is made of the class, its attributes, the sources' full paths, sizes and times of change and, for a
-    class of the user's own, the text of its module and of those of its bases. A cached file that is damaged is made
-    again, with a line. Where no key can be made (a class typed into a console, an attribute that is no plain value,
-    `sources` that are unknown) the data set is decoded every time.
+    class of the user's own, the text of its module, of those of its bases and of what they import of the user's own. A
+    cached file that is damaged is made again, with a line. Where no key can be made (a class typed into a console, an
+    attribute that is no plain value, `sources` that are unknown) the data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -84,7 +85,7 @@ def _identity(dataset: Dataset) -> str | None:
     else:
         try:
             code = "/".join(map(_text_hash, (kind, *filter(_is_users, kind.__mro__[1:]))))
-        except (OSError, TypeError):
+        except (OSError, TypeError, ValueError, SyntaxError):
             return None
     try:
         return json.dumps(
@@ -100,13 +101,15 @@ def _is_users(kind: type) -> bool:
 
 
 def _text_hash(kind: type) -> str:
-    """SHA-256 of the file that a class stands in.
+    """SHA-256 of the file that a class stands in, and of those of one's own that it imports.
 
     Raises:
         OSError: if there is none.
         TypeError: likewise.
+        SyntaxError: if it has been edited since to something that is no Python; ValueError for what is no text.
     """
-    return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    own = Path(inspect.getfile(kind)).read_bytes()
+    return hashlib.sha256(own + json.dumps(imported_sources(kind)).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

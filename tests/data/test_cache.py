@@ -182,6 +182,24 @@ def test_edited_class_of_the_users_own_is_decoded_anew(tmp_path, monkeypatch):
         assert len(files(tmp_path / "cache")) == value
 
 
+def test_edited_module_that_a_class_of_the_users_own_imports_is_decoded_anew(tmp_path, monkeypatch):
+    (tmp_path / "waves.py").write_text(
+        "import torch\nfrom cleaning import clean\nfrom fl_lightning.data.dataset import Dataset\n"
+        "from fl_lightning.data.arrays import Arrays\n"
+        "class Waves(Dataset):\n    def sources(self):\n        return []\n    def arrays(self):\n"
+        "        return Arrays(clean(torch.ones(1, 1)), torch.tensor([0]), 1, ('a',))\n"
+    )
+    (tmp_path / "cleaning.py").write_text("from factors import FACTOR\ndef clean(x):\n    return FACTOR * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for value in (1.0, 2.0, 2.0):
+        (tmp_path / "factors.py").write_text(f"FACTOR = {value}\n")
+        for name in ("waves", "cleaning", "factors"):
+            sys.modules.pop(name, None)
+        assert load(__import__("waves").Waves(), tmp_path / "cache").x.item() == value
+    assert len(files(tmp_path / "cache")) == 2
+
+
 def test_data_set_that_does_not_say_what_it_reads_never_loads_old_samples(tmp_path, monkeypatch):
     code = (
         "import pathlib, torch\nfrom fl_lightning.data.dataset import Dataset\n"
