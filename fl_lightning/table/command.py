@@ -25,7 +25,7 @@ from fl_lightning.table.cells import (
     of_two_data_sets,
 )
 from fl_lightning.table.definition import Definition, read_definition
-from fl_lightning.table.figures import Values, left_out, of_fewer_seeds, values_of
+from fl_lightning.table.figures import Values, left_out, of_fewer_seeds, on_validation, values_of
 from fl_lightning.table.overlays import split_options
 from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
 from fl_lightning.table.progress import Pace, Progress, duration
@@ -85,7 +85,7 @@ def table(argv: Sequence[str], command: Command) -> int:
         return 0
     if choice.laid_over:  # whoever reads the table must know that its runs are not the file's
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
-        definition = replace(definition, note=f"{definition.note.strip()} {said}".strip())
+        definition = _noted(definition, said)
     folder = choice.output / "tables" / definition.name
     claim(folder, definition.path)
     lacking = _without_data(shard)
@@ -123,6 +123,7 @@ def _conclude(
     """Write what is known, and say what is not."""
     notes += [f"{job.cell.title}: {job.said}" for job in crew.jobs if job.state == "failed"]
     kept = list({(cell.row.name, cell.column.name, cell.seed): cell for cell in cells}.values())
+    definition = _noted(definition, on_validation(kept))
     unfinished = [cell for cell in kept if not cell.finished]
     notes += [f"{len(unfinished)} of {len(kept)} runs are not finished"] if unfinished else []
     for (then, now), own in of_other_folders(kept).items():
@@ -138,6 +139,11 @@ def _conclude(
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
+
+
+def _noted(definition: Definition, said: str) -> Definition:
+    """The same with one more thing that a reader must know."""
+    return replace(definition, note=f"{definition.note.strip()} {said}".strip())
 
 
 def _runs(cells: Sequence[Cell]) -> str:

@@ -164,6 +164,14 @@ def left_out(runs: Sequence[Cell]) -> list[str]:
     return found
 
 
+def on_validation(runs: Sequence[Cell]) -> str:
+    """Which figures are on validation parts, under the names of those on test parts; empty where none are."""
+    own = [run for run in runs if run.config["data"]["evaluate_on"] == "validation"]
+    places = dict.fromkeys(f"{run.row.name}, {run.column.name}" for run in own)
+    which = "All figures" if len(own) == len(runs) else f"The figures of {'; '.join(places)}"
+    return f"{which} are on validation parts; the test parts were laid aside." if own else ""
+
+
 def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, tuple[float, float]]:
     """Each client's figure at the same moment, and its share of the mean; empty where it has none.
 

@@ -35,3 +35,13 @@ def test_a_table_none_of_whose_data_are_there_has_failed_and_is_printed_though_i
     with pytest.raises(WriteError, match=r"cannot write .*table\.csv"):
         table(["t.yaml"], lambda words: None)
     assert "- column A: data.dataset: " in capsys.readouterr().out
+
+
+def test_a_table_of_runs_on_validation_parts_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = TABLE.replace("{class_path: MNIST, init_args: {root: none, download: false}}", "Digits")
+    (tmp_path / "t.yaml").write_text(text + "      validation_fraction: 0.2\n      evaluate_on: validation\n")
+    table(["t.yaml"], lambda words: None)
+    said = "All figures are on validation parts; the test parts were laid aside."
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "runs/tables/nothing/table.md").read_text()

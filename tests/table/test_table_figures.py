@@ -13,6 +13,7 @@ from fl_lightning.table.figures import (
     differ,
     left_out,
     of_fewer_seeds,
+    on_validation,
     over_clients,
     students,
 )
@@ -229,3 +230,16 @@ def test_runs_whose_clients_fell_sick_are_named():
 
     runs = [run("A, one, seed 0", None, None), run("B, one, seed 0", 0, 2, 1), run("C, one, seed 0", 0, 0)]
     assert left_out(runs) == ["B, one, seed 0: in 2 of 3 rounds clients that fell sick were left out, 3 in all"]
+
+
+def test_runs_on_validation_parts_are_named():
+    """Their figures, which have the names of those on test parts, stood in a table without a word."""
+
+    def run(row, part):
+        config = {"data": {"evaluate_on": part}}
+        return SimpleNamespace(row=SimpleNamespace(name=row), column=SimpleNamespace(name="one"), config=config)
+
+    tested, tried = run("A", "test"), run("B", "validation")
+    assert on_validation([tested]) == on_validation([]) == ""
+    assert on_validation([tried, tried]).startswith("All figures are on validation parts")
+    assert on_validation([tested, tried, tried]).startswith("The figures of B, one are on validation parts")
