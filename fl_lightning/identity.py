@@ -25,6 +25,7 @@ _NO_IDENTITY = (
 )  # fmt: skip
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
 _LENGTH = re.compile(r"federation\.(rounds|early_stopping)(\.|$)")
+_COMPUTED = ("federation.", "trainer.")
 _CARE = {"federation.on_client_error": "stop", "federation.max_growth": 1e4}  # and what they usually are
 _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
@@ -58,6 +59,16 @@ def care(config: Mapping[str, Any]) -> dict[str, Any]:
 def course(config: Mapping[str, Any]) -> dict[str, Any]:
     """What may differ between a run and its continuation, but not between repeats: how long it is, and its care."""
     return {**{key: value for key, value in _flatten(config) if _LENGTH.match(key)}, **care(config)}
+
+
+def computed_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys in which two configurations of one run differ that say how it is computed: workers, cohorts, devices.
+
+    They change no number but by rounding, and so tell no run from another; how long it takes, they change.
+    """
+    flat = [{k: v for k, v in _flatten(config) if k.startswith(_COMPUTED)} for config in (one, other)]
+    keys = dict.fromkeys(key for own in flat for key in own if not key.endswith(".length"))
+    return [key for key in keys if flat[0].get(key) != flat[1].get(key)]
 
 
 def contents(config: Mapping[str, Any]) -> dict[str, str]:

@@ -15,7 +15,16 @@ from typing import Any
 from fl_lightning.configuration import Config, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.files import read_json
-from fl_lightning.identity import care, contents, data_files, folders, identity, last_change, own_files
+from fl_lightning.identity import (
+    care,
+    computed_otherwise,
+    contents,
+    data_files,
+    folders,
+    identity,
+    last_change,
+    own_files,
+)
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
@@ -194,6 +203,22 @@ def of_two_data_sets(cells: Sequence[Cell]) -> tuple[Cell, Cell] | None:
         if folders(other.config) != folders(cell.config):
             return other, cell
     return None
+
+
+def of_one_run(cells: Iterable[Cell]) -> list[str]:
+    """A line on each place of a table whose figures are another one's run's, though it is to be computed otherwise.
+
+    Two such rows are one run, since no number tells them apart; but how long it took, and its rounding, are of one.
+    """
+    first: dict[Path, Cell] = {}
+    found: dict[str, None] = {}
+    for cell in cells:
+        other = first.setdefault(cell.folder, cell)
+        keys = ", ".join(computed_otherwise(other.config, cell.config))
+        here, there = (f"{own.row.name}, {own.column.name}" for own in (cell, other))
+        said = f"{here} is the run of {there}, its seconds, too: they differ in {keys} alone, which tells no runs apart"
+        found |= {said: None} if keys else {}
+    return list(found)
 
 
 def of_other_folders(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:

@@ -21,6 +21,7 @@ from fl_lightning.table.cells import (
     cells_of,
     made_alike,
     of_edited_folders,
+    of_one_run,
     of_other_folders,
     of_two_data_sets,
 )
@@ -130,6 +131,7 @@ def _conclude(
         notes.append(f"{_runs(own)} read the images in {then}, not in {now}, and were not run again")
     for edited, own in of_edited_folders(kept).items():
         notes.append(f"{_runs(own)} ended before something changed in {edited}, and were not run again")
+    notes += of_one_run(kept)
     values = values_of(definition, kept)
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)

@@ -45,3 +45,15 @@ def test_a_table_of_runs_on_validation_parts_says_so(tmp_path, monkeypatch, caps
     said = "All figures are on validation parts; the test parts were laid aside."
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "runs/tables/nothing/table.md").read_text()
+
+
+def test_rows_that_differ_in_how_they_are_computed_alone_are_said_to_be_one_run(tmp_path, monkeypatch, capsys):
+    """A row in cohorts had the seconds of the row one by one, to the last digit."""
+    monkeypatch.chdir(tmp_path)
+    text = TABLE.replace("{class_path: MNIST, init_args: {root: none, download: false}}", "Digits")
+    rows = "rows: {Row: {}, Same: {}, Stacked: {set: {federation.cohort: 2, federation.graph: true}}}"
+    (tmp_path / "t.yaml").write_text(text.replace("rows: {Row: {}}", rows))
+    table(["t.yaml"], lambda words: None)
+    out = capsys.readouterr().out
+    assert "Stacked, A is the run of Row, A, its seconds, too: they differ in federation.cohort, " in out
+    assert "Same, A is the run" not in out
