@@ -4,6 +4,7 @@ import pytest
 
 from fl_lightning.files import WriteError
 from fl_lightning.table.command import table
+from fl_lightning.table.running import Crew
 
 TABLE = """\
 title: Nothing
@@ -41,6 +42,7 @@ def test_a_table_of_runs_on_validation_parts_says_so(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     text = TABLE.replace("{class_path: MNIST, init_args: {root: none, download: false}}", "Digits")
     (tmp_path / "t.yaml").write_text(text + "      validation_fraction: 0.2\n      evaluate_on: validation\n")
+    monkeypatch.setattr(Crew, "run", lambda crew: 1)  # nothing is started
     table(["t.yaml"], lambda words: None)
     said = "All figures are on validation parts; the test parts were laid aside."
     assert said in capsys.readouterr().out
@@ -53,6 +55,7 @@ def test_rows_that_differ_in_how_they_are_computed_alone_are_said_to_be_one_run(
     text = TABLE.replace("{class_path: MNIST, init_args: {root: none, download: false}}", "Digits")
     rows = "rows: {Row: {}, Same: {}, Stacked: {set: {federation.cohort: 2, federation.graph: true}}}"
     (tmp_path / "t.yaml").write_text(text.replace("rows: {Row: {}}", rows))
+    monkeypatch.setattr(Crew, "run", lambda crew: 1)  # nothing is started
     table(["t.yaml"], lambda words: None)
     out = capsys.readouterr().out
     assert "Stacked, A is the run of Row, A, its seconds, too: they differ in federation.cohort, " in out
