@@ -26,6 +26,7 @@ _NO_IDENTITY = (
 _PLACE = re.compile(r"data\.dataset\.(.+\.)?init_args\.(root|download)")  # of a data set, or of one that it draws from
 _LENGTH = re.compile(r"federation\.(rounds|early_stopping)(\.|$)")
 _COMPUTED = ("federation.", "trainer.")
+_ROUNDING = ("federation.cohort", "federation.graph", "federation.compile")
 _CARE = {"federation.on_client_error": "stop", "federation.max_growth": 1e4}  # and what they usually are
 _WEIGHTS = (".pt", ".pth")
 CONTENTS = " (contents)"
@@ -59,6 +60,11 @@ def care(config: Mapping[str, Any]) -> dict[str, Any]:
 def course(config: Mapping[str, Any]) -> dict[str, Any]:
     """What may differ between a run and its continuation, but not between repeats: how long it is, and its care."""
     return {**{key: value for key, value in _flatten(config) if _LENGTH.match(key)}, **care(config)}
+
+
+def rounding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes no number but by rounding, and how long a round takes, where it is asked for."""
+    return {key: value for key, value in _flatten(config) if key in _ROUNDING and value}
 
 
 def computed_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import yaml
 
 from fl_lightning.errors import require
 from fl_lightning.files import content_of, fits_checksum, plain_json
-from fl_lightning.identity import course, folders, identity
+from fl_lightning.identity import course, folders, identity, rounding
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row, read_metrics, read_rows
@@ -72,9 +72,9 @@ class RecordedRun:
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
-        """All keys that change a number, but the seed, and the run's course; empty without a configuration."""
+        """All keys that change a number, if by rounding, but the seed; and the run's course. Empty without a file."""
         found = {key: value for key, value in identity(self.config).items() if key != "seed"}
-        return {**found, **course(self.config), **folders(self.config)}
+        return {**found, **course(self.config), **folders(self.config), **rounding(self.config)}
 
     @cached_property
     def client_rows(self) -> Sequence[Row]:

@@ -58,6 +58,8 @@ def test_keys_of_one_last_word_are_told_apart_in_a_name():
     ("key", "one", "other", "labels"),
     [
         ("rounds", 3, 6, ["A (rounds 3)", "A (rounds 6)"]),
+        ("cohort", None, 4, ["A (cohort none)", "A (cohort 4)"]),
+        ("graph", False, "auto", ["A (graph none)", "A (graph auto)"]),
         ("early_stopping", None, {"patience": 2}, ["A (patience none)", "A (patience 2)"]),
     ],
 )
