@@ -318,7 +318,6 @@ def test_run_resumes_exactly_from_a_checkpoint(method, set_up_federation, outcom
     """What a kill in the second round leaves behind: the checkpoint of the first, and what came after it."""
     failures = Failures(schedule={"2": [0, 1]})
     options = {"rounds": 3, "participation": 0.5, "local_epochs": 2, "lr_decay": 0.9, "failures": failures}
-    options["evaluate"] = OWN
     straight = set_up_federation(method, folder=tmp_path / "straight", **options)
     for _ in range(2):
         straight.advance()
@@ -368,12 +367,11 @@ def test_what_comes_frozen_does_not_travel_and_no_figure_moves(name, mlp, run_fe
         model.body.stages[0].requires_grad_(False)
         return METHODS[name](model)
 
-    own = replace(OWN, server=True)
-    loop = run_federation(make, rounds=2, evaluate=own)
+    loop = run_federation(make, rounds=2)
     fixed = set(loop.runner.modules[0].division.fixed)
     assert not fixed & {entry for message in loop.diary.sent.values() for entry in message.weights}
     monkeypatch.setattr(division, "_fixed", lambda method, shared: ())
-    whole = run_federation(make, rounds=2, evaluate=own)
+    whole = run_federation(make, rounds=2)
     shared = whole.runner.modules[0].division.shared
     assert fixed == {entry for entry in shared if entry.startswith("model.body.stages.0.")}
     for row, other in zip(loop.diary.rows, whole.diary.rows, strict=True):
