@@ -337,7 +337,7 @@ def _is_tensor(stand_in: Hashable) -> bool:
     return isinstance(stand_in, tuple) and stand_in[:1] == ("tensor",)
 
 
-def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool] = lambda module, name: False) -> str:
+def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool]) -> str:
     """The name of an attribute that steps have changed, other than a new one that holds a step's tensor.
 
     Who had the attribute before, be it as None, may read it after the fit.

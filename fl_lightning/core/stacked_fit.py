@@ -293,23 +293,20 @@ class _Phase:
 
         for name in names or made:
             for optimizer, stretches in made[name]:
-                pieces = [[columns(place, found[place]) for place in own] for own in stretches]
-                if settings.accumulate == 1 and settings.clip_value is None:
-                    optimizer.step(slice(0, len(rows)) if index is None else index, rows, pieces)
-                    continue
-                gradients = [torch.cat(own, 1) for own in pieces]
-                if settings.accumulate > 1:
-                    gradients = self._accumulate(optimizer, rows, gradients, due)
-                stepping = [row for row, now in zip(rows, due, strict=True) if now]
-                if all(due):
-                    self._clip(gradients)
-                    optimizer.step(slice(0, len(rows)) if index is None else index, rows, [[own] for own in gradients])
-                elif stepping:
-                    kept = torch.tensor(due, device=self.fit.layout.device)
-                    gradients = [gradient[kept] for gradient in gradients]
-                    self._clip(gradients)
-                    own = torch.tensor(stepping, device=self.fit.layout.device)
-                    optimizer.step(own, stepping, [[gradient] for gradient in gradients])
+                gradients = [[columns(place, found[place]) for place in own] for own in stretches]
+                stepping, where = rows, slice(0, len(rows)) if index is None else index
+                if not (optimizer.by_piece and settings.accumulate == 1 and settings.clip_value is None):
+                    whole = [torch.cat(own, 1) for own in gradients]
+                    if settings.accumulate > 1:
+                        whole = self._accumulate(optimizer, rows, whole, due)
+                    if not all(due):
+                        stepping = [row for row, now in zip(rows, due, strict=True) if now]
+                        where, kept = (torch.tensor(own, device=fit.layout.device) for own in (stepping, due))
+                        whole = [own[kept] for own in whole]
+                    self._clip(whole)
+                    gradients = [[own] for own in whole]
+                if stepping:
+                    optimizer.step(where, stepping, gradients)
         return len(names or made)
 
     def _made(self, outcome: Outcome) -> Parts:

@@ -56,7 +56,7 @@ class StackedOptimizer:
         self.flat = flat
         self.counts = [0] * len(flat)
         self.counts_there = counts_there or flat.is_cuda
-        self._by_piece = kind is SGD and counts_there and not flat.is_cuda and flat.numel() >= _MANY
+        self.by_piece = kind is SGD and counts_there and not flat.is_cuda and flat.numel() >= _MANY
         """Whether gradients are taken as they come: a tape calls torch in no time, and to put many side by side takes a
         CPU as long as to step on them."""
         self._steps = torch.zeros(len(flat), 1, dtype=torch.float64, device=flat.device)
@@ -107,7 +107,6 @@ class StackedOptimizer:
                 self._steps[rows] = counts
         for (start, end), state, pieces in zip(self.stretches, self.state, gradients, strict=True):
             values, moments = self.flat[rows, start:end], [moment[rows] for moment in state]
-            pieces = pieces if self._by_piece else [torch.cat(list(pieces), 1)]
             widths = [piece.shape[1] for piece in pieces]
             for piece, *split in zip(pieces, *(tensor.split(widths, 1) for tensor in (values, *moments)), strict=True):
                 self._step(split[0], piece, split[1:], counts)

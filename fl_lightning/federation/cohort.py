@@ -137,7 +137,7 @@ class Cohort:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
                 self._fit(stack)
             yield from ahead  # while a GPU does the steps that it was just told
-            ahead = begun if stack is not None and stack.records and self.runner.device.type != "cpu" else []
+            ahead = begun if stack is not None and stack.records and stack.goes_ahead else []
             if not ahead:
                 yield from begun
         yield from ahead

@@ -63,7 +63,9 @@ class Stack:
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
         self._aside = Aside(self.layout.device)
-        places = 2 if tell is not None and self._aside.is_aside else 1  # who comes in, and who was fitted before
+        self.goes_ahead = tell is not None and self._aside.is_aside
+        """Whether the next cohort comes in while a device still does this one's recorded steps."""
+        places = 2 if self.goes_ahead else 1  # who comes in, and who was fitted before
         self._entries, self._ends_at = Turns(self.layout, places), Turns(self.layout, places)
         self._apart: set[str] = set()
         self._checked: set[Hashable] = set()
@@ -198,7 +200,7 @@ class Stack:
         alike, phases = own[0].alike, [planned.phase.name for planned in own[0].entered.plan]
         new = {phase for phase in phases if (phase, alike) not in self._checked}
         # Here: not aside, where memory may be given away again too early, nor anew, where those before have ended.
-        ended = self._ends_at.next(len(own)) if records and self.records and self._aside.is_aside else None
+        ended = self._ends_at.next(len(own)) if records and self.records and self.goes_ahead else None
         while True:
             try:
                 fitted = self._fitted(own, rows, records, ended, new)
