@@ -178,9 +178,10 @@ class Descent:
 
     def _clip(self, optimizer: Any) -> None:
         assert self.settings.clip_value is not None
-        parameters = _parameters([optimizer])
+        parameters = [own for own in _parameters([optimizer]) if own.grad is not None]
         if self.settings.clip_algorithm == "value":
-            nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
+            if parameters:  # torch's own function raises an error where there is no gradient at all
+                nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
         else:
             nn.utils.clip_grad_norm_(parameters, self.settings.clip_value)
 

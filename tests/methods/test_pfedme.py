@@ -87,3 +87,13 @@ def test_ranges_are_checked(mlp):
         pFedMe(mlp(), inner_steps=0)
     with pytest.raises(ConfigError, match=r"method\.personal_lr: must be > 0 and below 2 / weight \(0\.133333\)"):
         pFedMe(mlp(), personal_lr=0.2)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_steps_of_w_are_clipped_though_the_other_part_has_no_gradient(algorithm, mlp, set_up_federation, sgd):
+    flags = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+    loop = set_up_federation(lambda: pFedMe(mlp(), WEIGHT, STEPS), rounds=1, optimizer=sgd(LR), trainer=flags)
+    before = {name: tensor.clone() for name, tensor in loop.exchange.global_message().weights.items()}
+    loop.run()
+    moved = max(float((tensor - before[n]).abs().max()) for n, tensor in loop.exchange.global_message().weights.items())
+    assert 0 < moved <= 4 * LR * 1.001e-3  # a round has at most four steps
