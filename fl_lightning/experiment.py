@@ -33,7 +33,7 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
 from fl_lightning.federation.settings import Federation
-from fl_lightning.federation.sickness import RoundError
+from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.threads import choose_threads
@@ -219,18 +219,21 @@ class BuiltExperiment:
 
     def said_of(self, error: RoundError) -> str:
         """The line on what has ended the run; a long reason loses its middle, the command that goes on does not."""
-        last = self._last_good(bool(error.__cause__ and place_of(error.__cause__)))
+        last = self._last_good(error)
         return f"fl-lightning: error: {shortened(str(error), max(170, 276 - len(last)))}; {last}"
 
-    def _last_good(self, is_mistake: bool) -> str:
+    def _last_good(self, error: RoundError) -> str:
         """Where a run goes on that a sick client or server, or a mistake in somebody's own file, has ended."""
         checkpoints = self.loop.checkpoints
         kept = checkpoints.all() if checkpoints is not None else []
-        whole = f"{TRACEBACK}=1 shows the error as it was raised"
+        hint = ""
+        if error.__cause__ is not None and place_of(error.__cause__):
+            hint = f" ({TRACEBACK}=1 shows the error as it was raised)"
+        elif kept and isinstance(error, ClientError) and self.loop.settings.on_client_error == "stop":
+            hint = " (--federation.on_client_error skip leaves sick clients out)"
         if not kept:
-            return f"no round was saved ({whole})" if is_mistake else "no round was saved"
-        skip = whole if is_mistake else "--federation.on_client_error skip leaves sick clients out"
-        return f"last good checkpoint: {kept[-1]}; {continue_command(self.folder)} continues there ({skip})"
+            return f"no round was saved{hint}"
+        return f"last good checkpoint: {kept[-1]}; {continue_command(self.folder)} continues there{hint}"
 
     def _run(self, callbacks: Callable[..., Any] | None) -> Config | None:
         self.loop.advice = self.advice

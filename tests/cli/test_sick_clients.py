@@ -52,6 +52,17 @@ def test_run_stops_with_one_line_and_goes_on_without_the_client(workplace):
     assert code == 0, err
 
 
+def test_sick_server_is_said_without_advice_on_clients(workplace):
+    leaps = {"class_path": "ServerMomentum", "init_args": {"lr": 20.0}}
+    workplace.change(method={"class_path": "FedAvg"}, federation={"server_optimizer": leaps, "max_growth": 20.0})
+    workplace.change(federation={"on_client_error": "skip"})
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet")
+    assert code == 1
+    assert "round 2, the server" in err
+    assert "last good checkpoint" in err
+    assert "on_client_error" not in err
+
+
 def test_error_is_shown_as_it_was_raised_if_one_asks_for_it(workplace):
     arguments = ("fit", "--config", "exp.yaml", "--method", "mine.Sick", "--quiet")
     code, _, err = workplace.call(*arguments, env={"FL_LIGHTNING_TRACEBACK": "1"})
