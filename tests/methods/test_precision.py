@@ -201,3 +201,13 @@ def test_loss_scale_is_a_clients_own(name, run_method, outcome, assert_identical
 
 def test_half_precision_is_refined_for_every_run(run_method):
     assert isinstance(run_method(METHODS[0], "bf16-true").runner.trainer.precision_plugin, HalfLayers)
+
+
+@pytest.mark.parametrize("name", ["FedCVAE", "FedFed"])
+def test_a_message_leaves_its_tensors_in_the_type_that_a_fit_does(name, run_method):
+    """The Trainer converts a module once: in a process that goes on, or in another worker, that is another client."""
+    loop = run_method(name, "64-true", rounds=1)
+    loop.run()
+    module = loop.runner.load(2)
+    module.receive(loop.exchange.inbox(2), loop.data.clients[2])
+    assert {tensor.dtype for tensor in module.buffers() if tensor.is_floating_point()} == {torch.float64}
