@@ -26,11 +26,14 @@ class Holders:
     def share_out(self, costs: Mapping[int, float], pool: ClientPool) -> dict[int, int]:
         """Decide which worker takes which client, and bring their states there; all processes together.
 
+        The main process decides: what a fit costs is read off a method of anybody's, of which each process has another
+        client's, and processes that disagree would wait for one another for ever.
+
         Args:
-            costs: client -> how long it takes, in any unit.
+            costs: client -> how long it takes, in any unit; the main process's count.
             pool: this process's.
         """
-        return self.assign(self.workers.share_out(costs, self._known), pool)
+        return self.assign(self.workers.main_says(self.workers.share_out(costs, self._known)), pool)
 
     def assign(self, owners: dict[int, int], pool: ClientPool) -> dict[int, int]:
         """Bring clients' states to these workers; returns them."""

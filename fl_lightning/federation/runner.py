@@ -33,6 +33,7 @@ from fl_lightning.federation.fit_checks import check_interfaces, check_optimizer
 from fl_lightning.federation.flags import check_batches, check_flags, limits
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.model_files import full_state
+from fl_lightning.federation.passes import Passes
 from fl_lightning.federation.record_privacy import PrivateFits
 from fl_lightning.federation.refit import Fits
 from fl_lightning.federation.reports import ClientReport
@@ -112,7 +113,7 @@ class Runner:
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
         self.pool, self.stopwatch = ClientPool(None), Stopwatch()
         self.keeps_shared = self.keeps_start = False
-        self._passes: dict[tuple[int, Workload], float] = {}
+        self._passes = Passes()
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
         self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
@@ -294,12 +295,8 @@ class Runner:
 
     def passes(self, client: int, round: int) -> float:
         """How often a client's fit passes over its training part in a round."""
-        module, workload = self.module(client), self.workload(client, round)
-        key = self.architecture[client], workload
-        if key not in self._passes:
-            module.workload = workload
-            self._passes[key] = module.plan().passes(workload.batches)
-        return self._passes[key]
+        architecture = self.architecture[client]
+        return self._passes.of(self.modules[architecture], architecture, self.workload(client, round), round)
 
     def fit(self, module: ClientModule, data: ClientData, round: int) -> None:
         """One local fit with the one Trainer."""

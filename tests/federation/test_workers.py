@@ -13,6 +13,7 @@ from tiny_optimizers import adam
 
 from fl_lightning.core.aggregation import TensorMean
 from fl_lightning.core.message import Message
+from fl_lightning.core.method import Phase
 from fl_lightning.core.server import Server
 from fl_lightning.core.weighing import SelfWeighingServer
 from fl_lightning.errors import ConfigError
@@ -77,6 +78,13 @@ class Falls(FedRep):
         return super().send(data)
 
 
+class Begins(FedAvg):
+    """Its phases rest on the round, which a worker without a client has not heard of."""
+
+    def phases(self):
+        return [Phase("all", epochs=None if self.facts.round else 0)]
+
+
 class StopsAfter(FederationCallback):
     def __init__(self, round):
         self.round = round
@@ -98,6 +106,10 @@ OPTIONS = {
     "a sick client": (Falls, {"on_client_error": "skip"}),
     "a sick peer": (Falls, {"on_client_error": "skip", "exchange": DirectedGraph(2)}),
     "random peers": (FedRep, {"exchange": RandomPeers(2), "failures": Failures(0.3)}),
+    "phases by the round": (
+        Begins,
+        {"failures": Failures(schedule={"1": [1, 2, 3]}), "evaluate": EvaluationPolicy(trained=False)},
+    ),
     "an attack": (FedRep, {"attack": Attack(share=0.5, kind="noise")}),
     "attackers that collude": (FedRep, {"attack": Attack(share=0.5, kind="inner_product")}),
 }
