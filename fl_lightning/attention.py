@@ -47,12 +47,13 @@ class Attention(NamedTuple):
     Args:
         images: [M, H, W, 3] in [0, 1], an image of each drawn client's own test part.
         clients: [M] whose they are.
-        maps: network -> [M, M, H, W], what client i's network says of image j, each map's largest value 1 (0: no heat).
+        maps: network -> client -> [M, H, W], what the client's network says of each image, each map's largest value 1
+            (0: no heat). A client without such a network, or without a model, has none.
     """
 
     images: np.ndarray
     clients: Sequence[int]
-    maps: dict[str, np.ndarray]
+    maps: dict[str, dict[int, np.ndarray]]
 
 
 def attentions(lines: Sequence[Series], held: str, trust: Trust) -> Iterator[Figure]:
@@ -79,12 +80,12 @@ def attentions(lines: Sequence[Series], held: str, trust: Trust) -> Iterator[Fig
             continue
         for i, client in enumerate(found.clients):
             drawn = {"image": found.images[i]} | {
-                n: _laid_over(found.images[i], m[i, i]) for n, m in found.maps.items()
+                n: _laid_over(found.images[i], m[client][i]) for n, m in found.maps.items() if client in m
             }
             for network, picture in drawn.items():
                 rows.add(s=place, pick=place, client=client, network=networks.index(network), src=len(pictures))
                 pictures.append(_as_address(picture))
-        facts += [f"{picks[-1]}, {network}: {_agreement(maps)}" for network, maps in found.maps.items()]
+        facts += [f"{picks[-1]}, {network}: {_agreement([*own.values()])}" for network, own in found.maps.items()]
     nobody = "none of the methods' networks has a convolution over images"
     require(bool(len(rows)), OPTION, nobody, ", ".join(str(line.runs[0].path) for line in lines))
     text = (
@@ -127,15 +128,14 @@ def attend(folder: Path, name: str, trust: Trust) -> Attention:
     chosen = _images_of(loop, classes.index(name))
     require(bool(chosen), OPTION, f"no client of {folder.name} has a test image of that class", name)
     x, _ = loop.data.store.gather(torch.as_tensor([chosen[client] for client in chosen]))
-    maps: dict[str, list[Tensor]] = {}
+    maps: dict[str, dict[int, np.ndarray]] = {}
     for client, method in trained(loop, folder, OPTION):
         if client in chosen:
             for network, score, layer in views(method, x, classes.index(name)):
-                maps.setdefault(network, []).append(gradcam(score, layer, x))
+                maps.setdefault(network, {})[client] = gradcam(score, layer, x).cpu().numpy()
     mean, std = loop.data.store.pixel_mean_and_std()
     images = _as_colours((x * std + mean).clamp(0, 1).float()).permute(0, 2, 3, 1)
-    stacked = {network: torch.stack(own).cpu().numpy() for network, own in maps.items()}
-    return Attention(images.cpu().numpy(), list(chosen), stacked)
+    return Attention(images.cpu().numpy(), list(chosen), maps)
 
 
 def _as_colours(x: Tensor) -> Tensor:
@@ -235,9 +235,9 @@ def _captum() -> Any:
     return LayerGradCam
 
 
-def _agreement(maps: np.ndarray) -> str:
-    """The mean correlation of two clients' maps [M, M, H, W] of the same image, in words."""
-    flat = maps.reshape(*maps.shape[:2], -1)
+def _agreement(maps: Sequence[np.ndarray]) -> str:
+    """The mean correlation of two clients' maps of the same image, of [M, H, W] of each client, in words."""
+    flat = np.stack(maps).reshape(len(maps), len(maps[0]), -1)
     with np.errstate(invalid="ignore"):
         each = [
             np.corrcoef(flat[i, image], flat[j, image])[0, 1]

@@ -61,7 +61,7 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         trust: what the runs' configurations may import.
 
     Raises:
-        ConfigError: if a run cannot be built again, or keeps no models.
+        ConfigError: if a run cannot be built again, keeps no models, or embeds samples in several sizes.
     """
     rows, picks, names = Rows("s", "pick", "x", "y", "held", "client", "kind"), list[str](), list[str]()
     layers: list[Heads] = []
@@ -137,12 +137,14 @@ def embed_run(folder: Path, trust: Trust) -> tuple[Embedded, list[str]]:
         The points, and the names of all classes.
 
     Raises:
-        ConfigError: if the run cannot be built again, or keeps no models.
+        ConfigError: if the run cannot be built again, keeps no models, or embeds samples in several sizes.
     """
     loop = with_models(folder, trust, OPTION)
     sums = np.zeros((len(loop.data.arrays.classes),) * 2)
     parts = [*_samples(loop, folder, sums)]
     require(bool(parts), OPTION, "no client has both a model and test samples", str(folder))
+    sizes = sorted({part[0].shape[1] for part in parts})
+    require(len(sizes) == 1, OPTION, f"the clients' models have embeddings of several sizes, {sizes}", str(folder))
     parts += _prototypes(loop, parts[0][0].shape[1])
     z, label, client = (np.concatenate(each) for each in zip(*parts, strict=True))
     soft_labels = sums / np.maximum(sums.sum(1, keepdims=True), 1e-12)

@@ -114,8 +114,15 @@ class BuiltExperiment:
         usual: Config = dict(OPTIMIZER)
         own: Config = self.config["optimizer"]
         is_usual = short_name(own) == short_name(usual) and own["init_args"]["lr"] == usual["init_args"]["lr"]
-        if not is_usual and any(module.own.has_optimizer for module in self.loop.runner.modules):
+        brings = [module.own.has_optimizer for module in self.loop.runner.modules]
+        if is_usual or not any(brings):
+            return
+        if all(brings):
             say("optimizer: not used, the model brings its own; model.optimizer: configured takes this one")
+            return
+        takes = "its init_args.optimizer: configured takes this one"
+        for key in (f"model.{index}" for index, own in enumerate(brings) if own):
+            say(f"optimizer: not used for {key}, which brings its own; {takes}")
 
     def _make_method(self, architecture: int) -> Method:
         spec = self.data.spec

@@ -44,10 +44,11 @@ def test_a_network_without_convolutions_is_not_asked():
 
 
 def test_agreement_is_one_for_equal_maps_and_left_out_without_heat():
-    one = np.random.default_rng(0).random((1, 3, 4, 4))
-    assert _agreement(np.concatenate([one, one])) == "agreement 1.00"
-    assert _agreement(np.concatenate([one, 1 - one])) == "agreement -1.00"
+    one = np.random.default_rng(0).random((3, 4, 4))
+    assert _agreement([one, one]) == "agreement 1.00"
+    assert _agreement([one, 1 - one]) == "agreement -1.00"
     assert _agreement(np.zeros((2, 2, 4, 4))) == "no two maps to compare"
+    assert _agreement([one]) == "no two maps to compare"
 
 
 @pytest.mark.parametrize(("channels", "drawn"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (3, [0, 1, 2]), (4, [0, 1, 2])])

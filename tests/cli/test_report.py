@@ -69,6 +69,41 @@ def test_code_that_a_run_names_is_not_imported(finished, workplace):
     assert not (workplace.path / "harmed").exists()
 
 
+SMALL = """
+from torch import nn
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 16))
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.fc(self.layer(x).relu())
+"""
+
+
+def test_embeddings_and_attention_where_clients_have_different_models(workplace):
+    """Both ended in a traceback: a client without a convolution, and embeddings of two sizes."""
+    pytest.importorskip("captum")
+    workplace.write("small.py", SMALL)
+    mine = {"class_path": "WrappedModel", "init_args": {"module": "small.Small", "head": "fc"}}
+    mlp = {"class_path": "MLP", "init_args": {"hidden": [8]}}
+    models = [{**mlp, "clients": 2}, {**mine, "clients": 4}]
+    workplace.change(method="Local", model=models, federation={"rounds": 1})
+    workplace.fit()
+    page, pictures = workplace.path / "page.html", workplace.path / "pictures"
+    trust = ["--trust", "small", "--output", page]
+    code, _, err = workplace.call("report", workplace.run, "--attention", "3", *trust, "--figures", pictures)
+    assert (code, err) == (0, "")
+    assert "model: agreement" in page.read_text(encoding="utf-8")
+    assert (pictures / "attention.svg").read_text().count("<image") == 5 + 3  # five images, and three clients' maps
+    code, _, err = workplace.call("report", workplace.run, "--embed", *trust)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "embeddings of several sizes, [8, 16]" in err
+
+
 def test_embeddings_and_attention_of_a_real_run(workplace):
     pytest.importorskip("captum")
     adam = {"class_path": "Adam", "init_args": {"lr": 0.001}}

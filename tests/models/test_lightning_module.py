@@ -362,6 +362,16 @@ def test_three_lines_federate_a_module(trial, capsys):
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
+def test_a_list_says_whose_optimizer_is_not_used(trial, capsys):
+    """It said so of all the list, of which the others do use it."""
+    module = {"class_path": "tutorial_modules.PlainTen", "init_args": {"width": 6}}
+    models = ["MLP", {"class_path": "WrappedLightningModule", "init_args": {"module": module}}]
+    trial(name="whose", model=models, method="Local", federation__rounds=1).fit()
+    said = capsys.readouterr().err
+    line = "optimizer: not used for model.1, which brings its own; its init_args.optimizer: configured takes this one"
+    assert [each for each in said.splitlines() if "optimizer" in each] == [line]
+
+
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
