@@ -84,14 +84,17 @@ class BuiltExperiment:
         self.stopped_by = 0
         """The signal that stopped it; 0 for none."""
 
-    def setup(self, in_memory: bool = False, anew: bool = False) -> None:
+    def setup(self, in_memory: bool = False, anew: bool = False, fits: bool = True) -> None:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder.
 
         Args:
             in_memory: keep the loop out of the run's folder, too, when it runs, and so clients' states off the disk.
             anew: whether a run that the folder holds is replaced, not continued.
+            fits: whether clients are fitted; otherwise nothing is said of what their steps could not be.
         """
         self.data.setup(self.seed)
+        if not fits:
+            self.loop.settings = replace(self.loop.settings, cohort=None, graph=None, compile=False)
         if in_memory:
             self.loop.settings = replace(self.loop.settings, pool="memory")
         trainer = {"default_root_dir": str(self.folder), **self.trainer}
@@ -301,7 +304,7 @@ class BuiltExperiment:
         Args:
             checkpoint: which checkpoint; ``auto`` takes the newest.
         """
-        self.setup()
+        self.setup(fits=False)
         return reexamine(self.loop, self.folder, checkpoint)
 
 

@@ -34,7 +34,7 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
 
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
-    experiment.setup()
+    experiment.setup(fits=False)
     checkpoints = Checkpoints(folder / "checkpoints")
     path = checkpoints.find("auto")
     if path is not None:

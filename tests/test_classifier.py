@@ -88,6 +88,18 @@ def test_load_refuses_a_global_model_where_there_is_none(run):
         fl_lightning.load(run.folder)
 
 
+@pytest.mark.parametrize("way", [{"federation__cohort": 4}, {"federation__compile": True}])
+def test_what_fits_nobody_says_nothing_of_fits(way, trial, capsys):
+    """Each call said again why the run's clients had been fitted one by one."""
+    name = "".join(way)
+    run = trial(name=name, method="DRDFL", federation__rounds=1, federation__local_steps=1, **way).fit()
+    assert "DRDFL runs" in capsys.readouterr().err
+    for client in (0, 1):
+        run.model(client=client)
+    assert run.evaluate()["Local-T"] == run.summary["last"]["Local-T"]
+    assert capsys.readouterr().err == ""
+
+
 def test_load_refuses_what_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="run: there is no run in that folder"):
         fl_lightning.load(tmp_path, client=0)
