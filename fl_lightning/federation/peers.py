@@ -62,6 +62,8 @@ class Peers(Exchange, ABC):
         self._posted: dict[int, Message] = {}  # of the round that is open
         self._finished: dict[int, Message] = {}  # of the last round that anybody finished, for who was out of it
         self._arrived: dict[int, Arrival] = {}
+        self._replaced: dict[int, Arrival | None] = {}  # of those brought into the open round, what they had before
+        self._unheard: dict[int, Size] = {}  # came down to who fell sick as it joined
         self._hops: list[Hop] = []
 
     @abstractmethod
@@ -86,13 +88,16 @@ class Peers(Exchange, ABC):
     @override
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.round, self.participants = round, list(participants)
-        self._posted = {}
+        self._posted, self._replaced = {}, {}
         self.withdraw(())
         self._hops = self._bring_in()
         self._num_pulled = len(self._hops)
 
     @override
     def withdraw(self, clients: Sequence[int]) -> None:
+        for client in clients:
+            if client in self._replaced:
+                self._take_back(client, self._replaced.pop(client))
         self.participants = [client for client in self.participants if client not in clients]
         self.topology = self.connect(self.round, self.participants)
         self._out = {client: 0 for client in self.participants}
@@ -175,10 +180,19 @@ class Peers(Exchange, ABC):
         for client in self.participants:
             if self._finished and not self._waits(client):
                 message, hops = self._join(client)
-                unheard = [self._arrived[client].size] if client in self._arrived else []  # it came down all the same
-                self._arrived[client] = Arrival(message, _total([*hops, *unheard]))
+                before = self._replaced[client] = self._arrived.get(client)
+                came = self._unheard.pop(client, NOTHING) if before is None else before.size  # though nobody hears it
+                self._arrived[client] = Arrival(message, _total([*hops, came]))
                 brought += hops
         return brought
+
+    def _take_back(self, client: int, before: Arrival | None) -> None:
+        """Let a client that was brought in for nothing be brought in again the next time; its message has come down."""
+        size = self._arrived.pop(client).size
+        if before is None:
+            self._unheard[client] = size
+        else:
+            self._arrived[client] = Arrival(before.message, size)
 
     def _neighbours(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         """From which of those who are there `client` would hear if it were there, too."""
@@ -201,6 +215,7 @@ class Peers(Exchange, ABC):
                 str(client): {"message": arrival.message.state_dict(), "size": list(arrival.size)}
                 for client, arrival in self._arrived.items()
             },
+            "unheard": {str(client): list(size) for client, size in self._unheard.items()},
         }
 
     @override
@@ -211,6 +226,7 @@ class Peers(Exchange, ABC):
             int(client): Arrival(Message.from_state_dict(own["message"]), Size(*own["size"]))
             for client, own in state["arrived"].items()
         }
+        self._unheard = {int(client): Size(*size) for client, size in state.get("unheard", {}).items()}
 
 
 def _total(parts: Iterable[Hop | Size]) -> Size:

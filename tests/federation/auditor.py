@@ -74,7 +74,8 @@ class Auditor(FederationCallback):
     def _look_at_balance(self, exchange, round) -> None:
         """What was sent and not yet heard is waiting."""
         up, down = (sum(row[f"{way}_params"] for row in self.rows) for way in ("uplink", "downlink"))
-        waiting = 0 if exchange.in_turn else sum(arrival.size.num_params for arrival in exchange._arrived.values())
+        sizes = [*(arrival.size for arrival in exchange._arrived.values()), *exchange._unheard.values()]
+        waiting = 0 if exchange.in_turn else sum(size.num_params for size in sizes)
         self.expect(up - down == waiting, f"round {round}: {up} values up, {down} down, {waiting} waiting")
 
     def _take_down(self, loop) -> None:

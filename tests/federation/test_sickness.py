@@ -327,6 +327,28 @@ def test_neighbours_close_ranks(make, mlp, assert_like_a_failure):
         assert sum(loop.exchange.mass.get(client, 1.0) for client in range(4)) == pytest.approx(4)
 
 
+@pytest.mark.parametrize("make", [Ring, lambda: DirectedGraph(2), lambda: RandomPeers(2)])
+def test_client_that_falls_sick_as_it_joins_is_brought_in_again(make, mlp, run_federation, assert_identical):
+    """It took part with what it was sent in the round in which it fell sick, however long ago."""
+    sick, plan = (
+        run_federation(
+            lambda own=own: own(mlp()),
+            rounds=4,
+            on_client_error="skip",
+            exchange=make(),
+            failures=Failures(schedule={key: [1] for key in out}),
+        )
+        for own, out in ((ill(FedAvg, fails="fit"), ("1", "3")), (FedAvg, ("1", "2", "3")))
+    )
+    assert [row["skipped"] for row in sick.diary.rows] == [0, 1, 0, 0]
+    assert_identical(sick.diary.received[4, 1].weights, plan.diary.received[4, 1].weights)
+    assert_identical(sick.final, plan.final)
+    assert sick.diary.hops[4] == plan.diary.hops[4]
+    came, heard = (sum(row[f"{way}_params"] for row in sick.diary.rows) for way in ("uplink", "downlink"))
+    waits = sum(hop.num_params for hop in sick.diary.hops[4]) - sick.exchange.pulled().num_params
+    assert heard == came - waits  # what came down to it in vain counts once it takes part
+
+
 def test_error_feedback_keeps_what_it_owes(mlp, assert_like_a_failure):
     options = {"wire": [TopK(0.2)]}
     assert_like_a_failure(
