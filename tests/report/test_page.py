@@ -132,6 +132,17 @@ def test_hurt_clients_are_those_below_the_run_that_sends_nothing(comparison):
     assert f"Alpha, after the fit: {below} of 10 clients" in figure.facts[0]
 
 
+def test_of_two_lines_that_send_nothing_one_is_the_bar_for_all_seeds(comparison, tmp_path):
+    """Each seed was held against the last line that had it, two seeds of one line against two methods."""
+    other = make_run(tmp_path / "c", "Gamma", 0, sends=False, level=0.2)
+    lines = lines_of(*comparison, other)
+    (figure,) = hurt(lines)
+    (plain,) = hurt(lines_of(*comparison))
+    held = [[row["alone"] for row in each.rows(lines) if row["label"] == "Alpha"] for each in (figure, plain)]
+    assert held[0] == held[1]
+    assert figure.facts[0] == f"{plain.facts[0].removesuffix('.')} (Beta)."
+
+
 def test_all_clients_are_counted_though_not_all_are_drawn(tmp_path):
     runs = [make_run(tmp_path / method, method, clients=510, rounds=1, sends=method == "Beta", partition_hash="1" * 64)
             for method in ("Alone", "Beta")]  # fmt: skip
@@ -295,6 +306,17 @@ def test_ranking_shows_how_far_rows_are_behind_and_which_may_be_the_first(compar
     table = PublishedTable("T", [], [], [], rows)
     page = Page(write_page(members, tmp_path / "page.html", "Ranked", table)[0])
     assert page.content["figures"][0]["key"] == "ranking"
+
+
+def test_where_best_was_chosen_is_said_of_each(tmp_path):
+    """One run without validation parts made all of them chosen on the test split."""
+    plain, checked = (make_run(tmp_path / name, name) for name in ("Alpha", "Beta"))
+    summary = json.loads((checked / "summary.json").read_text())
+    (checked / "summary.json").write_text(json.dumps({**summary, "best_by": "Local-V"}))
+    assert "of runs that have Local-V, the round in which Local-V is best" in moments(lines_of(plain, checked))
+    assert "of the others the highest round's, chosen on the test split" in moments(lines_of(plain, checked))
+    assert "“Best” is the round in which Local-V is best" in moments(lines_of(checked))
+    assert "“Best” is the highest round's" in moments(lines_of(plain))
 
 
 def test_long_table_shows_other_moments_on_request(comparison, tmp_path):

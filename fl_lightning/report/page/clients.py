@@ -189,14 +189,16 @@ def both_moments(lines: Sequence[Series]) -> Iterator[Figure]:
 
 def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
     """Each client's accuracy minus that of the model that it trains alone, where such a run has the same samples."""
-    silent = [(line.setting, run) for line in lines for run in line.runs if run.partition_hash and is_silent(run)]
-    alone = {(setting, run.partition_hash): run for setting, run in silent}  # a shift is no part of the hash
+    silent = [_silent(line) for line in lines]
     rows, facts = Rows("s", "pick", "seed", "client", "x", "own", "alone"), []
     for moment, column in enumerate(MOMENTS):
         for place, line in enumerate(lines):
             below = total = 0
+            alike = [own if lines[at].setting == line.setting else {} for at, own in enumerate(silent)]  # a shift, too
+            covered = [sum(run.partition_hash in own for run in line.runs) for own in alike]
+            chosen = max(range(len(lines)), key=covered.__getitem__)  # one for all seeds, the first of equals
             for run in line.runs:
-                other = alone.get((line.setting, run.partition_hash))
+                other = alike[chosen].get(run.partition_hash)
                 if other is None or is_silent(run):
                     continue
                 own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
@@ -208,19 +210,25 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
             if total:
                 share = f"{below} of {total} clients ({100 * below / total:.0f} %)"
                 where = f" ({line.setting})" if len({each.setting for each in lines}) > 1 else ""
-                facts.append(
-                    f"{line.label}{where}, {MOMENTS[column]}: {share} are below the model that they train alone."
-                )
+                whose = f" ({lines[chosen].label})" if sum(map(bool, covered)) > 1 else ""
+                said = f"{share} are below the model that they train alone{whose}."
+                facts.append(f"{line.label}{where}, {MOMENTS[column]}: {said}")
     if not len(rows):
         return
     text = (
-        "Each client's Local-T minus that of the run among these that sends nothing and has the same partition. Points "
-        "left of the line, in full colour, are clients that federation hurt."
+        "Each client's Local-T minus that of the run among these that sends nothing and has the same partition; of "
+        "several lines that send nothing the one that has most of the seeds, the first of equals. Points left of the "
+        "line, in full colour, are clients that federation hurt."
     )
     heads = {"label": "run", "pick": "moment", "seed": "seed", "client": "client", "x": "difference", "own": "here, %"}
     heads |= {"alone": "alone, %"}
     picks = list(MOMENTS.values())
     yield Figure("hurt", SECTION, "Who was hurt", text, _differences(), rows.columns, heads, {}, picks, facts)
+
+
+def _silent(line: Series) -> dict[str, RecordedRun]:
+    """Partition -> the line's run that sends nothing and has it."""
+    return {run.partition_hash: run for run in line.runs if run.partition_hash and is_silent(run)}
 
 
 def _differences() -> Spec:

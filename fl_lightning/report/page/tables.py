@@ -151,19 +151,18 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _best_is_chosen(lines: Sequence[Series]) -> str:
-    chosen = {str(run.summary.get("best_by") or chosen_by(run.rows)) for line in lines for run in line.runs}
-    if all(chosen):
-        by = escape(" or ".join(sorted(chosen)))
-        return (
-            f"<p>“Best” is the round in which {by} is best: chosen on the validation parts, reported on all; “last” "
-            "and the mean of the last ten evaluated rounds are not chosen at all.</p>"
-        )
-    on = {_evaluated_on(run) for line in lines for run in line.runs}
-    where = " or ".join(sorted(on)) or "test"
-    return (
-        f"<p>“Best” is the highest round's, chosen on the {escape(where)} split that it is reported on; “last” and the "
-        "mean of the last ten evaluated rounds are not chosen at all.</p>"
-    )
+    runs = [run for line in lines for run in line.runs]
+    choosers = [str(run.summary.get("best_by") or chosen_by(run.rows)) for run in runs]
+    by = escape(" or ".join(sorted({*choosers} - {""})))
+    others = [run for run, chooser in zip(runs, choosers, strict=True) if not chooser]
+    on = escape(" or ".join(sorted({_evaluated_on(run) for run in others})))
+    honest = f"the round in which {by} is best: chosen on the validation parts, reported on all"
+    flattering = f"the highest round's, chosen on the {on} split that it is reported on"
+    if by and others:
+        said = f"“Best” is, of runs that have {by}, {honest}; of the others {flattering}"
+    else:
+        said = f"“Best” is {honest if by else flattering}"
+    return f"<p>{said}; “last” and the mean of the last ten evaluated rounds are not chosen at all.</p>"
 
 
 def _evaluated_on(run: RecordedRun) -> str:
