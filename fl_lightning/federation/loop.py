@@ -81,7 +81,7 @@ class FederatedLoop:
         identity: Mapping[str, Any] | None = None,
         anew: bool = False,
     ) -> None:
-        """Build the resident modules and the Trainer. Writes nothing.
+        """Build the resident modules and the Trainer, for a run from the first round on. Writes nothing.
 
         Args:
             make_method: makes a method of an architecture.
@@ -96,6 +96,7 @@ class FederatedLoop:
         """
         settings = self.settings
         self.data, self.seed = data, seed
+        self.round, self.agreement = 0, Agreement()  # of a loop that is set up again, too
         self.num_clients = len(data.clients)
         some = f"must be < data.num_clients ({self.num_clients})"
         left = self.num_clients - settings.newcomers.clients

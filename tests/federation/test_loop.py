@@ -28,6 +28,17 @@ def test_pool_on_disk_needs_a_folder(mlp, set_up_federation):
         set_up_federation(lambda: FedRep(mlp()), pool="disk")
 
 
+def test_a_loop_that_is_set_up_again_runs_all_its_rounds_again(mlp, set_up_federation, sgd):
+    """It took the rounds before for done, and gave the figures of models that nobody had trained."""
+    loop = set_up_federation(lambda: FedRep(mlp()))
+    final = loop.run()
+    loop.stop()
+    loop.setup(lambda _: FedRep(mlp()), loop.data, sgd(), 0, trainer={"accelerator": "cpu"})
+    assert loop.run() == final
+    first, again = loop.diary.rows[:3], loop.diary.rows[3:]
+    assert list(map(numbers, again)) == list(map(numbers, first))
+
+
 # --- participants -------------------------------------------------------------------------------------------------
 
 
