@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -23,11 +23,12 @@ _LOGS = [
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run a block, and put back what runs change for a whole process.
+    """Run a block as in a process of its own, and put back what runs change for a whole process.
 
     That is: random streams, torch's threads, deterministic algorithms and default type, filters of warnings, levels of
     Lightning's logs, and variables of the environment. Signals are put back by who takes them. Memory that a run has
-    freed goes back to the system.
+    freed goes back to the system. Gradients, autocast, torch's default type and device are torch's own in the block: of
+    what somebody has made of them the run's configuration says nothing.
     """
     levels = {name: logging.getLogger(name).level for name in _LOGS}
     variables = {name: os.environ.get(name) for name in _VARIABLES}
@@ -36,7 +37,7 @@ def undisturbed() -> Iterator[None]:
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     try:
-        with warnings.catch_warnings(), isolated_streams(0, "undisturbed"):
+        with warnings.catch_warnings(), isolated_streams(0, "undisturbed"), _plain_torch():
             warnings.filterwarnings(
                 "ignore", message=r".*isinstance\(treespec, LeafSpec\)"
             )  # lightning 2.6, torch 2.15
@@ -55,3 +56,18 @@ def undisturbed() -> Iterator[None]:
             else:
                 os.environ[name] = value
         give_back()
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Gradients, no autocast, float32, and tensors on the CPU; what there was comes back with the grad mode."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":  # a context of its own takes time at every call
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        yield

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,38 @@ def test_fit_leaves_the_process_as_it_was_and_nothing_behind(trial):
     before.assert_same()
     gc.collect()
     assert [loop() for loop in loops] == [None, None]
+
+
+@contextmanager
+def double():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "double": double,
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_a_fit_does_not_reach_into_it(name, trial):
+    """Autocast and another default type moved its figures, and its folder said nothing of them."""
+    plain = trial(name="nothing-around", federation__rounds=1).fit(overwrite=True)
+    with AROUND[name]():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        run = trial(name=f"around-{name}", federation__rounds=1).fit()
+        evaluated = run.evaluate()
+        after = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    assert after == before
+    assert run.summary["last"] == plain.summary["last"]
+    assert evaluated == plain.evaluate()
 
 
 class Interrupt(FederationCallback):
