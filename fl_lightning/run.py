@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ class Run:
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def config(self) -> Config:
         """The resolved configuration, in plain containers."""
         return read_config(self.folder / "config.yaml")

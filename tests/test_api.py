@@ -169,6 +169,16 @@ def test_fit_answers_a_folder_that_holds_a_run(run, trial):
     assert [row["round"] for row in longer.fit(resume="auto").rounds] == [1, 2, 3]
 
 
+def test_a_run_says_what_its_folder_holds_now(trial):
+    """Its configuration was that of the run that the folder had held, beside the numbers of the new one."""
+    old = trial(name="replaced", method="FedRep", federation__rounds=1).fit()
+    assert old.config["method"]["class_path"].endswith("FedRep")
+    new = trial(name="replaced", method="FedAvg", federation__rounds=2).fit(overwrite=True)
+    assert old.config == new.config
+    assert old.finished
+    assert old.evaluate() == new.evaluate()
+
+
 class Process:
     """What a run must leave as it was."""
 
