@@ -167,12 +167,28 @@ def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
     if file.is_file():
         load_model(module, file, "client")
     else:
-        kept = "this run keeps no models (federation.checkpoint.models), or is not finished"
+        sick, kept = without_model(loop, folder, client), "this run keeps no models (federation.checkpoint.models)"
         took_part = loop.round == 0 or bool(loop.board.took_part[client])
-        require(not took_part, "client", f"there is no file {file}: {kept}")
+        why = f"{kept}, or is not finished" if sick is None else sick
+        require(not took_part, "client", f"there is no file {file}: {why}")
         loop.runner.receive(module, Message(), samples, loop.runner.facts)
     way = headline(module.predictors, "Local-T")
     if way is not None and module.predictors[way].adapts:
         with isolated_streams(loop.seed, "adapt/trained", client=client), loop.runner.evaluator.context():
             module.adapt(samples)
     return module
+
+
+def without_model(loop: FederatedLoop, folder: Path, client: int) -> str | None:
+    """Why a run that keeps its clients' models has none of a client that has taken part; None where it should have one.
+
+    Args:
+        loop: the run's, at its end.
+        folder: the run's.
+        client: 0-based.
+    """
+    models = folder / "models"
+    kept = models.is_dir() and loop.done and bool(loop.board.took_part[client])
+    if not kept or (models / f"{client:05d}.pt").is_file() or loop.settings.on_client_error != "skip":
+        return None
+    return f"client {client} fell sick in its last round, and its model of before was not kept"

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.classifier import Classifier, classifier_of
+from fl_lightning.classifier import Classifier, classifier_of, without_model
 from fl_lightning.data.unlabelled import read_unlabelled
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
 from fl_lightning.rebuilding import rebuilt
 from fl_lightning.report.escaping import in_spreadsheet
+from fl_lightning.terminal import say
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -54,7 +55,11 @@ def models_of(loop: FederatedLoop, folder: Path, client: str) -> Iterator[Classi
         yield classifier_of(loop, folder, None if client == "global" else int(client))
         return
     for index in range(loop.num_clients):
-        yield classifier_of(loop, folder, index)
+        sick = without_model(loop, folder, index)
+        if sick is None:
+            yield classifier_of(loop, folder, index)
+        else:
+            say(f"fl-lightning: left out: {sick}")
 
 
 def probabilities(model: Classifier, x: Tensor, batch_size: int = 512) -> Tensor:

@@ -76,6 +76,18 @@ def test_mistakes_are_one_line_and_write_nothing(run, own, tmp_path, monkeypatch
     assert not (tmp_path / "predictions.csv").exists()
 
 
+def test_who_fell_sick_in_its_last_round_is_left_out_of_all(trial, own, tmp_path, capsys):
+    """All were refused, because the run kept no models or was not finished, neither of which was so."""
+    run = trial(name="sick", federation__rounds=1, federation__on_client_error="skip").fit()
+    (run.folder / "models" / "00002.pt").unlink()
+    output = tmp_path / "all.csv"
+    assert predict([str(run.folder), own, "--client", "all", "--output", str(output)]) == 0
+    assert {row["client"] for row in rows_of(output)} == {"0", "1", "3"}
+    assert "left out: client 2 fell sick in its last round" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="client 2 fell sick in its last round"):
+        run.model(client=2)
+
+
 def test_command_line_says_it_in_one_line(workplace):
     code, out, err = workplace.call("predict", "nowhere", "x.npz")
     assert (code, out) == (2, "")
