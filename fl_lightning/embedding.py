@@ -23,6 +23,7 @@ from fl_lightning.report.page.classifier import Heads, heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
 if TYPE_CHECKING:
+    from fl_lightning.core.method import Method
     from fl_lightning.federation.loop import FederatedLoop
     from fl_lightning.report.series import Series
     from fl_lightning.trust import Trust
@@ -160,7 +161,7 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
     """Each client's test samples; their predictions for training samples are added to `sums` [C, C], class by class."""
     each = max(1, MOST_SAMPLES // loop.num_clients)
     for client, method in trained(loop, folder, OPTION):
-        model: Any = getattr(method, "model", None)
+        model: Any = _own_model(method)
         name = type(method).__name__
         require(hasattr(model, "embed"), OPTION, "the method has no model with one embedding", name)
         data, labels = loop.data.clients[client], loop.data.store.y.cpu()
@@ -171,6 +172,12 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
             np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()
         yield z, y.cpu().numpy(), np.full(len(z), client)
+
+
+def _own_model(method: Method) -> Any:
+    """The model that the client predicts by: its personal one, where it has one beside that which all share."""
+    personal = getattr(method, "personal", None)
+    return personal if hasattr(personal, "embed") else getattr(method, "model", None)
 
 
 def some_of(indices: Tensor, labels: Tensor, most: int) -> Tensor:

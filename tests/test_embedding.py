@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning.embedding import plane, some_of
+import fl_lightning
+from fl_lightning.embedding import embed_run, plane, some_of
+from fl_lightning.trust import Trust
 
 
 def test_plane_keeps_clusters_apart_and_is_the_same_every_time():
@@ -38,3 +40,17 @@ def test_some_samples_of_a_data_set_that_is_sorted_by_class_are_of_every_class()
     assert len(drawn.unique()) == 50
     assert torch.isin(drawn, indices).all()
     assert torch.equal(some_of(indices, labels, 500), indices)
+
+
+@pytest.mark.parametrize("method", ["FML", "FedRep"])
+def test_a_client_is_shown_by_the_model_that_it_predicts_by(method, trial):
+    """Of a personal model beside the shared one the latter's copy was shown."""
+    run = trial(name=f"embedded-{method}", method=method, federation__rounds=1).fit()
+    found, _ = embed_run(run.folder, Trust())
+    data = trial(name=f"embedded-{method}").data()
+    said = torch.zeros(10, 10, dtype=torch.float64)
+    for client, own in enumerate(data.clients):
+        x, y = data.store.gather(own.train)
+        with torch.no_grad():
+            said.index_add_(0, y, fl_lightning.load(run, client=client)(x).double().softmax(1))
+    np.testing.assert_allclose(found.soft_labels, said / said.sum(1, keepdim=True), atol=1e-6)

@@ -244,6 +244,7 @@ def test_models_that_are_damaged_or_code_are_left_out(tmp_path, capsys, content)
         (("model.head.0.weight", "model.head.3.weight"), "model.head.3.weight"),
         (("model.head.classifier.weight", "terms.old.teacher.head.weight"), "model.head.classifier.weight"),
         (("model.head.1.weight", "personal_head.weight"), "model.head.1.weight"),
+        (("model.head.weight", "personal.head.weight"), "personal.head.weight"),
     ],
 )
 def test_classification_layer_is_the_last_of_the_own_head(tmp_path, head, last):

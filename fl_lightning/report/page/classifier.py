@@ -18,6 +18,8 @@ from fl_lightning.report.series import Series
 
 HEAD = re.compile(r"(.*?\.)??head\.(.+\.)?weight")
 """Names of weights in a model's head, whose last matrix is the classification layer's, [C, D]."""
+PERSONAL = "personal."
+"""What a client's weights begin with that it predicts by, where it has a personal model beside the shared one."""
 MOST_CLASSES = 100  # of a heat map
 MOST_MODELS = 100  # clients whose models are read
 MOST_WEIGHTS = 10**7  # of a layer that is read; a file of a hundred bytes can claim any number
@@ -149,7 +151,7 @@ def heads_of(run: RecordedRun) -> Heads:
     own = {}
     for client in range(MOST_MODELS):
         state = _load(run.path / "models" / f"{client:05d}.pt")
-        weight = _head(state) if isinstance(state, Mapping) else None
+        weight = _head(state, PERSONAL) if isinstance(state, Mapping) else None
         if weight is not None:
             own[client] = weight
     message = _message(run)
@@ -177,12 +179,14 @@ def _soft_labels(message: Mapping[str, Any]) -> np.ndarray | None:
     return None
 
 
-def _head(state: Mapping[str, Any]) -> np.ndarray | None:
+def _head(state: Mapping[str, Any], first: str = "") -> np.ndarray | None:
+    """The classification layer among a model's weights; that of the place named `first`, where there is one."""
     found = [(HEAD.fullmatch(name), value) for name, value in state.items() if isinstance(name, str)]
     layers = [(match[1] or "", value) for match, value in found if match and getattr(value, "ndim", 0) == 2]
     if not layers:
         return None
-    whose = min((place for place, _ in layers), key=len)  # the model's own; a term may carry another one along
+    # the model's own; a term may carry another one along
+    whose = min((place for place, _ in layers), key=lambda place: (place != first, len(place)))
     return _matrix([value for place, value in layers if place == whose][-1])
 
 
