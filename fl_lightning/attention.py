@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.split import SplitModel
 from fl_lightning.rebuilding import trained, with_models
 from fl_lightning.report.page.figure import Figure, Rows, Spec, tips
 
@@ -173,7 +174,7 @@ def views(method: Method, x: Tensor, label: int) -> Iterator[tuple[str, Score, n
             continue
         layer = _last_map(network, convolutions, x)
         if layer is not None:
-            yield name, _score(network, label if network is getattr(method, "model", None) else None), layer
+            yield name, _score(network, label if isinstance(network, SplitModel) else None), layer
 
 
 def _score(network: nn.Module, label: int | None) -> Score:

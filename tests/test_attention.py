@@ -8,6 +8,7 @@ from torch import nn
 pytest.importorskip("captum")
 
 from fl_lightning.attention import _agreement, _as_colours, gradcam, views
+from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
@@ -37,6 +38,17 @@ def test_every_network_over_images_is_asked_for_what_it_says():
     for score, layer in found.values():
         assert gradcam(score, layer, x).shape == (2, 16, 16)
         assert all(p.grad is None for p in method.parameters())
+
+
+def test_a_personal_model_is_a_classifier_too():
+    """Its map followed the norm of its scores, not the class's, as is said of classifiers."""
+    x = torch.randn(2, 1, 16, 16)
+    method = Ditto(CNN((1, 16, 16), 10))
+    method.setup()
+    found = {name: score for name, score, _ in views(method.eval(), x, 7)}
+    assert set(found) == {"model", "personal"}
+    with torch.no_grad():
+        torch.testing.assert_close(found["personal"](x), method.personal(x)[:, 7])
 
 
 def test_a_network_without_convolutions_is_not_asked():

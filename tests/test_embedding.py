@@ -42,7 +42,7 @@ def test_some_samples_of_a_data_set_that_is_sorted_by_class_are_of_every_class()
     assert torch.equal(some_of(indices, labels, 500), indices)
 
 
-@pytest.mark.parametrize("method", ["FML", "FedRep"])
+@pytest.mark.parametrize("method", ["Ditto", "FedRep"])
 def test_a_client_is_shown_by_the_model_that_it_predicts_by(method, trial):
     """Of a personal model beside the shared one the latter's copy was shown."""
     run = trial(name=f"embedded-{method}", method=method, federation__rounds=1).fit()

@@ -62,8 +62,7 @@ class FederatedLoop:
         self.settings = settings
         self.make_metrics = make_metrics
         self.callbacks = list(settings.callbacks or ())
-        self.round = 0
-        self.agreement = Agreement()
+        self.round, self.agreement = 0, Agreement()
         self.watch: Watch | None = None
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 

@@ -96,8 +96,12 @@ class Peers(Exchange, ABC):
     @override
     def withdraw(self, clients: Sequence[int]) -> None:
         for client in clients:
-            if client in self._replaced:
-                self._take_back(client, self._replaced.pop(client))
+            if client in self._replaced:  # it is brought in again the next time, though this has come down to it
+                before, came = self._replaced.pop(client), self._arrived.pop(client).size
+                if before is None:
+                    self._unheard[client] = came
+                else:
+                    self._arrived[client] = Arrival(before.message, came)
         self.participants = [client for client in self.participants if client not in clients]
         self.topology = self.connect(self.round, self.participants)
         self._out = {client: 0 for client in self.participants}
@@ -185,14 +189,6 @@ class Peers(Exchange, ABC):
                 self._arrived[client] = Arrival(message, _total([*hops, came]))
                 brought += hops
         return brought
-
-    def _take_back(self, client: int, before: Arrival | None) -> None:
-        """Let a client that was brought in for nothing be brought in again the next time; its message has come down."""
-        size = self._arrived.pop(client).size
-        if before is None:
-            self._unheard[client] = size
-        else:
-            self._arrived[client] = Arrival(before.message, size)
 
     def _neighbours(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         """From which of those who are there `client` would hear if it were there, too."""
