@@ -352,7 +352,7 @@ def twins(seed: int, make: Any, kinds: list[str], show: bool, found: Counter[str
     while code == 2 and without(config, said):
         code, said = fit(place, config)
     if code:
-        kind = "refused" if code == 2 else "sick" if code == 1 and "federation.max_growth" in said else "failed"
+        kind = "refused" if code == 2 else "sick" if code == 1 and "Error: " not in said else "failed"
         found[kind] += 1
         if kind == "failed" or show:
             print(f"seed {seed}: {kind} ({code}): {said.strip()[-300:]}", flush=True)
