@@ -47,7 +47,7 @@ class FedDBE(Method):
 
     mean: Tensor  # r, [D]
     consensus: Tensor  # r̄, [D]
-    _knows = True  # until a receive says: m_i is 0 before r̄ is known
+    _knows = True  # the same for steps, which must not wait for a device
 
     @override
     def setup(self) -> None:
@@ -92,5 +92,5 @@ class FedDBE(Method):
         return personal_and_global(lambda seen: self._classify(seen.z(self.model)), self.model)
 
     def _classify(self, z: Tensor) -> Tensor:
-        """The logits [B, C] of embeddings [B, D] and m_i, from when r̄ is known."""
-        return self.model.head(z + self.bias.to(z.dtype) if self._knows else z)
+        """The logits [B, C] of embeddings [B, D] and m_i, from when r̄ is known, as a model from a file says, too."""
+        return self.model.head(z + (self.bias * self.get_buffer("knows")).to(z.dtype))

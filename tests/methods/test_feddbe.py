@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fl_lightning.core.predictor import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.peers import Ring
 from fl_lightning.methods.fedavg import FedAvg
@@ -79,3 +80,14 @@ def test_ranges_are_checked(mlp):
         FedDBE(mlp(), weight=-1.0)
     with pytest.raises(ConfigError, match=r"method\.momentum: must be in \(0, 1\]"):
         FedDBE(mlp(), momentum=0.0)
+
+
+def test_a_model_that_has_received_nothing_is_fine_tuned_as_it_was_after_its_fit(mlp):
+    """m_i joins once r̄ is known, which the model itself says: one from a file is not told by a message."""
+    method = FedDBE(mlp())
+    x = torch.rand(3, 1, 8, 8)
+    for knows in (False, True):
+        method.get_buffer("knows").fill_(knows)
+        scores = method.predictors()["personal"].scores(Seen(x))
+        (slope,) = torch.autograd.grad(scores.square().sum(), method.bias, allow_unused=True)
+        assert (slope is not None and bool(slope.any())) == knows
