@@ -67,7 +67,7 @@ def _plain_torch() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        if torch.get_default_device().type != "cpu":  # a context of its own takes time at every call
+        if torch.empty(0).device.type != "cpu":  # a context of its own takes time at every call
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
         yield
