@@ -62,7 +62,6 @@ class FederatedLoop:
         self.settings = settings
         self.make_metrics = make_metrics
         self.callbacks = list(settings.callbacks or ())
-        self.round, self.agreement = 0, Agreement()
         self.watch: Watch | None = None
         self.fit_order: Callable[[list[int]], list[int]] = list  # results do not depend on it
 
@@ -95,7 +94,7 @@ class FederatedLoop:
         """
         settings = self.settings
         self.data, self.seed = data, seed
-        self.round, self.agreement = 0, Agreement()  # of a loop that is set up again, too
+        self.round, self.agreement = 0, Agreement()
         self.num_clients = len(data.clients)
         some = f"must be < data.num_clients ({self.num_clients})"
         left = self.num_clients - settings.newcomers.clients

@@ -146,8 +146,7 @@ class FedCVAE(Method):
     def receive(self, message: Message, data: OwnData) -> None:
         """Load g, which was averaged on the way; all of the client that is not in a state dict is set anew here."""
         super().receive(message, data)
-        like = self.pixel_mean.dtype  # to which the trainer has converted it
-        self.pixel_mean, self.pixel_std = (t.to(self.facts.device, like) for t in data.pixel_mean_and_std())
+        self.pixel_mean, self.pixel_std = (t.to(self.pixel_mean) for t in data.pixel_mean_and_std())
         self.own_data = data
 
     # --- the local fit ------------------------------------------------------------------------------------------------

@@ -175,8 +175,7 @@ class FedFed(Method):
     def receive(self, message: Message, data: OwnData) -> None:
         """Load w and q, keep hold of the pool; all of the client that is not in a state dict is set anew here."""
         super().receive(message, data)
-        like = self.pixel_mean.dtype  # to which the trainer has converted it
-        self.pixel_mean, self.pixel_std = (t.to(self.facts.device, like) for t in data.pixel_mean_and_std())
+        self.pixel_mean, self.pixel_std = (t.to(self.pixel_mean) for t in data.pixel_mean_and_std())
         self.num_own = data.num_train
         pool, labels = (message.artifacts.get(name) for name in ("protected", "protected_labels"))
         self.pool = (pool.rows, labels.rows) if isinstance(pool, KeptRows) and isinstance(labels, KeptRows) else None
