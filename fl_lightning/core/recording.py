@@ -31,6 +31,12 @@ def can_record(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether a GPU has as much memory left as this process has taken so far: for as much again to be recorded."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free > torch.cuda.memory_reserved(device)
+
+
 def record(work: Callable[[], Sequence[Tensor]], known: Sequence[Tensor]) -> Recording:
     """Record what a function asks of the device; nothing of it is done yet.
 

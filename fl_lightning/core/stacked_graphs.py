@@ -89,6 +89,11 @@ class StepGraphs:
         fit.begin(rows, loose)
         return fit
 
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a step was recorded."""
+        return any(fit.has_recorded for fit in self._fits.values())
+
     def stop(self, reason: str) -> None:
         """Record and replay nothing from now on."""
         if not self.reason:
@@ -127,6 +132,11 @@ class FitGraphs:
     def restart(self, rows: Rows) -> None:
         """Bring the clients once more."""
         self.rows.copy_(rows)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a step was recorded."""
+        return any(phase.has_recorded for phase in self._phases.values())
 
     def phase(self, index: int) -> PhaseGraphs:
         """The recorded steps of a phase."""
@@ -183,6 +193,11 @@ class PhaseGraphs:
     reached: list[bool] = field(default_factory=list)
     _recorded: dict[Hashable, list[_Recorded]] = field(default_factory=dict)
     _seen: Counter[Hashable] = field(default_factory=Counter)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a step was recorded."""
+        return any(self._recorded.values())
 
     def begin(self, templates: Mapping[str, Optimizer]) -> None:
         """Let optimizers begin anew, with the options of those that are made for the present fit."""

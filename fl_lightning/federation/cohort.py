@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core import recording
 from fl_lightning.core.rows import Drawing, Unstackable
 from fl_lightning.federation.flags import unstacked_flag
+from fl_lightning.federation.lanes import Lanes
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stack import Stack
 from fl_lightning.models.own_training import OwnTraining
@@ -53,7 +56,8 @@ class Cohort:
         self.reason = ""
         self._chosen = False
         self._unstacked, self._told = "", False
-        self._stacks: dict[int, Stack] = {}
+        self._lanes: dict[int, Lanes] = {}
+        self._said: set[str] = set()
         if graph is True and not self._records:
             self._tell_graph(f"the fits are on {runner.device.type}, and CPUs and CUDA GPUs record")
         if self.size is not None:
@@ -91,11 +95,12 @@ class Cohort:
     @property
     def unrecorded(self) -> list[str]:
         """Why steps are not recorded (any more), of each architecture of which they are not."""
-        return [stack.unrecorded for stack in self._stacks.values() if stack.unrecorded]
+        return [lanes.unrecorded for lanes in self._lanes.values() if lanes.unrecorded]
 
     def _tell_graph(self, reason: str) -> None:
         """Say why steps are not recorded (any more)."""
-        if self.is_main:
+        if self.is_main and reason not in self._said:
+            self._said.add(reason)
             method = type(self.runner.modules[0].method).__name__
             say(f"fl-lightning: federation.graph: {method} runs as it is: {reason}")
 
@@ -123,7 +128,7 @@ class Cohort:
             job: what the round asks of a client.
             ward: takes down who falls sick.
         """
-        ahead: list[Visit] = []
+        ahead: deque[list[Visit]] = deque()
         for group in self._groups(clients):
             stack = self._stack(group) if self.stacks else None
             begun: list[Visit] = []
@@ -136,13 +141,14 @@ class Cohort:
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
                 self._fit(stack)
-            yield from ahead  # while a GPU does the steps that it was just told
-            ahead = begun if stack is not None and stack.records and stack.goes_ahead else []
-            if not ahead:
-                yield from begun
-        yield from ahead
-        for stack in self._stacks.values():
-            stack.close()
+            ahead.append(begun)
+            waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
+            while len(ahead) > waiting:  # while a GPU does the steps that it was just told
+                yield from ahead.popleft()
+        for begun in ahead:
+            yield from begun
+        for lanes in self._lanes.values():
+            lanes.close()
 
     def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None) -> list[Visit]:
         """A participant that has come to its fit; none, if it fell sick on the way."""
@@ -187,20 +193,16 @@ class Cohort:
                 group, own = own[: self._most], own[self._most :]  # which may become less on the way
                 yield group
 
+    def _lanes_of(self, group: Sequence[int]) -> Lanes:
+        architecture = self.runner.architecture[group[0]]
+        if architecture not in self._lanes:
+            tell = self._tell_graph if self._records else None
+            self._lanes[architecture] = Lanes(partial(Stack, self.runner, self.runner.modules[architecture], tell))
+        return self._lanes[architecture]
+
     def _stack(self, group: Sequence[int]) -> Stack | None:
         """Where these clients are fitted together; None for one alone whose steps are not recorded."""
-        architecture = self.runner.architecture[group[0]]
-        if architecture not in self._stacks:
-            self._stacks[architecture] = self._new_stack(architecture)
-        stack = self._stacks[architecture]
-        if len(group) == 1 and not stack.records:
-            return None
-        stack.open(len(group))
-        return stack
-
-    def _new_stack(self, architecture: int) -> Stack:
-        module = self.runner.modules[architecture]
-        return Stack(self.runner, module, self._tell_graph if self._records else None)
+        return self._lanes_of(group).open(len(group), self._most == 1)
 
     def _enter(self, stack: Stack, visit: Visit) -> None:
         try:

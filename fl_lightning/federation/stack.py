@@ -76,19 +76,15 @@ class Stack:
         self._ends = terms or _has_own(method, Method, "on_fit_end")
         """Whether there is something to do for each client before its fit, and after it."""
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
-        self._graphs = None if tell is None else StepGraphs(self.layout, tell)
+        self.graphs = None if tell is None else StepGraphs(self.layout, tell)
+        """What is recorded; None where nobody asks for it."""
         self.draws = tell is not None and self.layout.device.type == "cpu"
         """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""
 
     @property
-    def unrecorded(self) -> str:
-        """Why steps are not recorded (any more); empty where they are, or nobody asks for it."""
-        return "" if self._graphs is None else self._graphs.reason
-
-    @property
     def records(self) -> bool:
         """Whether steps are recorded: then a client alone has something of being fitted here, too."""
-        return self._graphs is not None and not self._graphs.reason
+        return self.graphs is not None and not self.graphs.reason
 
     def close(self) -> None:
         """Let what comes wait until the last cohort's fit is done."""
@@ -219,9 +215,9 @@ class Stack:
     ) -> Fitted:
         """The same at one go; where the next cohort comes in meanwhile, clients end up in `ended`."""
         first, entered, graphs = own[0], [member.entered for member in own], None
-        if records and self._graphs is not None:
+        if records and self.graphs is not None:
             self._aside.wait()
-            graphs = self._graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
+            graphs = self.graphs.enter(rows, first.attributes, (first.about, self.attributes.layers()))
         present = rows.clone() if graphs is None else graphs.rows
         self.attributes.restore(first.attributes if graphs is None else graphs.attributes, first.mark)
         for member in own:
@@ -263,15 +259,15 @@ class Stack:
 
     def _finish(self, own: Sequence[Member], fitted: Fitted) -> None:
         """Let clients end their fits, and test them together where they can be."""
-        ended, rows = 0, fitted.rows
+        after = self._take_up if self._ends else self._bring_back
         for place, member in enumerate(own):
-            if not self._ends:
-                member.visit.fit = partial(self._bring_back, member, fitted, place)
-                ended += 1
-                continue
-            member.visit.fit = partial(self._take_up, member, fitted, place)
+            member.visit.fit = partial(after, member, fitted, place)
+        if len(own) == 1:  # nobody to be tested with
+            return
+        ended, rows = 0 if self._ends else len(own), fitted.rows
+        for place, member in enumerate(own if self._ends else ()):
             with suppress(Exception):  # it is raised when the client's turn comes
-                member.visit.fit()
+                self._take_up(member, fitted, place)
                 rows.put(place)
                 member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
                 member.visit.fit = partial(self._bring_back, member, fitted, place)
