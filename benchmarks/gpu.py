@@ -149,10 +149,16 @@ def compared(name: str, emulated: bool, *options: str) -> tuple[float, Federated
         here.advance()
         here.advance()
     with emulated_gpu() if emulated else nullcontext(), SameDraws():
-        there = quickstart(name, "gpu", *options)
-        there.advance()
-        there.advance()
+        there = after_two_rounds(name, *options)
         return difference(weights(here), weights(there)), there
+
+
+def after_two_rounds(name: str, *options: str) -> FederatedLoop:
+    """A federation on the GPU."""
+    loop = quickstart(name, "gpu", *options)
+    loop.advance()
+    loop.advance()
+    return loop
 
 
 def checked(name: str, emulated: bool) -> str:
@@ -164,17 +170,19 @@ def checked(name: str, emulated: bool) -> str:
         exactly = 0.0 if gap <= CLOSE else compared(name, emulated, *steps, "--trainer.precision", "64-true")[0]
         with emulated_gpu() if emulated else nullcontext():
             with SameDraws():
-                together = quickstart(name, "gpu", *stacked)
-                together.advance()
-                together.advance()
+                alone, together = there, after_two_rounds(name, *stacked)
+            if not emulated and (not together.cohort.stacks or together.cohort.unrecorded):
+                # What draws: the CPU's numbers wait for the device, which no recording may; the GPU's own do not.
+                alone, together = (after_two_rounds(name, *own) for own in ((*steps, *stacked[2:4]), stacked))
             stacks = together.cohort.stacks  # of what is not, two runs may differ by the order of a GPU's sums
-            apart = difference(weights(there), weights(together)) if stacks else 0.0
+            apart = difference(weights(alone), weights(together)) if stacks else 0.0
             waits, of = waiting_steps(there)  # with the GPU's own draws, which wait for nothing
     except Exception as error:  # one method's failure is a line of the table
         return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
     said = f"{'ok' if exactly <= EXACT and apart <= NEAR else 'DIFFERS'}, {gap:.1e}"
     said += f" (in float64 {exactly:.1e})" if gap > CLOSE else ""
-    kind = "stacked" if emulated or together.cohort.unrecorded else "stacked and recorded"
+    kind = "alone" if together.cohort.apart else "stacked"
+    kind += "" if emulated or together.cohort.unrecorded else " and recorded"
     said += f"; {kind} {apart:.1e}" if stacks else "; not stacked"
     said += "".join(f" ({own})" for own in together.cohort.unrecorded)
     return f"{said}; {waits} of {of} steps wait" if waits else f"{said}; no step waits"

@@ -18,6 +18,10 @@ class Unstackable(Exception):
     """Why clients cannot be stacked, in one line."""
 
 
+class OneByOne(Unstackable):
+    """What only a client alone can do in a step."""
+
+
 class Drawing(Unstackable):
     """Their steps draw random numbers: each client has streams of its own."""
 
@@ -157,6 +161,10 @@ class Layout:
         """Places of some of the resident module's tensors."""
         numbers = self.numbers()
         return sorted({numbers[id(tensor)] for tensor in tensors})
+
+    def present(self) -> list[Tensor]:
+        """What stands in the module's places now: its own tensors, or within `swapped` others."""
+        return [home[key] for home, key in (place.homes[0] for place in self.places)]
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor], aliases: Sequence[Alias] = ()) -> Iterator[None]:

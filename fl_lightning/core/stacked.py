@@ -14,7 +14,7 @@ from torch.func import vmap
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.rows import Alias, Layout, Unstackable
+from fl_lightning.core.rows import Alias, Layout, OneByOne, Unstackable
 from fl_lightning.core.stacked_layers import layers
 from fl_lightning.core.step import Bench, Step
 
@@ -187,10 +187,10 @@ class StackedStep(Step):
         """Take the loss down.
 
         Raises:
-            Unstackable: at the second descent of a step.
+            OneByOne: at the second descent of a step.
         """
         if self._descents:
-            raise Unstackable("its step descends twice on a mini-batch")
+            raise OneByOne("its step descends twice on a mini-batch")
         self._bench.require_weights(values)
         self._total, self._descents, self.parts = self.total(values), 1, parts
         self._logged.update(values)
@@ -206,26 +206,26 @@ class StackedStep(Step):
         """Refuse what a step does with its tensors once it has descended: the descent itself is yet to come.
 
         Raises:
-            Unstackable: if it has changed one.
+            OneByOne: if it has changed one.
         """
         if self._descents and self._state() != self._stood:
-            raise Unstackable("its step changes tensors after it has descended")
+            raise OneByOne("its step changes tensors after it has descended")
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> NoReturn:
         """Not stacked.
 
         Raises:
-            Unstackable: always.
+            OneByOne: always.
         """
-        raise Unstackable("its step takes gradients of its own")
+        raise OneByOne("its step takes gradients of its own")
 
     def follow(self, *arguments: Any, **options: Any) -> NoReturn:
         """Not stacked.
 
         Raises:
-            Unstackable: always.
+            OneByOne: always.
         """
-        raise Unstackable("its step takes gradients of its own")
+        raise OneByOne("its step takes gradients of its own")
 
     def taken(self) -> _Taken:
         """Let the method do its step, and what came of it."""
@@ -237,7 +237,7 @@ class StackedStep(Step):
         self._check_rest()
         logged = dict(self._logged)
         if logged:
-            total = self._total if self._descents else self._sum(logged)
+            total = self._total if self._descents == 1 else self._sum(logged)
             assert total is not None
             logged = {"loss": total, **logged}
         return _Taken(self._total, self.parts, logged, self._size)
@@ -306,18 +306,15 @@ class StackedBench:
         moved: list[int] = []
         residents = self.layout.tensors()
 
-        def present() -> list[Tensor]:
-            return [place.homes[0][0][place.homes[0][1]] for place in self.layout.places]
-
         def state() -> Any:
-            return [*map(id, present()), *(tensor._version for own in (views, residents) for tensor in own)]
+            return [*map(id, self.layout.present()), *(tensor._version for own in (views, residents) for tensor in own)]
 
         def one(tensors: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[Any, ...]:
             with self.layout.swapped(tensors, self.aliases), layers(self.layout.device, count):
                 taken = StackedStep(self.bench, Part.whole(x, y), epoch, self.common, state).taken()
                 if count == 1 and taken.total is not None:  # here, as a checkpoint passes once more through the module
                     gradients[:] = descended(taken.total)
-                after = present()
+                after = self.layout.present()
             names[:] = taken.logged
             about.update(parts=taken.parts, size=taken.size, descends=taken.total is not None)
             moved[:] = [i for i, (new, old) in enumerate(zip(after, tensors, strict=True)) if new is not old]
@@ -346,7 +343,7 @@ class StackedBench:
         return Outcome(descends, gradients, about["parts"], losses, about["size"])
 
     def _move(self, views: Sequence[Tensor], moved: Sequence[int], buffers: Sequence[Tensor]) -> None:
-        """Take over buffers that the step has replaced."""
+        """Take over tensors that the step has replaced."""
         for index, new in zip(moved, buffers, strict=True):
             if new.dtype != views[index].dtype or new.shape != views[index].shape:
                 raise Unstackable(f"{self.layout.places[index].name} changes its type or shape in a step")
@@ -380,7 +377,7 @@ def agree(
         gradients: of the step alone.
         after: the client's tensors after it.
     """
-    if outcome.logged.keys() != losses.keys():
+    if outcome.logged.keys() != losses.keys() or len(outcome.gradients) != len(gradients):
         return False
     pairs: list[tuple[Tensor | None, Tensor | None]] = [(outcome.logged[name][0], losses[name]) for name in losses]
     stacked = [None if own is None else own[0] for own in outcome.gradients]

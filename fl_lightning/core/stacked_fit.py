@@ -16,6 +16,7 @@ from fl_lightning.core.client import ClientModule, Plan, Planned
 from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
+from fl_lightning.core.lone_step import Gradients, LoneBench
 from fl_lightning.core.rows import Alias, Drawing, Layout, Rows, Unstackable
 from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree, exact
 from fl_lightning.core.stacked_graphs import FitGraphs, Parts
@@ -160,11 +161,13 @@ class _Phase:
         if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
             raise Unstackable("hooks are tied to its parameters' gradients")
         self.trained = fit.layout.index(planned.parameters)
-        self.bench = StackedBench(fit.layout, bench, self.trained, fit.common, fit.aliases)
         self.templates = dict(templates)
         self.parts = {name: fit.layout.index(own) for name, own in planned.parts.items()}
-        self.optimizers: Parts | None = None
-        self.reached: list[bool] = []
+        self.groups = {n: [fit.layout.index(g["params"]) for g in own.param_groups] for n, own in templates.items()}
+        given = fit.layout, bench, self.trained, fit.common, fit.aliases
+        self.bench = LoneBench(*given, self.parts) if len(fit.entered) == 1 else StackedBench(*given)
+        self.optimizers: Parts = {}
+        self.reached: dict[str, set[int]] = {}
         self.graphs = None if fit.graphs is None or fit.settings.accumulate > 1 else fit.graphs.phase(index)
         if self.graphs is not None:
             self.graphs.begin(self.templates)
@@ -246,11 +249,28 @@ class _Phase:
         views = own.views(count)
         if check:
             self._check(rows[0], views, x, y, epoch)
+        if isinstance(self.bench, LoneBench):
+            return self._work_alone(self.bench, views, due, epoch, x, y)
         versions = [view._version for view in views]
         outcome = self.bench.step(views, x, y, epoch)
         if index is not None and versions != [view._version for view in views]:
             fit.rows.put_back(index, own)
         return outcome._replace(steps=self._descend(outcome, rows, index, due))
+
+    def _work_alone(
+        self, bench: LoneBench, views: Sequence[Tensor], due: list[bool], epoch: int, x: Tensor, y: Tensor
+    ) -> Outcome:
+        """The same of one client, which descends within its pass, maybe several times."""
+        steps: list[int] = []
+
+        def descend(gradients: Gradients, parts: Sequence[str]) -> None:
+            if steps and self.fit.settings.accumulate > 1:
+                raise Unstackable("its step descends twice, and mini-batches are accumulated")
+            found = [None if own is None else own[None] for own in gradients]
+            steps.append(self._descend(Outcome(True, found, tuple(parts), {}, 0), [0], None, due))
+
+        outcome = bench.step(views, x, y, epoch, descend)
+        return outcome._replace(steps=sum(steps))
 
     def _check(self, row: int, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> None:
         """Compare a step of one client, by the resident module, with the same stacked; nothing is changed.
@@ -265,11 +285,11 @@ class _Phase:
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
             self.fit.check_streams(before)
             if self.fit.draws:
-                set_stream_states(before)
+                set_stream_states(before, x.device)
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)
             if self.fit.draws:
-                set_stream_states(before)
+                set_stream_states(before, x.device)
         if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
             raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
 
@@ -285,14 +305,15 @@ class _Phase:
             return 0
         if names and settings.accumulate > 1:
             raise Unstackable("its parts accumulate gradients by themselves")
-        made = self._made(outcome)
+        names = names or list(self.templates)
+        self._make(names, outcome)
         found = {p: own for p, own in zip(self.trained, outcome.gradients, strict=True) if own is not None}
 
         def columns(place: int, gradient: Tensor) -> Tensor:
             return fit.layout.places[place].columns(gradient)
 
-        for name in names or made:
-            for optimizer, stretches in made[name]:
+        for name in names:
+            for optimizer, stretches in self.optimizers[name]:
                 gradients = [[columns(place, found[place]) for place in own] for own in stretches]
                 stepping, where = rows, slice(0, len(rows)) if index is None else index
                 if not (optimizer.by_piece and settings.accumulate == 1 and settings.clip_value is None):
@@ -307,28 +328,25 @@ class _Phase:
                     gradients = [[own] for own in whole]
                 if stepping:
                     optimizer.step(where, stepping, gradients)
-        return len(names or made)
+        return len(names)
 
-    def _made(self, outcome: Outcome) -> Parts:
-        """The optimizers, made at the phase's first descent for the parameters that it reaches."""
-        reached = [gradient is not None for gradient in outcome.gradients]
-        if self.optimizers is None:
-            self.reached = reached
-            with_gradient = {place for place, there in zip(self.trained, reached, strict=True) if there}
-            self.optimizers = {name: self._of_part(name, with_gradient) for name in self.templates}
-            if self.graphs is not None:
-                self.graphs.optimizers, self.graphs.reached = self.optimizers, reached
-        if reached != self.reached:
-            raise Unstackable("its steps reach different parameters within a phase")
-        return self.optimizers
+    def _make(self, names: Sequence[str], outcome: Outcome) -> None:
+        """Make optimizers, each at its part's first descent for the parameters that it reaches."""
+        with_gradient = {place for place, own in zip(self.trained, outcome.gradients, strict=True) if own is not None}
+        for name in names:
+            reached = with_gradient.intersection(self.parts[name])
+            if name not in self.optimizers:
+                self.optimizers[name], self.reached[name] = self._of_part(name, reached), reached
+            if reached != self.reached[name]:
+                raise Unstackable("its steps reach different parameters within a phase")
 
     def _of_part(self, name: str, reached: set[int]) -> list[tuple[StackedOptimizer, list[list[int]]]]:
         template, made = self.templates[name], []
         hooks = len(template._optimizer_step_post_hooks) > 1 or template._optimizer_step_pre_hooks
         if hooks:
             raise Unstackable("hooks are tied to its optimizer's steps")
-        for number, group in enumerate(template.param_groups):
-            places = [place for place in self.fit.layout.index(group["params"]) if place in reached]
+        for number, group in enumerate(self.groups[name]):
+            places = [place for place in group if place in reached]
             for kind in dict.fromkeys(self.fit.layout.places[place].kind for place in places):
                 runs = _runs(self.fit.layout, [p for p in places if self.fit.layout.places[p].kind == kind])
                 stretches = [stretch for stretch, _ in runs]

@@ -184,13 +184,13 @@ class PhaseGraphs:
 
     Args:
         fit: of the fits.
-        optimizers: of the phase, once they are made; their state stays where it is.
-        reached: which of the phase's parameters its loss reaches.
+        optimizers: of the phase, as they are made; their state stays where it is.
+        reached: part -> places of its parameters that its loss reaches.
     """
 
     fit: FitGraphs
-    optimizers: Parts | None = None
-    reached: list[bool] = field(default_factory=list)
+    optimizers: Parts = field(default_factory=dict)
+    reached: dict[str, set[int]] = field(default_factory=dict)
     _recorded: dict[Hashable, list[_Recorded]] = field(default_factory=dict)
     _seen: Counter[Hashable] = field(default_factory=Counter)
 
@@ -201,7 +201,7 @@ class PhaseGraphs:
 
     def begin(self, templates: Mapping[str, Optimizer]) -> None:
         """Let optimizers begin anew, with the options of those that are made for the present fit."""
-        for name, own in (self.optimizers or {}).items():
+        for name, own in self.optimizers.items():
             for optimizer, _ in own:
                 optimizer.begin(templates[name].param_groups[optimizer.index])
 
@@ -217,14 +217,14 @@ class PhaseGraphs:
             return work(*given)
         key = len(given), given[0].shape, given[0].stride(), given[0].dtype
         known = self._recorded.setdefault(key, [])
-        for own in self.optimizers.values() if self.optimizers is not None else ():
+        for own in self.optimizers.values():
             for optimizer, _ in own:
                 optimizer.tell_rate()  # here: within a recording it would be told the same for ever
         found = next((own for own in known if common.tells(own.asked)), None)
         if found is None:
             self._seen[key] += 1
             full = not known and sum(map(bool, self._recorded.values())) == MOST_SIZES[given[0].device.type]
-            if self._seen[key] <= WARM or self.optimizers is None or full:
+            if self._seen[key] <= WARM or not self.optimizers or full:
                 return work(*given)
             found = self._record(work, given, common, known)
             if found is None:
@@ -270,19 +270,20 @@ class PhaseGraphs:
 
     def _moving(self) -> list[Tensor]:
         """Whatever a step may change."""
-        optimizers = [optimizer for own in (self.optimizers or {}).values() for optimizer, _ in own]
+        optimizers = [optimizer for own in self.optimizers.values() for optimizer, _ in own]
         return [*self.fit.rows.flats, *(tensor for own in optimizers for tensor in own.tensors())]
 
     @torch.no_grad()
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
-        before, streams = [tensor.clone() for tensor in moving], stream_states()
+        device = given[0].device
+        before, streams = [tensor.clone() for tensor in moving], stream_states(device)
         with torch.enable_grad():
             outcome = work(*given)
         expected = [tensor.clone() for tensor in moving]
         torch._foreach_copy_(moving, before)
-        set_stream_states(streams)
+        set_stream_states(streams, device)
         again = found.replay(given)
         found.due = 2 * self.fit.number - found.number + 1
         losses = [again.logged[name] for name in outcome.logged]

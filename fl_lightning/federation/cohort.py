@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core import recording
-from fl_lightning.core.rows import Drawing, Unstackable
+from fl_lightning.core.rows import Drawing, OneByOne, Unstackable
 from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.lanes import Lanes
 from fl_lightning.federation.sickness import at
@@ -93,6 +93,11 @@ class Cohort:
                 say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
 
     @property
+    def apart(self) -> bool:
+        """Whether each client's steps are made by themselves."""
+        return self._most == 1
+
+    @property
     def unrecorded(self) -> list[str]:
         """Why steps are not recorded (any more), of each architecture of which they are not."""
         return [lanes.unrecorded for lanes in self._lanes.values() if lanes.unrecorded]
@@ -140,7 +145,7 @@ class Cohort:
                         begun.append(visit)
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
-                self._fit(stack)
+                self._fit(stack, self._lanes_of(group))
             ahead.append(begun)
             waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
             while len(ahead) > waiting:  # while a GPU does the steps that it was just told
@@ -202,7 +207,7 @@ class Cohort:
 
     def _stack(self, group: Sequence[int]) -> Stack | None:
         """Where these clients are fitted together; None for one alone whose steps are not recorded."""
-        return self._lanes_of(group).open(len(group), self._most == 1)
+        return self._lanes_of(group).open(len(group), self.apart)
 
     def _enter(self, stack: Stack, visit: Visit) -> None:
         try:
@@ -210,7 +215,7 @@ class Cohort:
         except Unstackable as error:
             self._refuse(str(error))
 
-    def _fit(self, stack: Stack) -> None:
+    def _fit(self, stack: Stack, lanes: Lanes) -> None:
         if self.stacks:
             try:
                 with self.runner.stopwatch.part("fit"):
@@ -219,8 +224,10 @@ class Cohort:
                 if self.size == "auto" and not self._chosen:
                     self._choose(*stack.measure())
             except Unstackable as error:
-                by_torch = error.__cause__ is not None or (isinstance(error, Drawing) and stack.draws)
-                if by_torch and stack.records and self._most > 1:
+                if isinstance(error, Drawing) and not stack.draws and lanes.narrow():
+                    return
+                alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
+                if (alone or error.__cause__ is not None) and stack.records and self._most > 1:
                     self._take_apart(str(error))
                 else:
                     self._refuse(str(error))

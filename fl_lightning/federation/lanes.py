@@ -25,6 +25,7 @@ class Lanes:
 
     def __init__(self, make: Callable[[], Stack]) -> None:
         self._make = make
+        self._most = MOST
         self.stacks = [make()]
         """In the order in which they were used, the one whose last clients came first in front."""
 
@@ -49,6 +50,8 @@ class Lanes:
             return None
         if alone and records and self._has_more():
             self.stacks.insert(0, self._make())
+            for own in self.stacks:  # all of a GPU's recordings read one place for what they draw from
+                own.draws = False
         stack = self.stacks.pop(0)
         self.stacks.append(stack)
         stack.open(count)
@@ -57,11 +60,20 @@ class Lanes:
     def _has_more(self) -> bool:
         """Whether one more is worth its memory: what was recorded worked, and there is room for all of it again."""
         return (
-            len(self) < MOST
+            len(self) < self._most
             and self.stacks[0].goes_ahead
+            and not self.stacks[0].has_drawn
             and all(own.graphs is not None and own.graphs.has_recorded for own in self.stacks)
             and recording.has_room(self.stacks[0].layout.device)
         )
+
+    def narrow(self) -> bool:
+        """Go on in the place that was opened last, where steps may draw; returns whether there were several."""
+        *others, last = self.stacks
+        for other in others:
+            other.close()
+        self.stacks, self._most, last.draws = [last], 1, True
+        return bool(others)
 
     def close(self) -> None:
         """Let what comes wait until all fits are done."""
