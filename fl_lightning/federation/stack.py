@@ -62,7 +62,7 @@ class Stack:
         self.module = module
         self.layout = Layout(module.method, partial(_trained_in, module.method.phases()))
         self.attributes = Attributes(module.method, self.layout)
-        self._aside = Aside(self.layout.device)
+        self._aside = Aside(self.layout.device if tell is not None else torch.device("cpu"))
         self.goes_ahead = tell is not None and self._aside.is_aside
         """Whether the next cohort comes in while a device still does this one's recorded steps."""
         places = 2 if self.goes_ahead else 1  # who comes in, and who was fitted before
