@@ -228,6 +228,23 @@ def mixed_checks(accelerator: str, clock: Clock) -> Iterator[Row]:
             yield f"{name}, mixed precision", f"FAILED: {' '.join(str(error).split())[:150]}"
 
 
+def lane_checks(clock: Clock) -> Iterator[Row]:
+    """Clients side by side, each on a stream of its own, beside one by one: weights after three rounds."""
+    few = "--data.num_clients", "8", "--federation.local_steps", "5"
+    for name in MIXED if not clock.is_over else ():
+        try:
+            loops = [quickstart(name, "gpu", *few, *own) for own in ((), ("--federation.graph", "auto"))]
+            for loop in loops:
+                for _ in range(3):
+                    loop.advance()
+            gap = difference(*map(weights, loops))
+            cohort = loops[1].cohort
+            said = f"{gap:.1e}, {max(map(len, cohort.lanes.values()), default=0)} streams"
+            yield f"{name}, side by side", f"{'ok' if gap <= NEAR and cohort.stacks else 'DIFFERS'}: {said}"
+        except Exception as error:
+            yield f"{name}, side by side", f"FAILED: {' '.join(str(error).split())[:150]}"
+
+
 def device_checks() -> Iterator[Row]:
     """One client over two devices."""
     if torch.cuda.device_count() < 2:
@@ -445,6 +462,8 @@ def report(options: argparse.Namespace, write: Callable[[str], None]) -> bool:
         beside = ThreadPoolExecutor(1).submit(together)  # in processes of their own
         section("Methods: two rounds in float32, largest difference from the CPU", "method", checks)
         section("Half precision", "method", mixed_checks(accelerator, clock))
+        if accelerator == "gpu":
+            section("Streams", "method", lane_checks(clock))
         section("Several devices, several workers", "what", iter(beside.result()))
     if "times" in options.parts:
         torch.backends.cudnn.allow_tf32 = True  # as torch has it

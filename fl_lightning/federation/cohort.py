@@ -56,7 +56,7 @@ class Cohort:
         self.reason = ""
         self._chosen = False
         self._unstacked, self._told = "", False
-        self._lanes: dict[int, Lanes] = {}
+        self.lanes: dict[int, Lanes] = {}
         self._said: set[str] = set()
         if graph is True and not self._records:
             self._tell_graph(f"the fits are on {runner.device.type}, and CPUs and CUDA GPUs record")
@@ -100,7 +100,7 @@ class Cohort:
     @property
     def unrecorded(self) -> list[str]:
         """Why steps are not recorded (any more), of each architecture of which they are not."""
-        return [lanes.unrecorded for lanes in self._lanes.values() if lanes.unrecorded]
+        return [lanes.unrecorded for lanes in self.lanes.values() if lanes.unrecorded]
 
     def _tell_graph(self, reason: str) -> None:
         """Say why steps are not recorded (any more)."""
@@ -152,7 +152,7 @@ class Cohort:
                 yield from ahead.popleft()
         for begun in ahead:
             yield from begun
-        for lanes in self._lanes.values():
+        for lanes in self.lanes.values():
             lanes.close()
 
     def _begun(self, client: int, job: Callable[[int], Job], ward: Ward, stack: Stack | None) -> list[Visit]:
@@ -200,10 +200,10 @@ class Cohort:
 
     def _lanes_of(self, group: Sequence[int]) -> Lanes:
         architecture = self.runner.architecture[group[0]]
-        if architecture not in self._lanes:
+        if architecture not in self.lanes:
             tell = self._tell_graph if self._records else None
-            self._lanes[architecture] = Lanes(partial(Stack, self.runner, self.runner.modules[architecture], tell))
-        return self._lanes[architecture]
+            self.lanes[architecture] = Lanes(partial(Stack, self.runner, self.runner.modules[architecture], tell))
+        return self.lanes[architecture]
 
     def _stack(self, group: Sequence[int]) -> Stack | None:
         """Where these clients are fitted together; None for one alone whose steps are not recorded."""

@@ -517,7 +517,7 @@ def test_what_no_client_has_for_itself_is_not_stacked(kind, reason, run_federati
 
 def test_what_was_checked_is_not_checked_again_at_another_rate(run_federation, mlp):
     loop = run_federation(lambda: FedRep(mlp()), 3, cohort=4, lr_decay=0.9)
-    lanes = loop.cohort._lanes.values()
+    lanes = loop.cohort.lanes.values()
     assert [len(stack._checked) for own in lanes for stack in own.stacks] == [2]
 
 

@@ -82,7 +82,7 @@ def both(run_federation, assert_near, make_data, tapes):
 
 def reasons(loop):
     """Why nothing is recorded any more."""
-    return [stack.graphs.reason for lanes in loop.cohort._lanes.values() for stack in lanes.stacks]
+    return [stack.graphs.reason for lanes in loop.cohort.lanes.values() for stack in lanes.stacks]
 
 
 STACKED = sorted(

@@ -55,7 +55,7 @@ def adam(parameters):
 
 def count(loop):
     """How many lanes each architecture has."""
-    return [len(own) for own in loop.cohort._lanes.values()]
+    return [len(own) for own in loop.cohort.lanes.values()]
 
 
 DRAWING = ["FedGen", "DRDFL"]
@@ -103,10 +103,10 @@ def test_one_more_is_opened_once_the_others_have_recorded_and_there_is_room(run_
     loop = run_federation(lambda: FedAvg(mlp()), 1, data=make_data(TEN), cohort=1, graph="auto")
     assert count(loop) == [1]
     streams[0] = True
-    stack = loop.cohort._lanes[0].open(1, True)
+    stack = loop.cohort.lanes[0].open(1, True)
     assert count(loop) == [2]
     assert not stack.graphs.has_recorded
-    assert loop.cohort._lanes[0].open(1, True) is not stack  # the other one's turn
+    assert loop.cohort.lanes[0].open(1, True) is not stack  # the other one's turn
     assert count(loop) == [2]  # until it has recorded
 
 

@@ -35,7 +35,7 @@ def recorded(run_federation, assert_near, make_data):
 
 def replays(loop):
     """How many steps are recorded."""
-    fits = [fit for lanes in loop.cohort._lanes.values() for own in lanes.stacks for fit in own.graphs._fits.values()]
+    fits = [fit for lanes in loop.cohort.lanes.values() for own in lanes.stacks for fit in own.graphs._fits.values()]
     return sum(len(own) for fit in fits for phase in fit._phases.values() for own in phase._recorded.values())
 
 
