@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +52,7 @@ class Cohort:
         self._records = bool(graph) and recording.can_record(runner.device)
         alone = 1 if self._records else None  # recorded, one is a cohort, too
         self.size = alone if size in (None, 1) else size
+        self._ahead = recording.Ahead(runner.device) if self._records and runner.device.type == "cuda" else None
         self._most = LARGEST if size == "auto" else size or 1
         self.is_main = is_main
         self.reason = ""
@@ -124,6 +126,10 @@ class Cohort:
         if self.size is not None:
             self._refuse(state.get("reason", ""))
             self._take_apart(state.get("unstacked", ""))
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Within it a GPU that does recorded steps aside prefers what it is asked for."""
+        return nullcontext() if self._ahead is None else self._ahead.work()
 
     def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
         """Participants one after another, with the first part of their round done; fitted where they are stacked.
