@@ -170,12 +170,9 @@ def checked(name: str, emulated: bool) -> str:
         exactly = 0.0 if gap <= CLOSE else compared(name, emulated, *steps, "--trainer.precision", "64-true")[0]
         with emulated_gpu() if emulated else nullcontext():
             with SameDraws():
-                alone, together = there, after_two_rounds(name, *stacked)
-            if not emulated and (not together.cohort.stacks or together.cohort.unrecorded):
-                # What draws: the CPU's numbers wait for the device, which no recording may; the GPU's own do not.
-                alone, together = (after_two_rounds(name, *own) for own in ((*steps, *stacked[2:4]), stacked))
+                together = after_two_rounds(name, *stacked)
             stacks = together.cohort.stacks  # of what is not, two runs may differ by the order of a GPU's sums
-            apart = difference(weights(alone), weights(together)) if stacks else 0.0
+            apart = difference(weights(there), weights(together)) if stacks else 0.0
             waits, of = waiting_steps(there)  # with the GPU's own draws, which wait for nothing
     except Exception as error:  # one method's failure is a line of the table
         return f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:150]}"

@@ -61,13 +61,11 @@ def stream_states(device: torch.device | None = None) -> tuple[Any, ...]:
     return states if device is None or device.type != "cuda" else (*states, torch.cuda.get_rng_state(device))
 
 
-def set_stream_states(states: tuple[Any, ...], device: torch.device | None = None) -> None:
-    """Bring back what `stream_states` gave of a device."""
+def set_stream_states(states: tuple[Any, ...]) -> None:
+    """Bring back what `stream_states` gave without a device."""
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     random.setstate(states[2])
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states[3], device)
 
 
 def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -78,8 +76,8 @@ def same_stream_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def drawn_from_torch(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether nobody has drawn between two calls of `stream_states` but from torch's streams."""
-    return same_stream_states((after[0], *before[1:3], *after[3:]), after)
+    """Whether nobody has drawn between two calls of `stream_states` but from torch's stream."""
+    return same_stream_states((after[0], *before[1:]), after)
 
 
 @lru_cache

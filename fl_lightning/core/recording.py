@@ -115,31 +115,6 @@ class Aside:
         return (lambda: None) if done is None else (lambda: torch.cuda.current_stream().wait_event(done))
 
 
-class Ahead:
-    """A stream whose work a GPU prefers to what is done aside.
-
-    A client comes in and is taken leave of by hundreds of small operations, each of which would wait for room between
-    the large ones of other clients' steps.
-
-    Args:
-        device: a GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Do what a block asks for there, between what was asked for before and what is afterwards."""
-        present = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(present)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            present.wait_stream(self._stream)
-
-
 def _said(error: Exception) -> str:
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return "its step waits for the device" if "captur" in text else shortened(text, 120)

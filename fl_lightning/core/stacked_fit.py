@@ -285,11 +285,11 @@ class _Phase:
             losses, gradients = self.bench.alone(x[0], y[0], epoch)
             self.fit.check_streams(before)
             if self.fit.draws:
-                set_stream_states(before, x.device)
+                set_stream_states(before)
             after = self.fit.layout.tensors()
             outcome = self.bench.step(copies, x, y, epoch)
             if self.fit.draws:
-                set_stream_states(before, x.device)
+                set_stream_states(before)
         if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
             raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
 

@@ -277,13 +277,12 @@ class PhaseGraphs:
     def _checked(self, found: _Recorded, work: Work, given: Given) -> Outcome:
         """The step as it is, and as recorded in another fit: if they come to others, nothing is replayed any more."""
         moving = self._moving()
-        device = given[0].device
-        before, streams = [tensor.clone() for tensor in moving], stream_states(device)
+        before, streams = [tensor.clone() for tensor in moving], stream_states()
         with torch.enable_grad():
             outcome = work(*given)
         expected = [tensor.clone() for tensor in moving]
         torch._foreach_copy_(moving, before)
-        set_stream_states(streams, device)
+        set_stream_states(streams)
         again = found.replay(given)
         found.due = 2 * self.fit.number - found.number + 1
         losses = [again.logged[name] for name in outcome.logged]

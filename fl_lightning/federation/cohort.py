@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,7 +51,6 @@ class Cohort:
         self._records = bool(graph) and recording.can_record(runner.device)
         alone = 1 if self._records else None  # recorded, one is a cohort, too
         self.size = alone if size in (None, 1) else size
-        self._ahead = recording.Ahead(runner.device) if self._records and runner.device.type == "cuda" else None
         self._most = LARGEST if size == "auto" else size or 1
         self.is_main = is_main
         self.reason = ""
@@ -127,10 +125,6 @@ class Cohort:
             self._refuse(state.get("reason", ""))
             self._take_apart(state.get("unstacked", ""))
 
-    def ahead(self) -> AbstractContextManager[None]:
-        """Within it a GPU that does recorded steps aside prefers what it is asked for."""
-        return nullcontext() if self._ahead is None else self._ahead.work()
-
     def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
         """Participants one after another, with the first part of their round done; fitted where they are stacked.
 
@@ -151,7 +145,7 @@ class Cohort:
                         begun.append(visit)
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
-                self._fit(stack, self._lanes_of(group))
+                self._fit(stack)
             ahead.append(begun)
             waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
             while len(ahead) > waiting:  # while a GPU does the steps that it was just told
@@ -221,7 +215,7 @@ class Cohort:
         except Unstackable as error:
             self._refuse(str(error))
 
-    def _fit(self, stack: Stack, lanes: Lanes) -> None:
+    def _fit(self, stack: Stack) -> None:
         if self.stacks:
             try:
                 with self.runner.stopwatch.part("fit"):
@@ -230,8 +224,6 @@ class Cohort:
                 if self.size == "auto" and not self._chosen:
                     self._choose(*stack.measure())
             except Unstackable as error:
-                if isinstance(error, Drawing) and not stack.draws and lanes.narrow():
-                    return
                 alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
                 if (alone or error.__cause__ is not None) and stack.records and self._most > 1:
                     self._take_apart(str(error))

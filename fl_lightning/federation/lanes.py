@@ -2,7 +2,8 @@
 
 A small step, or a large network's later layers, leave most of a GPU idle. Where each client's steps are recorded by
 themselves, several clients are under way at once, each on a stream with recordings and memory of its own: the same
-kernels, so the same numbers. Of a ResNet-18 at batch 64, four streams take 0.6 of the time of one.
+kernels, so the same numbers. Replayed on four streams, steps of a ResNet-18 at batch 64 take 0.6 of the time that they
+take on one, and a round 0.7 as long as the CPU keeps up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ class Lanes:
 
     def __init__(self, make: Callable[[], Stack]) -> None:
         self._make = make
-        self._most = MOST
         self.stacks = [make()]
         """In the order in which they were used, the one whose last clients came first in front."""
 
@@ -50,8 +50,6 @@ class Lanes:
             return None
         if alone and records and self._has_more():
             self.stacks.insert(0, self._make())
-            for own in self.stacks:  # all of a GPU's recordings read one place for what they draw from
-                own.draws = False
         stack = self.stacks.pop(0)
         self.stacks.append(stack)
         stack.open(count)
@@ -60,20 +58,11 @@ class Lanes:
     def _has_more(self) -> bool:
         """Whether one more is worth its memory: what was recorded worked, and there is room for all of it again."""
         return (
-            len(self) < self._most
+            len(self) < MOST
             and self.stacks[0].goes_ahead
-            and not self.stacks[0].has_drawn
             and all(own.graphs is not None and own.graphs.has_recorded for own in self.stacks)
             and recording.has_room(self.stacks[0].layout.device)
         )
-
-    def narrow(self) -> bool:
-        """Go on in the place that was opened last, where steps may draw; returns whether there were several."""
-        *others, last = self.stacks
-        for other in others:
-            other.close()
-        self.stacks, self._most, last.draws = [last], 1, True
-        return bool(others)
 
     def close(self) -> None:
         """Let what comes wait until all fits are done."""

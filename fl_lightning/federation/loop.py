@@ -210,15 +210,14 @@ class FederatedLoop:
             self.examiner.prepare(round, self.participants)
         reports: list[ClientReport] = []
         own = self.fit_order([client for client in self.participants if owners[client] == self.workers.rank])
-        with self.cohort.ahead():
-            for visit in self.cohort.visits(own, partial(self._job, round), self.ward):
-                if not self.ward.ends_round:
-                    with self.ward.care(visit.job.client):
-                        report = self._take_part(round, visit)
-                        reports.append(report.without_message())  # or memory would grow with the participants
-                        if self.watch is not None:
-                            self.watch.note(round, len(reports))
-                        self._call("on_client_fit_end", report)
+        for visit in self.cohort.visits(own, partial(self._job, round), self.ward):
+            if not self.ward.ends_round:
+                with self.ward.care(visit.job.client):
+                    report = self._take_part(round, visit)
+                    reports.append(report.without_message())  # or memory would grow with the participants
+                    if self.watch is not None:
+                        self.watch.note(round, len(reports))
+                    self._call("on_client_fit_end", report)
         with self.stopwatch.part("exchange"):
             self.participants = self.ward.leave_out(round, self.participants)
             for report in reports if self.ward.skipped else ():  # there may be fewer to send to

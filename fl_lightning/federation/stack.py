@@ -25,7 +25,7 @@ from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
-from fl_lightning.seeding import same_stream_states, seed_global_streams, set_stream_states, stream_states
+from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -78,8 +78,8 @@ class Stack:
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self.graphs = None if tell is None else StepGraphs(self.layout, tell)
         """What is recorded; None where nobody asks for it."""
-        self.draws, self.has_drawn = tell is not None, False
-        """Whether a client alone may draw random numbers in its steps, which a replay draws anew, and one has."""
+        self.draws = tell is not None and self.layout.device.type == "cpu"
+        """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""
 
     @property
     def records(self) -> bool:
@@ -129,7 +129,7 @@ class Stack:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
-        streams = stream_states(self.layout.device) if self._ends or len(self._entry) == 1 else ()
+        streams = stream_states() if self._ends or len(self._entry) == 1 else ()
         self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
@@ -224,10 +224,10 @@ class Stack:
             member.entered.fit.num_batches = member.entered.fit.num_steps = 0
         fit = self._made(entered, present, partial(epoch_of, self.runner, own), graphs)
         if graphs is None or ended is None:
-            self.has_drawn |= _run(fit, self.attributes, new, first)
+            _run(fit, self.attributes, new, first)
             return Fitted(present, fit)
         with self._aside.work():
-            self.has_drawn |= _run(fit, self.attributes, new, first)
+            _run(fit, self.attributes, new, first)
             ended.copy_(present)  # others come to the same place next
         return Fitted(ended, fit, self._aside.waiting())
 
@@ -313,7 +313,7 @@ class Stack:
         method = self.module.method
         self._bring_back(member, fitted, place)
         method.fit = member.entered.fit
-        set_stream_states(member.streams, self.layout.device)
+        set_stream_states(member.streams)
         for term in method.terms.exchanging:
             term.after_fit(method)
         method.on_fit_end()
@@ -328,8 +328,8 @@ class Stack:
         check_fit(self.module.method, self.module.meter)
 
 
-def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: Member) -> bool:
-    """Make a stacked fit whose steps leave the method's attributes alone; returns whether they have drawn.
+def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: Member) -> None:
+    """Make a stacked fit whose steps leave the method's attributes alone.
 
     Args:
         fit: the fit.
@@ -337,9 +337,9 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
         new: the phases whose first steps are to be compared with one alone.
         first: of the clients; where steps may draw, they draw from its streams.
     """
-    before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
     if fit.draws:
-        set_stream_states(first.streams, device)
+        set_stream_states(first.streams)
+    before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
     streams = stream_states(device)
     try:
         fit.run(new.__contains__)
@@ -353,7 +353,6 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     name = changed(before, attributes.mark(), attributes.by_class) or _changed_object(objects, attributes.objects())
     if name:
         raise Unstackable(f"its step changes {name}")
-    return fit.draws and not same_stream_states(streams, drawn)
 
 
 def _has_own(module: Any, kind: type, name: str) -> bool:
