@@ -276,9 +276,9 @@ class Attributes:
         numbers, found = self._layout.numbers(), []
         for _, module in self._named:
             for key, value in vars(module).items():
-                held = [value] if isinstance(value, Tensor) else value if type(value) in (list, tuple) else []
-                if key not in _OF_MODULES and held and all(id(own) in numbers for own in held):
-                    found.append(Alias(vars(module), key, value, [numbers[id(own)] for own in held]))
+                held = list(_flat(value)) if key not in _OF_MODULES else []
+                if held and all(id(own) in numbers for own in held):
+                    found.append(Alias(vars(module), key, value, numbers))
         return found
 
     def thaw(self, free: Sequence[bool]) -> None:
@@ -351,6 +351,15 @@ def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool]) -> 
     new = {own[:2] for own in after.attributes if _is_tensor(own[2]) and own[:2] not in known}
     kept = tuple(own for own in after.attributes if own[:2] not in new or by_class(*own[:2]))
     return difference(before, after._replace(attributes=kept))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What lists and tuples hold, and those in them."""
+    if type(value) not in (list, tuple):
+        yield value
+        return
+    for own in value:
+        yield from _flat(own)
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,19 +66,22 @@ class Alias(NamedTuple):
     Args:
         home: the module's attributes.
         key: the attribute.
-        value: a tensor, or a list or tuple of such.
-        numbers: the places of what it holds.
+        value: a tensor, or a list or tuple of such, lists or tuples.
+        numbers: the places of what it holds, by their ids.
     """
 
     home: dict[str, Any]
     key: str
     value: Any
-    numbers: list[int]
+    numbers: Mapping[int, int]
 
     def of(self, tensors: Sequence[Tensor]) -> Any:
         """The same of other tensors, in the order of places."""
-        own = [tensors[number] for number in self.numbers]
-        return own[0] if isinstance(self.value, Tensor) else type(self.value)(own)
+
+        def other(value: Any) -> Any:
+            return tensors[self.numbers[id(value)]] if isinstance(value, Tensor) else type(value)(map(other, value))
+
+        return other(self.value)
 
 
 class Layout:

@@ -6,6 +6,7 @@ from every_method import METHODS
 
 from fl_lightning.core.facts import Phase
 from fl_lightning.methods.apfl import APFL
+from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL, Updates
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.mlp import MLP
@@ -51,7 +52,7 @@ def by_logits(model):
     return APFL(model, mixed="logits")
 
 
-@pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits])
+@pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits, DisPFL])
 def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
     loop = recorded(lambda: make(mlp()))
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
@@ -59,7 +60,12 @@ def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("DRDFL", "descends twice on a mini-batch"), ("APFL", "takes gradients of its own")]
+    ("name", "why"),
+    [
+        ("DRDFL", "descends twice on a mini-batch"),
+        ("APFL", "takes gradients of its own"),
+        ("DisPFL", "changes a tensor that its gradient needs"),
+    ],
 )
 def test_what_was_to_be_stacked_is_recorded_alone(name, why, recorded, mlp, capsys):
     loop = recorded(lambda: METHODS[name](mlp()), cohort=3)
