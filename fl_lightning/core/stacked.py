@@ -183,6 +183,15 @@ class StackedStep(Step):
     def is_last(self, _: bool) -> None:
         """Each client has a last one of its own."""
 
+    @property
+    def steps_now(self) -> bool:  # type: ignore[override]
+        """Whether optimizers step, or gradients are only accumulated."""
+        return self._common.of("steps_now")
+
+    @steps_now.setter
+    def steps_now(self, _: bool) -> None:
+        """Each client's depends on its own mini-batches."""
+
     def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
         """Take the loss down.
 

@@ -100,6 +100,18 @@ class StackedFit:
         self.context = context
         self.graphs = graphs
         self.draws = draws
+        self.changes: Callable[[], str] = str
+        """Names an attribute of the method that steps have changed; empty for none."""
+
+    def refuse_changes(self) -> None:
+        """Refuse steps that leave something in the method: a check, or a recording, would do so once more.
+
+        Raises:
+            Unstackable: naming it.
+        """
+        name = self.changes()
+        if name:
+            raise Unstackable(f"its step changes {name}")
 
     def check_streams(self, before: tuple[Any, ...]) -> tuple[Any, ...]:
         """Refuse draws that are not the client's own; returns the streams' states now.
@@ -173,6 +185,8 @@ class _Phase:
             self.graphs.begin(self.templates)
             self.optimizers, self.reached = self.graphs.optimizers, self.graphs.reached
         self.accumulated: dict[tuple[int, int, int], Tensor] = {}
+        self.worked = False
+        """Whether the method has done the present step, and not a recording of it."""
 
     def run(self, begin: int, check: bool) -> None:
         """All its epochs, the first of which is so many epochs into the fit."""
@@ -208,9 +222,14 @@ class _Phase:
         return {
             "is_last": batches.is_last[place],
             "is_first": batches.index[place] == 0,
+            "steps_now": self._is_due(batches.index[place], batches.is_last[place]),
             "num_batches": own.num_batches,
             "num_steps": own.num_steps,
         }
+
+    def _is_due(self, index: int, is_last: bool) -> bool:
+        """Whether optimizers step on a mini-batch of an epoch."""
+        return is_last or (index + 1) % self.fit.settings.accumulate == 0
 
     def _step(self, places: list[int], rows: list[int], batches: Batches, epoch: int, check: bool) -> None:
         fit, count = self.fit, len(rows)
@@ -221,12 +240,14 @@ class _Phase:
         index = None if rows == list(range(count)) else torch.tensor(rows, device=fit.layout.device)
         at = batches.index if whole else [batches.index[place] for place in places]
         is_last = batches.is_last if whole else [batches.is_last[place] for place in places]
-        due = [last or (own + 1) % fit.settings.accumulate == 0 for own, last in zip(at, is_last, strict=True)]
+        due = [self._is_due(own, last) for own, last in zip(at, is_last, strict=True)]
         work = partial(self._work, rows, due, epoch, check)
         given = (x, y) if index is None else (x, y, index)
         unlike = index is not None and (index.is_cuda or not all(due))
-        graphs = None if check or unlike else self.graphs
+        graphs, self.worked = None if check or unlike else self.graphs, False
         outcome = work(*given) if graphs is None else graphs.step(work, given, fit.common)
+        if self.worked and (check or self.graphs is not None):  # else once a fit is enough: it is not done twice
+            fit.refuse_changes()
         for row, now in zip(rows, due, strict=True):
             fit.entered[row].fit.num_batches += 1
             fit.entered[row].fit.num_steps += outcome.steps * now
@@ -244,6 +265,7 @@ class _Phase:
         index: Tensor | None = None,
     ) -> Outcome:
         """Pass, gradients and descent of some clients."""
+        self.worked = True
         fit, count = self.fit, len(rows)
         own = fit.rows if index is None else fit.rows.pick(index)
         views = own.views(count)

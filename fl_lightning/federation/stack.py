@@ -340,6 +340,12 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     if fit.draws:
         set_stream_states(first.streams)
     before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
+
+    def changes() -> str:
+        after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
+        return changed(before, after, attributes.by_class) or _changed_object(objects, attributes.objects())
+
+    fit.changes = changes
     streams = stream_states(device)
     try:
         fit.run(new.__contains__)
@@ -350,7 +356,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     drawn = fit.check_streams(streams)
     if fit.draws:
         first.streams = drawn
-    name = changed(before, attributes.mark(), attributes.by_class) or _changed_object(objects, attributes.objects())
+    name = changed(before, attributes.mark(), attributes.by_class) or changes()
     if name:
         raise Unstackable(f"its step changes {name}")
 

@@ -44,7 +44,7 @@ REFUSED = {
     "FedFed": "its clients differ in FedFed.num_own",
     "FedGen": "its step draws random numbers",
     "FedPA": "its clients differ in terms.1.classes",
-    "PerFedAvg": "its step takes gradients of its own",
+    "PerFedAvg": "its step changes PerFedAvg._waiting",
     "pFedMe": "its clients differ in pFedMe._theta",
 }
 

@@ -9,6 +9,8 @@ from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL, Updates
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.mlp import MLP
 
 FOUR = [[6, 6, 6, 6]] * 4
@@ -213,6 +215,39 @@ def test_what_accumulates_mini_batches_its_own_way_runs_as_it_is(recorded, mlp):
     assert loop.cohort.reason == "its step accumulates gradients by itself"
     loop = recorded(lambda: APFL(mlp(), mixed="logits"), trainer={"accumulate_grad_batches": 2})
     assert loop.cohort.reason == "its parts accumulate gradients by themselves"
+
+
+@pytest.mark.parametrize("cohort", [None, 2])
+def test_what_steps_keep_for_one_another_is_not_recorded(cohort, recorded, mlp):
+    """A mini-batch that only waits for the next one changes no tensor; replayed, it would be forgotten."""
+    even = [[10, 10, 10, 10]] * 6  # so that none waits in the end
+    loop = recorded(lambda: PerFedAvg(mlp()), counts=even, cohort=cohort)
+    assert loop.cohort.reason == "its step changes PerFedAvg._waiting"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("cohort", [None, 1, 3])
+def test_what_follows_a_descent_knows_whether_optimizers_step(accumulate, cohort, recorded, mlp):
+    options = {"trainer": {"accumulate_grad_batches": accumulate}, "cohort": cohort}
+    loop = recorded(lambda: SCAFFOLD(mlp(), correction="step"), counts=[[10, 10, 10, 10]] * 4, **options)
+    assert loop.cohort.reason == ""
+    assert loop.cohort.apart
+
+
+class Announces(FedAvg):
+    """Steps shorter on mini-batches that are only accumulated."""
+
+    def local_step(self, step):
+        out = step.forward()
+        factor = 1.0 if step.steps_now else 0.5
+        step.descend({name: factor * value for name, value in step.values(out).items()})
+
+
+@pytest.mark.parametrize("cohort", [None, 3])
+def test_whether_optimizers_step_is_each_clients_own(cohort, recorded, mlp):
+    uneven = [[10, 10, 10, 10], [8, 8, 8, 8], [6, 6, 6, 6], [6, 6, 6, 6]]
+    loop = recorded(lambda: Announces(mlp()), counts=uneven, cohort=cohort, trainer={"accumulate_grad_batches": 2})
+    assert loop.cohort.reason == ""
 
 
 def test_several_architectures(recorded):
