@@ -235,6 +235,8 @@ class FeatureDistillation(Term):
 
     def _restage(self, body: Body, shapes: Sequence[tuple[int, ...]]) -> None:
         """Cut the body's stages into finer ones, so that every tapped map is the output of a stage."""
+        staged = 0 < len(shapes) == len(body.stages)  # a module of one's own gives maps, and has no stages
+        require(staged, "FeatureDistillation.distillation", "inline and preact need a body made of stages")
         stages: list[nn.Module] = []
         for stage, shape in zip(body.stages, shapes, strict=True):
             tail: list[nn.Module] = []
@@ -249,7 +251,6 @@ class FeatureDistillation(Term):
                 stage, tail = stage[:-1], [nn.ReLU()]  # not in place: the tapped map must stay
             attention = [CBAM(_map_channels(shape))] if self.inline else []
             stages += [stage, *attention, *tail]
-        require(bool(stages), "FeatureDistillation.distillation", "inline and preact need a body made of stages")
         body.stages = nn.ModuleList(stages)
 
     def train(self, mode: bool = True) -> FeatureDistillation:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.class_relation import ClassRelation, Relation
@@ -21,6 +22,7 @@ from fl_lightning.methods.fesem import FeSEM
 from fl_lightning.methods.local import Local
 from fl_lightning.methods.moon import MOON
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.models.wrapped import WrappedModel
 
 HOSTS = [FedProx, MOON, FedUV]
 
@@ -106,6 +108,15 @@ def test_attention_in_a_body_without_maps_is_refused_in_one_line(mlp, make_clien
     rule = r"^FeatureDistillation\.attention: inline needs feature maps \[C, H, W\], .*; use side, got 'inline'$"
     with pytest.raises(ConfigError, match=rule):
         make_client(FedAvg(mlp(), extra_terms=[FeatureDistillation(distillation=Distillation(attention="inline"))]))
+
+
+@pytest.mark.parametrize("options", [{"attention": "inline"}, {"tap": "preact"}])
+def test_a_module_that_gives_maps_has_no_stages_to_cut(options, make_client):
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 4))
+    model = WrappedModel((1, 8, 8), 4, net, head="2", features=["0"])
+    rule = r"^FeatureDistillation\.distillation: inline and preact need a body made of stages$"
+    with pytest.raises(ConfigError, match=rule):
+        make_client(FedAvg(model, extra_terms=[FeatureDistillation(distillation=Distillation(**options))]))
 
 
 def test_extra_term_takes_the_place_of_one_that_is_off(mlp, run_federation, outcome, assert_identical):
