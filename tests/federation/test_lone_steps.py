@@ -56,7 +56,7 @@ def by_logits(model):
 
 @pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits, DisPFL])
 def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
-    loop = recorded(lambda: make(mlp()))
+    loop = recorded(lambda: make(mlp()), local_epochs=1)
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
     assert replays(loop) >= 2
 
