@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.reads import Unrecordable, address
+from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -276,7 +276,7 @@ class Attributes:
         numbers, found = self._layout.numbers(), []
         for _, module in self._named:
             for key, value in vars(module).items():
-                held = list(_flat(value)) if key not in _OF_MODULES else []
+                held = list(flat(value)) if key not in _OF_MODULES else []
                 if held and all(id(own) in numbers for own in held):
                     found.append(Alias(vars(module), key, value, numbers))
         return found
@@ -351,15 +351,6 @@ def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool]) -> 
     new = {own[:2] for own in after.attributes if _is_tensor(own[2]) and own[:2] not in known}
     kept = tuple(own for own in after.attributes if own[:2] not in new or by_class(*own[:2]))
     return difference(before, after._replace(attributes=kept))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """What lists and tuples hold, and those in them."""
-    if type(value) not in (list, tuple):
-        yield value
-        return
-    for own in value:
-        yield from _flat(own)
 
 
 def _has_memory(tensor: Tensor) -> bool:

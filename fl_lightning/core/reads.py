@@ -51,6 +51,15 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def flat(value: Any) -> Iterator[Any]:
+    """What lists and tuples hold, and those in them, in order; of anything else, itself."""
+    if type(value) not in (list, tuple):
+        yield value
+        return
+    for own in value:
+        yield from flat(own)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested lists, tuples and dictionaries, in order."""
     if isinstance(value, Tensor):

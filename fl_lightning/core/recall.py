@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.reads import flat
+
 _CLOSE, _COARSE = 1e-4, 3e-2
 """Relative difference of two passes of the same samples up to which it is rounding; where there is half precision."""
 
@@ -141,7 +143,7 @@ class _Kept:
         self.is_sure = True
         """Whether the network has been tried in this epoch."""
         self._form = _form(like)
-        self._columns = [_Column(tensor, num_samples) for tensor in _tensors(like)]
+        self._columns = [_Column(tensor, num_samples) for tensor in flat(like)]
         self._known = torch.zeros(num_samples, dtype=torch.bool)
         self._state = _state(parts)
         self._marks = [(tensor._version, tensor.data_ptr()) for _, _, tensor in self._state]
@@ -251,17 +253,9 @@ def _form(made: Any) -> Any:
 
 def _rows_of(made: Any, number: int) -> list[Tensor]:
     """The tensors in tuples and lists, if there is nothing else, and each has so many rows; none otherwise."""
-    found = list(_tensors(made))
+    found = list(flat(made))
     fits = all(torch.is_tensor(each) and each.ndim > 0 and len(each) == number for each in found)
     return found if fits else []
-
-
-def _tensors(made: Any) -> Iterator[Any]:
-    if type(made) not in (tuple, list):
-        yield made
-        return
-    for part in made:
-        yield from _tensors(part)
 
 
 def _formed(form: Any, tensors: Iterator[Tensor]) -> Any:

@@ -218,18 +218,14 @@ class _Phase:
         return [(places, [batches.rows[place] for place in places]) for places in by_key.values()]
 
     def _known(self, batches: Batches, place: int, row: int) -> dict[str, Any]:
-        own = self.fit.entered[row].fit
+        own, index, is_last = self.fit.entered[row].fit, batches.index[place], batches.is_last[place]
         return {
-            "is_last": batches.is_last[place],
-            "is_first": batches.index[place] == 0,
-            "steps_now": self._is_due(batches.index[place], batches.is_last[place]),
+            "is_last": is_last,
+            "is_first": index == 0,
+            "steps_now": is_last or (index + 1) % self.fit.settings.accumulate == 0,
             "num_batches": own.num_batches,
             "num_steps": own.num_steps,
         }
-
-    def _is_due(self, index: int, is_last: bool) -> bool:
-        """Whether optimizers step on a mini-batch of an epoch."""
-        return is_last or (index + 1) % self.fit.settings.accumulate == 0
 
     def _step(self, places: list[int], rows: list[int], batches: Batches, epoch: int, check: bool) -> None:
         fit, count = self.fit, len(rows)
@@ -238,9 +234,7 @@ class _Phase:
         known = [self._known(batches, place, row) for place, row in zip(places, rows, strict=True)]
         fit.common.known = {name: value for name, value in known[0].items() if all(k[name] == value for k in known)}
         index = None if rows == list(range(count)) else torch.tensor(rows, device=fit.layout.device)
-        at = batches.index if whole else [batches.index[place] for place in places]
-        is_last = batches.is_last if whole else [batches.is_last[place] for place in places]
-        due = [self._is_due(own, last) for own, last in zip(at, is_last, strict=True)]
+        due = [own["steps_now"] for own in known]
         work = partial(self._work, rows, due, epoch, check)
         given = (x, y) if index is None else (x, y, index)
         unlike = index is not None and (index.is_cuda or not all(due))
