@@ -1,5 +1,6 @@
 """What every process of pytest needs at once; the fixtures, which import torch, are in `shared_fixtures.py`."""
 
+import atexit
 import gc
 import os
 
@@ -13,7 +14,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """The fixtures, where tests are run; a process that only hands them out to others starts those at once."""
-    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+    is_worker = hasattr(config, "workerinput")
+    if is_worker:  # its results are with the process that hands out by then; taking Python apart takes ten seconds more
+        atexit.register(os._exit, 0)  # done last: what registers later is done before
+    if is_worker or not getattr(config.option, "numprocesses", None):
         config.pluginmanager.import_plugin("shared_fixtures")
 
 
@@ -69,5 +73,6 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # or libraries that count their objects find some left over
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()  # or libraries that count their objects find some left over
