@@ -203,7 +203,7 @@ class BuiltExperiment:
         require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
         if chosen is not None:
             self.loop.load_state_dict(folder.checkpoints.load(chosen.path))
-            workers.main_says(None)  # all have read it
+            workers.everyone_says(None)  # all have read it
         if workers.is_main:
             if chosen is not None or not overwrite:
                 folder.leave_only(chosen, self.loop.settings.checkpoint)

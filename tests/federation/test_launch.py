@@ -5,6 +5,7 @@ import builtins
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from functools import partial
@@ -121,9 +122,9 @@ def own_place() -> int:
         transport.send(own, 1, there)
     elif dist.get_rank() == 1:
         received.append(transport.receive(0, there)["own"].device)
-    places = gather((TAKEN, _place_among_workers({})["devices"], received, handed))
-    first, second = ([0], [0], [torch.device("cpu")], ["cpu"] * 2), ([1], [1], [there] * 2, ["cpu"] * 2)
-    return int(places == [first, second, ([0], [0], [there], ["cpu"])])
+    places = gather((TAKEN, _place_among_workers({})["devices"], received, list(handed)))
+    first, second = ([0], [0], [torch.device("cpu")], ["cpu"] * 5), ([1], [1], [there] * 2, ["cpu"] * 4)
+    return int(places == [first, second, ([0], [0], [there], ["cpu"] * 2)])  # what is small goes first, to each
 
 
 def hand_on(function, handed, tensor, other):
@@ -141,6 +142,22 @@ def test_processes_on_shared_gpus_talk_by_way_of_the_cpu(gpus, monkeypatch):
     team = planned(3, trainer={})
     assert launching.best_start_method(team) == "spawn"
     assert launch(own_place, team, start_method="fork") == 1  # forked ones keep what is pretended
+
+
+def letters() -> int:
+    """1 if small things come whole to all, those that fill an envelope and those that take more than one, too."""
+    rank, fits = dist.get_rank(), transport._ENVELOPE - transport._HEAD
+    fills = 2 * fits - len(pickle.dumps(bytes(fits)))  # whose pickle is as long as an envelope has room
+    for length in (0, 1, fills - 1, fills, fills + 1, 3 * fits):
+        everyone = [bytes([own]) * length for own in range(3)]
+        if gather(everyone[rank]) != everyone or transport.tell(everyone[rank]) != everyone[0]:
+            return 0
+    return 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_small_things_of_every_length_come_whole():
+    assert launch(letters, Team(3, threads=1), start_method="fork") == 1
 
 
 @pytest.mark.parametrize(("other", "by_cpu"), [("GPU-1", True), ("GPU-2", False)])
