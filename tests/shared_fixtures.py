@@ -44,7 +44,7 @@ def _own_cache_and_one_thread(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _nobody_waits_for_the_disk():
-    """No test of this process cuts the power; those that look at syncs put their own in, and commands sync as ever."""
+    """No test cuts the power; those that look at syncs put their own in."""
     patch = pytest.MonkeyPatch()
     patch.setattr(os, "fsync", lambda descriptor: None)
     yield
