@@ -145,7 +145,7 @@ class Runner:
         if fit_settings is not None:
             check_optimizer(module, self.device)
         if self.settings.channels_last and _has_convolution(module):
-            module.to(memory_format=torch.channels_last)
+            _lay_out(module)
         return module.use(self.trainer.precision_plugin).to(self.device)
 
     @property
@@ -358,3 +358,10 @@ def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:
 
 def _has_convolution(module: ClientModule) -> bool:
     return any(isinstance(part, torch.nn.Conv2d) for part in module.modules())
+
+
+def _lay_out(module: ClientModule) -> None:
+    """Channels last where there are channels: `Module.to` asks tensors of five dimensions, too, and they refuse."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators.cuda import CUDAAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, Timer
+from torch import nn
 
 from fl_lightning.core.method import Method
 from fl_lightning.errors import ConfigError
@@ -138,6 +139,31 @@ def test_mixed_precision_trains_in_bfloat16_and_keeps_float32_weights(conv_net, 
     floats = [w for w in weights_after(loop).values() if w.is_floating_point()]
     assert {w.dtype for w in floats} == {torch.float32}
     assert all(torch.isfinite(w).all() for w in floats)
+
+
+class Volume(nn.Module):
+    """A convolution over channels, too, whose weight has five dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x[:, None])[:, 0]
+
+
+def test_of_flat_and_deep_convolutions_the_flat_ones_have_channels_last(conv_net, run_federation):
+    def make():
+        model = conv_net()
+        model.body.stages[0].append(Volume())
+        return FedAvg(model)
+
+    ends = [run_federation(make, rounds=2, channels_last=last) for last in (True, False)]
+    flat, _, _, _, deep = ends[0].runner.modules[0].method.model.body.stages[0]
+    assert flat.weight.stride() == (9, 1, 3, 1)
+    assert deep.conv.weight.dim() == 5
+    shared, plain = (end.exchange.inbox(0).weights for end in ends)
+    assert all(torch.allclose(shared[name], plain[name], atol=1e-5) for name in plain)
 
 
 def test_lightning_callbacks_of_the_trainer_are_called(mlp, run_federation):
