@@ -30,7 +30,7 @@ table: .venv/installed ## 4 methods x 3 seeds on the digits as a table, and the 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[report]"
 	$(BIN)/fl-lightning table experiments/tables/quickstart.yaml --jobs 2
 
-test: .venv/installed-dev ## install the development extras and run every test (5 to 8 minutes on 2 cores)
+test: .venv/installed-dev ## install the development extras and run every test (8 to 9 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev ## ruff (lint and format) and mypy
