@@ -12,7 +12,7 @@ from fl_lightning.federation import lanes
 from fl_lightning.federation.cohort import Cohort
 from fl_lightning.federation.stack import Stack
 from fl_lightning.methods.fedavg import FedAvg
-from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.models.mlp import MLP
 
 TEN = [[6, 6, 6, 6]] * 6 + [[5, 5, 5, 5]] * 4
@@ -58,22 +58,26 @@ def count(loop):
     return [len(own) for own in loop.cohort.lanes.values()]
 
 
-NAMES = ["FedAvg", "FedCPD", "FedProto", "SCAFFOLD", "Ditto", "APFL"]
+NAMES = ["FedAvg", "FedCPD", "FedRep", "FedProto", "FedALA", "MOON", "SCAFFOLD", "FedDW", "FedPAC", "Ditto"]
+NAMES += ["APFL", "DRDFL", "FedGen"]  # which are not stacked; of the last two a tape draws what each would draw alone
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_side_by_side_are_the_same(
     name, run_federation, assert_identical, outcome, make_data, mlp, streams, under_way
 ):
-    data = {"data": make_data(TEN), "optimizer": adam, "graph": "auto"}
-    beside = run_federation(lambda: METHODS[name](mlp()), 2, **data)
+    data = {"data": make_data(TEN), "optimizer": adam, "cohort": 1}
+    alone = run_federation(lambda: METHODS[name](mlp()), 3, **data)
+    under_way.clear()
+    beside = run_federation(lambda: METHODS[name](mlp()), 3, graph="auto", **data)
     assert count(beside) == [lanes.MOST]
     assert beside.cohort.unrecorded == []
     assert max(under_way) == lanes.MOST + 1  # the one that has just come in
     streams[0] = False
-    in_turn = run_federation(lambda: METHODS[name](mlp()), 2, **data)
+    in_turn = run_federation(lambda: METHODS[name](mlp()), 3, graph="auto", **data)
     assert count(in_turn) == [1]
     assert_identical(outcome(in_turn), outcome(beside))
+    assert alone.diary.rows[-1]["loss"] == pytest.approx(beside.diary.rows[-1]["loss"], rel=1e-4)
 
 
 def test_one_more_is_opened_once_the_others_have_recorded_and_there_is_room(run_federation, make_data, mlp, streams):
@@ -101,7 +105,7 @@ def test_several_architectures_side_by_side(run_federation, assert_identical, ou
     for room in (True, False):
         streams[0] = room
         data = {"data": make_data(TEN), "cohort": 1, "graph": "auto", "optimizer": adam}
-        loops.append(run_federation(make, 2, architecture=[0, 1] * 5, **data))
+        loops.append(run_federation(make, 3, architecture=[0, 1] * 5, **data))
     assert [count(loop) for loop in loops] == [[lanes.MOST, lanes.MOST], [1, 1]]
     assert_identical(outcome(loops[0]), outcome(loops[1]))
 
@@ -109,7 +113,7 @@ def test_several_architectures_side_by_side(run_federation, assert_identical, ou
 def test_a_sick_client_leaves_those_beside_it_alone(set_up_federation, make_data, mlp, streams):
     def losses(**options):
         loop = set_up_federation(
-            lambda: FedRep(mlp()), 2, data=make_data(TEN), optimizer=adam, on_client_error="skip", **options
+            lambda: FedCPD(mlp()), 3, data=make_data(TEN), optimizer=adam, on_client_error="skip", **options
         )
         loop.data.store.x[loop.data.clients[1].train[0]] = np.nan
         loop.run()
@@ -132,7 +136,7 @@ class Asks(FedAvg):
 def test_what_cannot_be_recorded_any_more_ends_it_for_all_and_is_said_once(
     run_federation, assert_near, make_data, mlp, streams, capsys
 ):
-    data = {"data": make_data(TEN[:4]), "trainer": {"precision": "64-true"}}
+    data = {"data": make_data(TEN), "trainer": {"precision": "64-true"}}
     plain = run_federation(lambda: Asks(mlp()), 14, **data)
     loop = run_federation(lambda: Asks(mlp()), 14, cohort=1, graph="auto", **data)
     assert loop.cohort.unrecorded == ["its steps change: they ask for facts.round"]

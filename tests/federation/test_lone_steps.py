@@ -13,7 +13,7 @@ from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.mlp import MLP
 
-THREE = [[6, 6, 6, 6]] * 3
+FOUR = [[6, 6, 6, 6]] * 4
 
 
 def adam(parameters):
@@ -24,7 +24,7 @@ def adam(parameters):
 def recorded(run_federation, assert_near, make_data):
     """A federation recorded, in double precision, if it is the same as it is."""
 
-    def run(make, rounds=2, tolerance=1e-9, counts=THREE, **options):
+    def run(make, rounds=3, tolerance=1e-9, counts=FOUR, **options):
         options["trainer"] = {"precision": "64-true", **options.get("trainer", {})}
         options = {"local_epochs": 2, "optimizer": adam, **options}
         plain, found = (
@@ -56,7 +56,7 @@ def by_logits(model):
 
 @pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits, DisPFL])
 def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
-    loop = recorded(lambda: make(mlp()), local_epochs=1)
+    loop = recorded(lambda: make(mlp()))
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
     assert replays(loop) >= 2
 
@@ -70,7 +70,7 @@ def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
     ],
 )
 def test_what_was_to_be_stacked_is_recorded_alone(name, why, recorded, mlp, capsys):
-    loop = recorded(lambda: METHODS[name](mlp()), cohort=3, local_epochs=1)
+    loop = recorded(lambda: METHODS[name](mlp()), cohort=3)
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
     assert replays(loop) >= 2
     line = f"federation.cohort: {name}'s clients are not stacked, each one's steps are recorded: its step {why}\n"
@@ -254,5 +254,5 @@ def test_several_architectures(recorded):
     def make(architecture):
         return DRDFL(MLP((1, 8, 8), 4, hidden=(6 + architecture, 5)))
 
-    loop = recorded(make, architecture=[0, 1, 0], local_epochs=1)
+    loop = recorded(make, architecture=[0, 1, 0, 1])
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
