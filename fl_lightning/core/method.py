@@ -19,6 +19,7 @@ from fl_lightning.core.predictor import Figure, Predictor, Seen, headline
 from fl_lightning.core.server import Server, uniform_mean
 from fl_lightning.core.step import Step
 from fl_lightning.core.term import Term, Terms
+from fl_lightning.models.wrapped import fill_lazy
 
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
@@ -54,7 +55,7 @@ class Method(Wide):
     buffers, and what every receive overwrites in buffers with ``persistent=False``.
 
     Args:
-        model: body and head.
+        model: body and head; lazy layers get their sizes here.
         terms: the method's terms beside the cross-entropy.
         extra_terms: terms that the configuration adds to the method.
         instead: a term that counts in the cross-entropy's place.
@@ -74,6 +75,7 @@ class Method(Wide):
         instead: Term | None = None,
     ) -> None:
         super().__init__()
+        fill_lazy(model, lambda: model.input_shape, "model")
         self.model = model
         self._given_frozen = tuple(p for p in model.parameters() if not p.requires_grad)
         self.terms = Terms(terms, extra_terms, instead)

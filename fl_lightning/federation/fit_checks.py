@@ -110,11 +110,23 @@ def check_optimizer(module: ClientModule, device: torch.device) -> None:
     try:
         module.configure_optimizers()
         if module.settings is not None and not module.own.has_optimizer:
-            _try_step(module.settings.optimizer([nn.Parameter(torch.zeros(2, 2, device=device))]))
+            made = [(torch.zeros(2, 2, device=device), is_sparse) for is_sparse in _kinds_of_gradients(module)]
+            parameters = [nn.Parameter(value) for value, _ in made]
+            optimizer = module.settings.optimizer(parameters)
+            for parameter, (value, is_sparse) in zip(parameters, made, strict=True):
+                parameter.grad = value.to_sparse() if is_sparse else torch.zeros_like(value)
+            _try_step(optimizer)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError("optimizer", str(error)) from error
+
+
+def _kinds_of_gradients(module: ClientModule) -> list[bool]:
+    """Whether gradients are sparse, as of embeddings that were asked for them; both where there are both."""
+    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
+    return sorted({id(parameter) in sparse for parameter in module.parameters() if parameter.requires_grad}) or [False]
 
 
 def _try_step(optimizer: Optimizer) -> None:
@@ -122,8 +134,6 @@ def _try_step(optimizer: Optimizer) -> None:
     own = not type(optimizer).__module__.startswith("torch.optim.")
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         hooks.clear()
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        parameter.grad = torch.zeros_like(parameter)
     try:
         if own:
             optimizer.step(closure=lambda: None)  # type: ignore[arg-type, return-value]

@@ -54,7 +54,7 @@ class WrappedLightningModule(SplitModel):
         optimizer: Literal["own", "configured"] = "own",
     ) -> None:
         require_size("num_classes", num_classes)
-        fill_lazy(module, input_shape, KEY)
+        fill_lazy(module, lambda: input_shape, KEY)
         module = copy.deepcopy(module)
         name = type(module).__name__
         hooks_of(module)

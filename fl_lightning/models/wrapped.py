@@ -53,7 +53,7 @@ class WrappedModel(SplitModel):
         weights: str | None = None,
         frozen: Sequence[str] | None = None,
     ) -> None:
-        fill_lazy(module, input_shape)
+        fill_lazy(module, lambda: input_shape)
         network = copy.deepcopy(module)
         require_submodule(network, "model.head", head)
         if weights is not None:
@@ -63,19 +63,19 @@ class WrappedModel(SplitModel):
         super().__init__(body, classifier, size, num_classes, input_shape)
 
 
-def fill_lazy(module: nn.Module, input_shape: tuple[int, ...], key: str = "model.module") -> None:
+def fill_lazy(module: nn.Module, input_shape: Callable[[], tuple[int, ...]], key: str = "model.module") -> None:
     """Let lazy layers (`LazyLinear`, …) get their sizes of two made-up samples: before that they cannot be copied.
 
     Args:
         module: the network, from a sample batch to logits; changed where it has such layers.
-        input_shape: shape of one sample.
+        input_shape: gives the shape of one sample; asked where there is such a layer.
         key: of the module, for the error.
 
     Raises:
         ConfigError: if it fails on such samples.
     """
     if any(map(is_lazy, _state(module))):
-        try_out(module, input_shape, key)
+        try_out(module, input_shape(), key)
 
 
 def split_at(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
@@ -9,8 +10,10 @@ from fl_lightning.core.method import Method, Predictor, Seen, headline
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.models.mlp import MLP
+from fl_lightning.models.split import Body, SplitModel
 
 
 class Constant(Term):
@@ -34,6 +37,27 @@ def test_method_is_a_module_and_no_part_of_a_machine(mlp):
     assert [name for name, _ in method.named_children()] == ["model", "terms"]
     assert method.facts == Facts()
     assert method.fit.epochs == 0
+
+
+class LazyNet(SplitModel):
+    """Layers that find their sizes out."""
+
+    def __init__(self, input_shape=(1, 8, 8)):
+        neck = nn.Sequential(nn.LazyConv2d(2, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
+        super().__init__(Body([], neck), nn.LazyLinear(4), 5, 4, input_shape)
+
+
+def test_lazy_layers_of_a_split_model_get_their_sizes(run_federation):
+    loop = run_federation(lambda: OnlyHead(LazyNet()), rounds=2)
+    assert loop.exchange.global_message().weights.keys() == {"model.head.weight", "model.head.bias"}
+    kept = loop.runner.pool.get(0)
+    assert kept["model.body.neck.3.weight"].shape == (5, 72)
+    assert kept["model.body.neck.1.running_mean"].shape == (2,)
+
+
+def test_lazy_layers_of_a_split_model_without_a_shape_are_refused_in_a_line():
+    with pytest.raises(ConfigError, match=r"^model: LazyNet must give its `input_shape` to SplitModel\.__init__"):
+        Method(LazyNet(None))
 
 
 def test_weights_follow_the_schedule_of_their_round(mlp):

@@ -16,6 +16,7 @@ from fl_lightning.federation.trainers import make_trainer
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
+from fl_lightning.models.split import Body, SplitModel
 
 
 def weights_after(loop):
@@ -273,6 +274,37 @@ def test_optimizer_that_torch_refuses_is_refused_before_training(mlp, sgd, set_u
 def test_optimizer_that_cannot_step_is_refused_before_training(mlp, set_up_federation, make):
     with pytest.raises(ConfigError, match=r"^optimizer: .* cannot step in a fit: "):
         set_up_federation(lambda: Local(mlp()), optimizer=make)
+
+
+class LooksUp(SplitModel):
+    """Pixels by how bright they are, whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__(LooksUpBody(), nn.Linear(5, 4), 5, 4, (1, 8, 8))
+
+
+class LooksUpBody(Body):
+    def __init__(self):
+        super().__init__([], nn.EmbeddingBag(3, 5, sparse=True))
+
+    def forward_features(self, x):
+        return [], self.neck((x.flatten(1).sign() + 1).long())
+
+    def forward(self, x):
+        return self.forward_features(x)[1]
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("Adam", "sparse"), ("SparseAdam", "dense")])
+def test_optimizer_that_takes_no_gradients_of_a_kind_is_refused_before_training(set_up_federation, kind, refused):
+    with pytest.raises(
+        ConfigError, match=f"^optimizer: {kind} cannot step in a fit: {kind} does not support {refused}"
+    ):
+        set_up_federation(lambda: FedAvg(LooksUp()), optimizer=lambda own: getattr(torch.optim, kind)(own))
+
+
+def test_sparse_gradients_train(run_federation, sgd):
+    loop = run_federation(lambda: FedAvg(LooksUp()), rounds=3, optimizer=sgd(0.5))
+    assert loop.diary.rows[-1]["loss"] < loop.diary.rows[0]["loss"]
 
 
 class Own(torch.optim.Optimizer):
