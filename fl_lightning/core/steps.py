@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 """What `trainer.precision` may be; Lightning's short forms (32, "bf16", …) are allowed, too."""
 SHORT_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 class CarefulSteps(Precision):
@@ -152,7 +152,7 @@ class HalfLayers(CarefulSteps, HalfPrecision):
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Put parameters and gradients of an optimizer that is about to step into float32."""
         for parameter in _parameters(optimizer):
-            if parameter.dtype in _HALF and parameter.grad is not None:
+            if parameter.dtype in HALF and parameter.grad is not None:
                 gradient, narrow = parameter.grad.float(), parameter.data
                 parameter.grad = None
                 self._stored[id(parameter)] = narrow
@@ -211,7 +211,7 @@ class WideCopies:
 
     def __init__(self, parameters: Sequence[nn.Parameter], make_optimizer: Callable[[Any], Optimizer]) -> None:
         self.own = list(parameters)
-        self._wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in _HALF else p for p in self.own]
+        self._wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in HALF else p for p in self.own]
         self._optimizer = make_optimizer(self._wide)
 
     def step(self, gradients: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.steps import WideCopies
+from fl_lightning.core.steps import HALF, WideCopies
 from fl_lightning.losses.proximal import proximal_loss
 
 if TYPE_CHECKING:
@@ -26,36 +26,47 @@ class MoreauEnvelope:
     """F(w) = min_θ f(θ) + λ/2 ‖θ − w‖², whose gradient is λ(w − θ) where θ is the minimum.
 
     Args:
-        theta: θ's parameters.
         weight: λ, > 0, as the step has it for `PULL`.
         lr: rate of the plain steps on θ, > 0.
         num_steps: how many a mini-batch, >= 1.
     """
 
-    def __init__(self, theta: Sequence[nn.Parameter], weight: float, lr: float, num_steps: int) -> None:
-        self.theta = WideCopies(theta, partial(torch.optim.SGD, lr=lr))
+    def __init__(self, weight: float, lr: float, num_steps: int) -> None:
         self.weight = weight
+        self.lr = lr
         self.num_steps = num_steps
+        self._copies: WideCopies | None = None
 
-    def gradients(self, step: Step, w: Sequence[nn.Parameter], others: Sequence[nn.Parameter] = ()) -> list[Tensor]:
+    def begin(self, theta: Sequence[nn.Parameter]) -> None:
+        """Begin a fit: θ in half precision steps on float32 copies, which end with it."""
+        narrow = any(own.dtype in HALF for own in theta)
+        self._copies = WideCopies(theta, partial(torch.optim.SGD, lr=self.lr)) if narrow else None
+
+    def gradients(
+        self,
+        step: Step,
+        theta: Sequence[nn.Parameter],
+        w: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter] = (),
+    ) -> list[Tensor]:
         """∇F on a mini-batch, after θ, through which the phase passes, has gone on from where it was.
 
         Logs the losses of the last step on θ, and shows its pass to the terms.
 
         Args:
             step: the mini-batch.
+            theta: θ's parameters, which move.
             w: parameters, in θ's order.
             others: more parameters that the step's terms reach.
 
         Returns:
             λ(w − θ) and what terms that see w add to it, and the gradients with respect to `others`.
         """
-        theta = self.theta.own
         for _ in range(self.num_steps):
             out = step.forward()
             values = {**step.values(out), PULL: proximal_loss(theta, w)}
             slopes = step.gradients(step.total(values), [*theta, *w, *others])
-            self.theta.step(slopes[: len(theta)])
+            self._descend(theta, slopes[: len(theta)])
         step.log(values)
         step.observe(out)
         with torch.no_grad():
@@ -63,3 +74,11 @@ class MoreauEnvelope:
             for slope, own, near in zip(slopes, w, theta, strict=False):
                 slope += self.weight * (own - near)
         return slopes
+
+    @torch.no_grad()
+    def _descend(self, theta: Sequence[nn.Parameter], slopes: Sequence[Tensor]) -> None:
+        if self._copies is not None:
+            self._copies.step(slopes)
+            return
+        for own, slope in zip(theta, slopes, strict=True):
+            own.add_(slope.to(own.dtype), alpha=-self.lr)

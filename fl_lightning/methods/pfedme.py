@@ -52,7 +52,7 @@ class pFedMe(Method):
         rule = f"must be > 0 and below 2 / weight ({2 / weight:g}), from where on θ runs away from w"
         require(0 < personal_lr < 2 / weight, "method.personal_lr", rule, personal_lr)
         super().__init__(model, extra_terms=extra_terms)
-        self.weight, self.inner_steps, self.personal_lr = weight, inner_steps, personal_lr
+        self.weight, self.envelope = weight, MoreauEnvelope(weight, personal_lr, inner_steps)
 
     @override
     def phases(self) -> list[Phase]:
@@ -66,12 +66,12 @@ class pFedMe(Method):
     @override
     def on_fit_start(self) -> None:
         self.personal.load_state_dict(self.model.state_dict())
-        self._theta = MoreauEnvelope(trainable(self.personal), self.weight, self.personal_lr, self.inner_steps)
+        self.envelope.begin(trainable(self.personal))
 
     @override
     def local_step(self, step: Step) -> None:
-        w, of_terms = trainable(self.model), trainable(self.terms)
-        slopes = self._theta.gradients(step, w, of_terms)
+        theta, w, of_terms = trainable(self.personal), trainable(self.model), trainable(self.terms)
+        slopes = self.envelope.gradients(step, theta, w, of_terms)
         step.follow([slope / self.fit.accumulate for slope in slopes], [*w, *of_terms])
 
     @override

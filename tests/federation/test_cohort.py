@@ -45,7 +45,7 @@ REFUSED = {
     "FedGen": "its step draws random numbers",
     "FedPA": "its clients differ in terms.1.classes",
     "PerFedAvg": "its step changes PerFedAvg._waiting",
-    "pFedMe": "its clients differ in pFedMe._theta",
+    "pFedMe": "its step takes gradients of its own",
 }
 
 

@@ -10,6 +10,7 @@ from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL, Updates
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.mlp import MLP
 
@@ -54,7 +55,7 @@ def by_logits(model):
     return APFL(model, mixed="logits")
 
 
-@pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits, DisPFL])
+@pytest.mark.parametrize("make", [DRDFL, shared_moments, whole_gradients, APFL, by_logits, DisPFL, pFedMe])
 def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
     loop = recorded(lambda: make(mlp()))
     assert (loop.cohort.reason, loop.cohort.unrecorded) == ("", [])
@@ -66,6 +67,7 @@ def test_methods_of_several_descents_are_recorded_alone(make, recorded, mlp):
     [
         ("DRDFL", "descends twice on a mini-batch"),
         ("APFL", "takes gradients of its own"),
+        ("pFedMe", "takes gradients of its own"),
         ("DisPFL", "changes a tensor that its gradient needs"),
     ],
 )
