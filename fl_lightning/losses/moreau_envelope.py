@@ -6,13 +6,12 @@ Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes", Neu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.steps import HALF, WideCopies
+from fl_lightning.core.steps import HALF
 from fl_lightning.losses.proximal import proximal_loss
 
 if TYPE_CHECKING:
@@ -35,12 +34,11 @@ class MoreauEnvelope:
         self.weight = weight
         self.lr = lr
         self.num_steps = num_steps
-        self._copies: WideCopies | None = None
+        self._wide: dict[int, Tensor] = {}
 
     def begin(self, theta: Sequence[nn.Parameter]) -> None:
-        """Begin a fit: θ in half precision steps on float32 copies, which end with it."""
-        narrow = any(own.dtype in HALF for own in theta)
-        self._copies = WideCopies(theta, partial(torch.optim.SGD, lr=self.lr)) if narrow else None
+        """Begin a fit: what is in half precision of θ steps on float32 copies, or small steps would be lost."""
+        self._wide = {place: own.detach().float() for place, own in enumerate(theta) if own.dtype in HALF}
 
     def gradients(
         self,
@@ -77,8 +75,8 @@ class MoreauEnvelope:
 
     @torch.no_grad()
     def _descend(self, theta: Sequence[nn.Parameter], slopes: Sequence[Tensor]) -> None:
-        if self._copies is not None:
-            self._copies.step(slopes)
-            return
-        for own, slope in zip(theta, slopes, strict=True):
-            own.add_(slope.to(own.dtype), alpha=-self.lr)
+        for place, (own, slope) in enumerate(zip(theta, slopes, strict=True)):
+            wide = self._wide.get(place, own)
+            wide.add_(slope.to(wide.dtype), alpha=-self.lr)
+            if wide is not own:
+                own.copy_(wide)
