@@ -51,6 +51,11 @@ class WriteError(OSError):
         super().__init__(f"cannot write {path}: {error.strerror or error}")
 
 
+def default_cache_dir() -> Path:
+    """Where what is made once is kept: ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``."""
+    return Path(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays").expanduser()
+
+
 def content_of(path: Path) -> bytes:
     """The bytes of a file.
 

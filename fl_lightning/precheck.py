@@ -147,13 +147,13 @@ def check_argument(
 
 def _class_path(kind: str, key: str, name: str) -> str:
     """The full path of one of the package's classes; empty for a class of the user's own, which is imported later."""
-    if ours := catalog.path_of(kind, name):
+    short = name.rpartition(".")[2]
+    ours = catalog.path_of(kind, short)
+    if ours is not None and name in (short, ours):
         return ours
-    known = {entry.name: entry.class_path for entry in catalog.entries(kind)}
-    if name in known.values():
-        return name
     if "." in name:
         return ""
+    known = [entry.name for entry in catalog.entries(kind)]
     raise ConfigError(
         key, f"there is no {kind[:-1]} of that name; {suggest(name, known, f'fl-lightning list {kind}')}", name
     )

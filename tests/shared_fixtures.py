@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -63,6 +64,18 @@ def _packages_are_asked_once():
         patch.setattr(module, asks, lru_cache(getattr(module, asks)))
     yield
     patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _what_a_test_wrote_is_imported_by_no_other(tmp_path_factory):
+    """Or one's `mine.py` would be the next one's."""
+    known = set(sys.modules)
+    yield
+    if len(sys.modules) != len(known):
+        folder = str(tmp_path_factory.getbasetemp())
+        for name in sys.modules.keys() - known:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+                del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from fl_lightning.archives import check_stored
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
-from fl_lightning.files import remove_abandoned, save_tensors, verify
+from fl_lightning.files import default_cache_dir, remove_abandoned, save_tensors, verify
 from fl_lightning.own_sources import imported_sources
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.terminal import say
@@ -30,11 +30,6 @@ FORMAT = 5
 or refuses what it took."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""
-
-
-def default_cache_dir() -> Path:
-    """Where decoded data sets are kept: ``$FL_LIGHTNING_CACHE``, else ``~/.cache/fl-lightning/arrays``."""
-    return Path(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays").expanduser()
 
 
 def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:

@@ -108,7 +108,8 @@ def test_embeddings_and_attention_of_a_real_run(workplace):
     pytest.importorskip("captum")
     adam = {"class_path": "Adam", "init_args": {"lr": 0.001}}
     short = {"rounds": 1, "local_steps": 3}
-    workplace.change(method="DRDFL", optimizer=adam, federation=short, data={"num_clients": 3})
+    few = {"class_path": "Sample", "init_args": {"dataset": "Digits", "samples": 600}}
+    workplace.change(method="DRDFL", optimizer=adam, federation=short, data={"num_clients": 3, "dataset": few})
     workplace.fit()
     page, pictures = workplace.path / "page.html", workplace.path / "pictures"
     options = ["--embed", "--attention", "3", "--output", page, "--figures", pictures]

@@ -15,6 +15,7 @@ import wandb.sdk.launch  # noqa: F401 - wandb.init imports it, in seconds
 import fl_lightning.core.phases
 import fl_lightning.experiment
 import fl_lightning.federation.remarks
+import fl_lightning.losses.prototype
 import fl_lightning.report.console
 import fl_lightning.report.figures
 import fl_lightning.report.live

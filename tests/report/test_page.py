@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -463,6 +464,49 @@ def test_missing_renderer_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'fl-lightning\[report\]'"):
         write_page(members_of(make_run(tmp_path / "a")), tmp_path / "page.html", "One run")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.fixture
+def making(monkeypatch, tmp_path):
+    """Puts the script together as another process would; says how often it was really done."""
+    made = []
+    tool = SimpleNamespace(__version__="9", javascript_bundle=lambda: made.append(1) or "script")
+    monkeypatch.setattr(bundle, "renderer", lambda: tool)
+    monkeypatch.setenv("FL_LIGHTNING_CACHE", str(tmp_path / "cache"))
+
+    def make():
+        assert bundle.program.__wrapped__() == "script"
+        return len(made), tool
+
+    return make
+
+
+def test_script_is_put_together_once_for_all_processes(making, tmp_path):
+    assert making()[0] == 1
+    count, tool = making()
+    assert count == 1
+    tool.__version__ = "10"
+    assert making()[0] == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"program": "harm"}', None])
+def test_script_that_is_damaged_is_put_together_again(making, tmp_path, damage):
+    making()
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_bytes(kept.read_bytes().replace(b"script", b"harmed") if damage is None else damage)
+    assert making()[0] == 2
+    assert making()[0] == 2
+
+
+def test_script_needs_no_place_to_be_kept(making, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    assert [making()[0] for _ in range(2)] == [1, 2]
+
+    def nobody(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", nobody)
+    assert making()[0] == 3
 
 
 def test_stand_ins_are_replaced_everywhere():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import write_atomically, write_text
+from fl_lightning.files import default_cache_dir, read_json, write_atomically, write_json, write_text
 from fl_lightning.report.colours import DASHES
 from fl_lightning.report.page.figure import COLOUR, DASH, LABELS, THIRD, WHOLE, Figure
 from fl_lightning.report.series import Series
 
+KEY = "report"
 WIDTH = 760  # pixels, of a picture
 SCALE = 2  # of a PNG
 SYMBOL = {"symbolOpacity": 1, "symbolStrokeWidth": 2}
@@ -28,16 +30,29 @@ def renderer() -> Any:
     try:
         import vl_convert
     except ImportError as error:
-        raise ConfigError(
-            "report", "needs the package vl-convert-python: pip install 'fl-lightning[report]'"
-        ) from error
+        raise ConfigError(KEY, "needs the package vl-convert-python: pip install 'fl-lightning[report]'") from error
     return vl_convert
 
 
 @lru_cache(maxsize=1)
 def program() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, which defines ``vegaEmbed``."""
-    return str(renderer().javascript_bundle())
+    """Vega, Vega-Lite and Vega-Embed as one script, which defines ``vegaEmbed``.
+
+    To put it together takes longer than the rest of a page, so it is kept beside the decoded data sets; where it
+    cannot be, or is damaged, it takes that time again.
+    """
+    tool = renderer()
+    name = f"vega-{tool.__version__}.json"
+    try:
+        kept = read_json(default_cache_dir() / name, KEY).get("program")
+    except (ConfigError, RuntimeError):  # of one who has no home
+        kept = None
+    if isinstance(kept, str):
+        return kept
+    made = str(tool.javascript_bundle())
+    with suppress(OSError, RuntimeError):
+        write_json(default_cache_dir() / name, {"program": made})
+    return made
 
 
 def filled(node: Any, values: Mapping[str, Any]) -> Any:
