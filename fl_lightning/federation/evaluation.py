@@ -130,6 +130,7 @@ class Evaluator:
         self._positions, self._balances = Recent(), Recent()
         self._embeddings = Embeddings()
         self._of_unions: dict[tuple[str, int], Tensor] = {}
+        self._measured: dict[tuple[str, str, str], tuple[Outcome, dict[str, float]]] = {}
 
     def client(self, module: ClientModule, client: int, moment: Moment) -> Scores:
         """Accuracies of one client's present model, by column; a client without test samples has no Local-T."""
@@ -146,21 +147,33 @@ class Evaluator:
         """Figures of outcomes on each part, of which some are on its union and the others on the client's own."""
         scores: Scores = {}
         for part, outcomes, is_union in zip(self.parts, found, unions, strict=True):
-            own = outcomes
-            if is_union and part.local:
-                positions = self._own(part, client)
-                own = {name: outcome.at(positions) for name, outcome in outcomes.items()}
+            about = part.letter, module, moment, self.measures.names
             if part.local:
-                scores |= self._columns("own", part, module, moment, own, self.balance(part, client))
+                own, balance = outcomes, self.balance(part, client)
+                if is_union:
+                    positions = self._own(part, client)
+                    own = {way: outcome.at(positions) for way, outcome in outcomes.items()}
+                values = {way: self.measures.of(outcome, balance) for way, outcome in own.items()}
+                scores |= _named("own", *about, values)
             if part.globally:
-                scores |= self._columns("all", part, module, moment, outcomes, self.balance(part))
+                values = {way: self.of_union(part, way, moment, outcome) for way, outcome in outcomes.items()}
+                scores |= _named("all", *about, values)
         return scores
 
-    def _columns(
-        self, whose: Whose, part: Part, module: ClientModule, moment: str, found: Outcomes, balance: Tensor
-    ) -> Scores:
-        values = {name: self.measures.of(outcome, balance) for name, outcome in found.items()}
-        return _named(whose, part.letter, module, moment, self.measures.names, values)
+    def of_union(self, part: Part, way: str, moment: str, outcome: Outcome) -> dict[str, float]:
+        """Every measure of a part's union by name, once for all clients that received the same model.
+
+        Args:
+            part: the part.
+            way: which of a model's ways to predict.
+            moment: when; the last outcome of each is remembered.
+            outcome: of the union.
+        """
+        key = part.letter, way, moment
+        known = self._measured.get(key)
+        if known is None or known[0] is not outcome:
+            known = self._measured[key] = outcome, self.measures.of(outcome, self.balance(part))
+        return known[1]
 
     def balance(self, part: Part, client: int | None = None) -> Tensor:
         """What each sample of a part counts in balanced accuracy, for a client's own or, None, for the union."""

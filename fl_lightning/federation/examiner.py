@@ -100,8 +100,7 @@ class Examiner:
             return scores
         way = str(headline(self.runner.modules[0].predictors, "Server-T"))
         for part, outcomes in zip(self.parts, self.global_outcomes(), strict=True):
-            evaluator = self.runner.evaluator
-            for measure, value in evaluator.measures.of(outcomes[way], evaluator.balance(part)).items():
+            for measure, value in self.runner.evaluator.of_union(part, way, "received", outcomes[way]).items():
                 scores[f"{measure}/Server-{part.letter}".lstrip("/")] = None if math.isnan(value) else value
         return scores
 

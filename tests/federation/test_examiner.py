@@ -1,6 +1,7 @@
 """What is tested when: the global model of methods that have one, and what need not be tested twice."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -253,6 +254,22 @@ def test_scores_read_off_the_global_model_are_those_of_a_test(name, participatio
     for loop in (short, tested):
         loop.final = loop.run()
     assert_same_numbers(short, tested)
+
+
+def test_what_the_global_model_makes_of_all_samples_is_measured_once_for_all_clients(mlp, set_up_federation):
+    loop = set_up_federation(lambda: CASES["all is shared"](mlp()), rounds=2)
+    measures, size = loop.runner.evaluator.measures, len(loop.runner.evaluator.parts[0].union)
+    measured, of = Counter(), measures.of
+
+    def counted(outcome, balance):
+        measured[loop.round + 1] += len(outcome.right) == size
+        return of(outcome, balance)
+
+    measures.of = counted
+    loop.advance()
+    loop.advance()
+    # The first global model and four models after their fits; what comes next is the server's, and then received.
+    assert measured == {1: 1 + 4, 2: 1 + 4, 3: 1}
 
 
 def count_tests(loop):
