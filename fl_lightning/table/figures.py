@@ -164,6 +164,12 @@ def left_out(runs: Sequence[Cell]) -> list[str]:
     return found
 
 
+def trained_nobody(run: Cell) -> bool:
+    """Whether no client came to the end of a fit in any round: a run's figures are those of untrained models then."""
+    rows = run.rows()
+    return bool(rows) and all(int(row.get("participants", 1) or 0) == 0 for row in rows)
+
+
 def on_validation(runs: Sequence[Cell]) -> str:
     """Which figures are on validation parts, under the names of those on test parts; empty where none are."""
     own = [run for run in runs if run.config["data"]["evaluate_on"] == "validation"]

@@ -23,7 +23,7 @@ from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
-from fl_lightning.table.figures import figure_of, left_out
+from fl_lightning.table.figures import figure_of, left_out, trained_nobody
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress
 from fl_lightning.table.quantity import ran_away
@@ -169,11 +169,15 @@ class Tuning:
         return 0 if code == 1 and all(state != "failed" for state in states.values()) else code
 
     def _lacks_monitor(self, cell: Cell) -> bool:
-        """Whether a run has nothing to be judged by, and no other one will: a figure that ran away is its point's."""
-        return figure_of(cell, self.search.monitor) is None and not ran_away(self.search.monitor, cell.rows())
+        """Whether a run has nothing to be judged by, and no other one will.
+
+        A figure that ran away, and that no client came through its fit, is of the run's point.
+        """
+        own = ran_away(self.search.monitor, cell.rows()) or trained_nobody(cell)
+        return figure_of(cell, self.search.monitor) is None and not own
 
     def _judge(self, trial: Trial, states: Sequence[str]) -> None:
-        values = [figure_of(cell, self.search.monitor) for cell in trial.cells]
+        values = [None if trained_nobody(cell) else figure_of(cell, self.search.monitor) for cell in trial.cells]
         if all(state == "finished" for state in states) and all(value is not None for value in values):
             trial.state, trial.value = "complete", math.fsum(v for v in values if v is not None) / len(values)
         else:

@@ -27,6 +27,18 @@ def place(workplace):
     return workplace
 
 
+def test_a_trial_in_which_no_client_came_through_its_fit_has_failed(place):
+    """It was complete, at the accuracy of untrained models, which may be the best of a poor lot."""
+    place.write("small.yaml", TUNE.replace("[0.0001, 0.2]", "[1.0e+30, 0.2]"))
+    place.change(federation={"on_client_error": "skip"})
+    code, out, err = place.call("tune", "small.yaml")
+    assert code == 0, out + err
+    with (place.path / "runs/tunes/small/trials.csv").open() as file:
+        rows = {row["choice"]: row for row in csv.DictReader(file)}
+    assert [rows[choice]["state"] for choice in ("lr 1e+30", "lr 0.2")] == ["failed", "complete"]
+    assert rows["lr 1e+30"]["Local-T_received.last"] == ""
+
+
 def test_a_search_is_run_on_validation_parts_and_writes_an_overlay(place):
     code, out, err = place.call("tune", "small.yaml", "--jobs", "2")
     assert code == 0, out + err

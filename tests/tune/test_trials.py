@@ -159,6 +159,21 @@ def test_a_figure_that_ran_away_ends_a_trial_and_not_the_search(search, tmp_path
     assert [lacks(0.5, math.nan), lacks(math.inf), lacks(0.5), lacks(None)] == [False, False, False, True]
 
 
+@pytest.mark.parametrize(("participants", "lacks"), [([0, 0], False), ([0, 4], True), ([], True)])
+def test_a_run_that_trained_nobody_ends_a_trial_and_not_the_search(search, tmp_path, participants, lacks):
+    tuning = Tuning(search, tmp_path, 1, None, None)
+    rows = [{"round": n + 1, "Local-T": None, "participants": own} for n, own in enumerate(participants)]
+    own = SimpleNamespace(name="a", rounds=2, rows=lambda: rows, summary=dict)
+    assert tuning._lacks_monitor(own) == lacks
+    trial = Trial(0, {}, [own])
+    tuning._judge(trial, ["finished"])
+    assert trial.state == "failed"
+    for row in rows:
+        row["Local-T"] = 0.1  # of untrained models
+    tuning._judge(trial, ["finished"])
+    assert trial.state == ("complete" if sum(participants) else "failed")
+
+
 def test_a_run_that_ran_away_keeps_no_other_from_being_ended(search):
     """With a value that is no number, the median was none, and nothing lay below it."""
     median = Median(search)
