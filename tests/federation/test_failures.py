@@ -15,6 +15,8 @@ from fl_lightning.federation.recorder import Recorder
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 
 @pytest.fixture
 def set_up_federation(set_up_federation):

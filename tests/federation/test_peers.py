@@ -21,6 +21,8 @@ from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fesem import FeSEM
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 
 def values(value):
     """A message of one number."""

@@ -26,6 +26,8 @@ from fl_lightning.methods.gpfl import GPFL
 from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.trust import import_name
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 TERMS = {entry.name: entry.class_path for entry in catalog.entries("terms")}
 METHODS = {entry.name: entry.class_path for entry in catalog.entries("methods")}
 # Weights shared, with a term of its own, with teachers; heads at home; artifacts alone; many losses; two models.

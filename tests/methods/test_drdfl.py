@@ -34,6 +34,8 @@ from fl_lightning.models.resnet import ResNet18
 from fl_lightning.schema import options
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 SMALL = {"personal_size": 6, "shared_size": 4}
 FOUNDER = Facts(num_clients=3, rounds=4, newcomers=1, client=0, round=2)
 NEWCOMER = replace(FOUNDER, client=2)

@@ -26,6 +26,8 @@ from fl_lightning.methods.local import Local
 from fl_lightning.models.mlp import MLP
 from fl_lightning.seeding import derive_seed
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 SMALL = {"latent_size": 3, "width": 4}
 QUIET = EvaluationPolicy(trained=False, received=False, server=False)
 OFF = {"epochs": Epochs(prior_epochs=0, cvae_epochs=0)}

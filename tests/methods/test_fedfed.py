@@ -19,6 +19,8 @@ from fl_lightning.models.lightning_module import WrappedLightningModule
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.wrapped import WrappedModel
 
+pytestmark = pytest.mark.usefixtures("plain_convolutions")
+
 ONE_CLIENT = ((12, 8, 5, 4),)
 BALANCED = ((12, 12, 12, 12), (6, 6, 6, 6), (6, 6, 6, 6))
 QUIET = EvaluationPolicy(trained=False, received=False, server=False)
