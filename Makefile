@@ -5,9 +5,9 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 # With it every process of a test run compiles all tests for itself.
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[report]"
 	@touch $@
 
 .venv/installed-dev: .venv/installed
@@ -27,7 +27,6 @@ quickstart: .venv/installed ## install into .venv and run the main job: 20 clien
 	$(BIN)/fl-lightning fit --config experiments/quickstart.yaml --overwrite
 
 table: .venv/installed ## 4 methods x 3 seeds on the digits as a table, and the page of its runs (runs/tables)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[report]"
 	$(BIN)/fl-lightning table experiments/tables/quickstart.yaml --jobs 2
 
 test: .venv/installed-dev ## install the development extras and run every test (8 to 9 minutes on 2 cores)
