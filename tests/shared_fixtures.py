@@ -25,10 +25,17 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.settings import Federation
 from fl_lightning.models.mlp import MLP
+from fl_lightning.seeding import seed_global_streams
 
 # Samples of each client and class. Test parts of a quarter come off; with batches of 4 every client has a smaller last
 # batch, client 1's is a single sample, and no client holds every class.
 COUNTS = ((12, 8, 0, 0), (6, 6, 5, 0), (0, 5, 9, 5), (0, 0, 1, 13))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """What a test draws does not depend on those before it, nor on which of them there are."""
+    seed_global_streams(0, "test")
 
 
 @pytest.fixture(scope="session", autouse=True)

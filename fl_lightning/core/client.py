@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fl_lightning.core.compiled import CompiledLosses
 from fl_lightning.core.descent import Descent, FitSettings, Machine
 from fl_lightning.core.devices import Part, SharedFit
-from fl_lightning.core.division import Division, division_of, load_entries, matches
+from fl_lightning.core.division import Division, division_of, load_entries
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.fit_log import FitLog
@@ -25,6 +25,7 @@ from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
+from fl_lightning.core.planning import Plan, plan_of
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
 from fl_lightning.core.running_on import RunningOn
@@ -40,42 +41,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = ["ClientModule", "FitSettings"]
-
-
-class Planned(NamedTuple):
-    """A phase of a fit with its epochs and its parameters, by part; `last` mini-batches in the last epoch, None all."""
-
-    phase: Phase
-    epochs: int
-    parts: dict[str, list[nn.Parameter]]
-    last: int | None = None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All that is trained in it."""
-        return list({id(p): p for own in self.parts.values() for p in own}.values())
-
-
-class Plan(tuple[Planned, ...]):
-    """The phases of a fit, one after another."""
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of all phases together, those that are cut short among them."""
-        return sum(planned.epochs for planned in self)
-
-    def at(self, epoch: int) -> tuple[int, int, int | None]:
-        """The phase that an epoch of the fit belongs to, its place there, and its mini-batches; None for all."""
-        for index, planned in enumerate(self):
-            if epoch < planned.epochs:
-                return index, epoch, planned.last if epoch == planned.epochs - 1 else None
-            epoch -= planned.epochs
-        raise IndexError(epoch)
-
-    def passes(self, batches: int) -> float:
-        """Passes over the training part, of so many mini-batches each."""
-        cut = sum(1 - planned.last / batches for planned in self if planned.last is not None)
-        return self.epochs - cut
 
 
 def _set_up(method: Method) -> None:
@@ -132,7 +97,19 @@ class ClientModule(L.LightningModule):
         self._machine = Machine()
         self.memory: Memory | None = None
         self._heard, self._plan = Heard(Message()), Plan()
+        self.planned: Plan | None = None
+        """Of the fit that begins, where its optimizers may be made of it."""
         check_method(method)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What torch does, in a tenth of the time where a name or nothing takes such a one's place.
+
+        Lightning notes the hook that it is in, and the one before, some thirty times a fit.
+        """
+        if (value is None or type(value) is str) and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     # --- a round's messages -------------------------------------------------------------------------------------------
 
@@ -225,17 +202,7 @@ class ClientModule(L.LightningModule):
     def plan(self) -> Plan:
         """The phases with their parameters and epochs under the present workload; those without either are left out."""
         assert self.settings is not None, "`settings` is set by the runner"
-        planned = []
-        for phase in self.method.phases():
-            epochs, last = self.workload.of(phase.epochs)
-            parts = {name: self._trained(own) for name, own in phase.by_part.items()}
-            parts = {name: own for name, own in parts.items() if own}
-            if epochs > 0 and parts:
-                planned.append(Planned(phase, epochs, parts, last))
-        return Plan(planned)
-
-    def _trained(self, prefixes: tuple[str, ...]) -> list[nn.Parameter]:
-        return [p for name, p in self.method.named_parameters() if p.requires_grad and matches(name, prefixes)]
+        return plan_of(self.method, self.workload)
 
     def limit(self, epoch: int) -> int | None:
         """How many mini-batches an epoch of the present fit may have; None for all."""
@@ -244,7 +211,7 @@ class ClientModule(L.LightningModule):
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
         """Fresh optimizers, one for each part of each phase: neither momentum nor moments cross a round."""
         assert self.settings is not None, "`settings` is set by the runner"
-        self._plan = self.plan()
+        self._plan, self.planned = self.planned or self.plan(), None
         epochs, own = self._plan.epochs, self.own
         make = own.optimizer(
             self.settings.optimizer, self.settings.accumulate, self.lr_factor, self.settings.clip_value is not None

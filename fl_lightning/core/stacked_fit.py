@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.core.client import ClientModule, Plan, Planned
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.lone_step import Gradients, LoneBench
+from fl_lightning.core.planning import Plan, Planned
 from fl_lightning.core.rows import Alias, Drawing, Layout, Rows, Unstackable
 from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree, exact
 from fl_lightning.core.stacked_graphs import FitGraphs, Parts

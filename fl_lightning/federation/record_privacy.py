@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.client import ClientModule, Planned
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.descent import Machine
 from fl_lightning.core.devices import Part
 from fl_lightning.core.freezing import only, training
 from fl_lightning.core.method import Method
+from fl_lightning.core.planning import Planned
 from fl_lightning.core.private_steps import KEY, PrivateDescent, PrivateFit, PrivateStep, RecordPrivacy, opacus
 from fl_lightning.core.step import Bench
 from fl_lightning.core.term import Term, counts

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
-from lightning.pytorch.loops.utilities import _select_data_fetcher
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
 from fl_lightning.core.message import version_of
@@ -132,7 +132,7 @@ class Fits:
         loop._data_source.instance = bundles
         loader.flattened, loader.limits = [bundles], [length]
         loop._combined_loader = loader
-        loop._data_fetcher = _select_data_fetcher(trainer, RunningStage.TRAINING)
+        loop._data_fetcher = _PrefetchDataFetcher()  # what a step that takes a batch, and no iterator, is given
         loop._data_fetcher.setup(loader)
         iter(loop._data_fetcher)
         loop.max_batches = trainer.val_check_batch = length

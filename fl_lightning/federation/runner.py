@@ -303,10 +303,13 @@ class Runner:
         seed_global_streams(self.seed, "fit", round, data.client)
         set_mode(module)
         module.workload = self.workload(data.client, round)
-        epochs = module.plan().epochs
+        plan = module.plan()
+        epochs = plan.epochs
         if epochs == 0:  # nothing to train: every phase is off
             module.meter, module.logged = LossMeter(), FitLog()
             return
+        if not self.trainer.callbacks:  # type: ignore[attr-defined] # who may freeze something before the fit
+            module.planned = plan
         bundles = EpochBundles(
             data,
             epoch_seed=lambda: derive_seed(self.seed, f"shuffle/{self.trainer.current_epoch}", round, data.client),
@@ -338,6 +341,7 @@ class Runner:
             parameter.requires_grad_(True)
             parameter.grad = None
         module = self.modules[architecture].to(self.device)
+        module.planned = None
         if module.memory is not None:
             module.memory.clear()
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fl_lightning.core.client import Plan
 from fl_lightning.core.division import matches
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
+from fl_lightning.core.planning import Plan
 from fl_lightning.core.recording import Aside
 from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
 from fl_lightning.core.stacked import Mixed
