@@ -14,6 +14,7 @@ from fl_lightning.core.compiled import CompiledLosses
 from fl_lightning.core.descent import Descent, FitSettings, Machine
 from fl_lightning.core.devices import Part, SharedFit
 from fl_lightning.core.division import Division, division_of, load_entries
+from fl_lightning.core.engine import backward
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.fit_log import FitLog
@@ -24,7 +25,7 @@ from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.own_data import BoundData
-from fl_lightning.core.plain_steps import PlainDescent, backward, is_plain
+from fl_lightning.core.plain_steps import PlainDescent, is_plain
 from fl_lightning.core.planning import Plan, plan_of
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from fl_lightning.core.engine import gradients
 from fl_lightning.core.facts import OptimizerFactory
 from fl_lightning.core.steps import CarefulSteps
 
@@ -90,7 +91,7 @@ class Machine:
         """
         scale = 1024.0 if self.narrows else 1.0
         with torch.enable_grad(), self.wide():
-            found = torch.autograd.grad(loss * scale if self.narrows else loss, parameters, allow_unused=True)
+            found = gradients(loss * scale if self.narrows else loss, parameters)
         given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
         given = [g / scale for g in given] if self.narrows else given
         return given if self.devices is None else self.devices.average(given)

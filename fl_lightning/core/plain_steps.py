@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from fl_lightning.core.bare_steps import bare_step
 from fl_lightning.core.descent import Descent, FitSettings, Machine
+from fl_lightning.core.engine import backward
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -40,11 +41,6 @@ def is_plain(trainer: Trainer) -> bool:
     watched = any(getattr(hook, "__func__", hook) is not unused for hook, unused in hooks)
     profiled = type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
     return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
-
-
-def backward(loss: Tensor, **options: Any) -> None:
-    """What is left of Lightning's backward pass in a plain fit."""
-    loss.backward(**options)
 
 
 class PlainDescent(Descent):
@@ -72,7 +68,7 @@ class PlainDescent(Descent):
         if parts or factor != 1 or self.settings.accumulate != 1:
             super().descend(loss, factor, parts, steps_now)
             return
-        loss.backward()
+        backward(loss)
         self.step(self._all)
 
     @override
