@@ -103,11 +103,11 @@ class ClientModule(L.LightningModule):
         check_method(method)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What torch does, in a tenth of the time where a name or nothing takes such a one's place.
+        """What torch does, in a fifth of the time where a plain attribute stays one.
 
         Lightning notes the hook that it is in, and the one before, some thirty times a fit.
         """
-        if (value is None or type(value) is str) and name in self.__dict__:
+        if name in self.__dict__ and not isinstance(value, (Tensor, nn.Module)):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)

@@ -57,15 +57,11 @@ def plan_of(method: Method, workload: Workload) -> Plan:
         method: the method.
         workload: how much is trained in phases that do not say.
     """
-    planned = []
+    planned, free = [], [(name, p) for name, p in method.named_parameters() if p.requires_grad]
     for phase in method.phases():
         epochs, last = workload.of(phase.epochs)
-        parts = {name: _trained(method, own) for name, own in phase.by_part.items()}
+        parts = {name: [p for n, p in free if matches(n, own)] for name, own in phase.by_part.items()}
         parts = {name: own for name, own in parts.items() if own}
         if epochs > 0 and parts:
             planned.append(Planned(phase, epochs, parts, last))
     return Plan(planned)
-
-
-def _trained(method: nn.Module, prefixes: tuple[str, ...]) -> list[nn.Parameter]:
-    return [p for name, p in method.named_parameters() if p.requires_grad and matches(name, prefixes)]
