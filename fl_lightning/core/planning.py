@@ -57,8 +57,9 @@ def plan_of(method: Method, workload: Workload) -> Plan:
         method: the method.
         workload: how much is trained in phases that do not say.
     """
-    planned, free = [], [(name, p) for name, p in method.named_parameters() if p.requires_grad]
-    for phase in method.phases():
+    phases, planned = method.phases(), []  # first: a method may freeze something as it says them
+    free = [(name, p) for name, p in method.named_parameters() if p.requires_grad]
+    for phase in phases:
         epochs, last = workload.of(phase.epochs)
         parts = {name: [p for n, p in free if matches(n, own)] for name, own in phase.by_part.items()}
         parts = {name: own for name, own in parts.items() if own}
