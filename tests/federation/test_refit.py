@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
 
+from fl_lightning.core import client as client_module
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.refit import Fits
 from fl_lightning.methods.fedavg import FedAvg
@@ -146,3 +147,47 @@ def test_fit_may_not_change_what_comes_frozen_and_is_put_back_by_nobody(set_up_f
     set_up_federation(method, rounds=1).run()
     with pytest.raises(ConfigError, match=r"^model: model\.body\.stages\.0\.1\.bias comes frozen, .* on_fit_start"):
         set_up_federation(method, rounds=1, trainer={"callbacks": [Thaws()]}).run()
+
+
+class Freezes(Callback):
+    """Freezes the head before optimizers are made, in every second fit."""
+
+    def __init__(self):
+        self.fits, self.trained = 0, []
+
+    def setup(self, trainer, pl_module, stage):
+        self.fits += 1
+        pl_module.method.model.head.requires_grad_(self.fits % 2 == 1)
+
+    def on_train_start(self, trainer, pl_module):
+        self.trained.append(sum(len(own["params"]) for made in trainer.optimizers for own in made.param_groups))
+
+
+def test_what_a_callback_freezes_before_a_fit_has_no_optimizer(set_up_federation, mlp):
+    callback = Freezes()
+    loop = set_up_federation(lambda: FedAvg(mlp()), trainer={"callbacks": [callback]})
+    for _ in range(4):
+        module = loop.runner.load(0)
+        module.requires_grad_(True)
+        loop.runner.fit(module, loop.data.clients[0], 1)
+    every, head = len(list(module.parameters())), len(list(module.method.model.head.parameters()))
+    assert callback.trained == [every, every - head, every, every - head]
+
+
+def test_a_fit_plans_its_phases_once_and_leaves_no_plan_where_it_breaks_off(set_up_federation, mlp, monkeypatch):
+    planned, plan_of = [], client_module.plan_of
+    monkeypatch.setattr(client_module, "plan_of", lambda *given: planned.append(1) or plan_of(*given))
+    loop = set_up_federation(lambda: FedRep(mlp()))
+    runner, module, data = loop.runner, loop.runner.load(0), loop.data.clients[0]
+    planned.clear()
+    for _ in range(3):
+        runner.fit(runner.load(0), data, 1)
+    assert len(planned) == 3
+
+    def fails(*given):
+        raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(runner.fits, "fit", fails)
+    with pytest.raises(ArithmeticError):
+        runner.fit(runner.load(0), data, 1)
+    assert module.planned is None
