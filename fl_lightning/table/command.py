@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,11 @@ def _others(definition: Definition, choice: Choice, cells: Sequence[Cell]) -> li
     """The finished cells that were not asked for; without those that are ones that were, by the command line alone."""
     if not (choice.rows or choice.columns):
         return []
-    every = cells_of(definition, replace(choice, rows=(), columns=()))
-    done = [cell for cell in every if cell.finished]
+    done: list[Cell] = []
+    for column, row in product(definition.columns, definition.rows):
+        one = replace(choice, rows=(row.name,), columns=(column.name,))
+        with suppress(ConfigError):  # what the command line says of the cells asked for need not fit this one
+            done += (cell for cell in cells_of(definition, one) if cell.finished)
     alike = {id(cell) for pair in made_alike(definition, choice, [*cells, *done]) for cell in pair}
     return [cell for cell in done if id(cell) not in alike]
 

@@ -189,6 +189,22 @@ def test_mistakes_are_one_line(place, argv, word):
     assert not (place.path / "runs").exists()
 
 
+def test_options_that_fit_the_chosen_columns_alone_are_laid_over_them(place):
+    """The other columns' cells are looked at when the table is printed, and not before: it was lost there."""
+    split = "{data.partition: {class_path: Pathological, init_args: {classes: 2}}}"
+    place.write("tables/two.yaml", TABLE.replace("rows:", f"  Pathological:\n    set: {split}\nrows:"))
+    words = ("table", "tables/two.yaml", "--seeds", "0", "--only", "FedAvg", "--rounds", "1")
+    assert place.call(*words, "--columns", "Digits")[0] == 0
+    option = ("--columns", "Pathological", "--data.partition.classes", "5")
+    code, out, err = place.call(*words, *option)
+    assert code == 0, err + out
+    assert "1 of 1 runs finished" in out
+    assert "written to" in out
+    code, out, err = place.call(*words, *option[2:])
+    assert code == 2
+    assert "columns.Digits: data.partition.classes: there is no such key" in err
+
+
 def test_columns_that_the_command_line_makes_the_same_are_refused_and_never_shown_for_one_another(place):
     both = TABLE.replace(
         "rows:", "  Longer:\n    figures: {late: Global-T.last}\n    set: {federation.rounds: 3}\nrows:"
