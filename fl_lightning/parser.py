@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line; a misspelt option with the nearest one."""
-        if match := re.fullmatch(r"unrecognized arguments: --([\w.]+).*", message):
+        if match := re.fullmatch(r"unrecognized arguments: --([\w.-]+).*", message):
             known = [option.removeprefix("--") for option in self._option_string_actions if option.startswith("--")]
             message = f"{match[1]}: there is no such key; {suggest(match[1], known)}"
         refuse(message)

@@ -177,6 +177,7 @@ def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
         (["--seed", "1"], "--seeds"),
         (["--jobs", "0"], "must be >= 1"),
         (["--rounds", "0"], "must be >= 1"),
+        (["--dry-rum"], "dry-rum: there is no such key; did you mean dry-run?"),
         (["--federation.round", "3"], "rounds"),
         (["--federation.rounds=-1", "--dry-run"], "rows.FedAvg, columns.Digits: federation.rounds: must be >= 1"),
     ],
