@@ -372,14 +372,12 @@ def _turned(calls: Sequence[Call], results: Sequence[Tensor]) -> list[Call]:
     kept = {address(tensor) for tensor in results}
     instead: dict[int, Call | None] = {}
     for call in calls:
-        if call.func is not aten.bmm.default or address(call.made) in kept:
+        read = readers.get(address(call.made), []) if call.func is aten.bmm.default else []
+        if len(read) != 1 or read[0].func is not aten.clone.default or address(call.made) in kept:
             continue
-        product, (copy, *others) = call.made, readers.get(address(call.made)) or [None]
-        if others or copy is None or copy.func is not aten.clone.default or copy.args[0].dim() != 3:
-            continue
-        turned = product.mT
-        shown = copy.args[0].shape, copy.args[0].stride(), copy.args[0].storage_offset()
-        if shown == (turned.shape, turned.stride(), turned.storage_offset()) and copy.made.is_contiguous():
+        (copy,), turned = read, call.made.mT
+        shown, layout = copy.args[0], (turned.shape, turned.stride(), turned.storage_offset())
+        if (shown.shape, shown.stride(), shown.storage_offset()) == layout and copy.made.is_contiguous():
             one, other = call.args
             instead |= {id(call): call._replace(args=(other.mT, one.mT), made=copy.made), id(copy): None}
     return [own for own in (instead.get(id(call), call) for call in calls) if own is not None]
