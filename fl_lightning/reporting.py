@@ -118,7 +118,7 @@ def _from_definition(path: Path, runs: Path) -> _Found:
     values = values_of(definition, cells)
     left = sum(not cell.finished for cell in cells)
     notes = [f"{left} of {len(cells)} runs are not finished: fl-lightning table {path}"] if left else []
-    notes += of_fewer_seeds(values, {cell.seed for cell in cells})
+    notes += of_fewer_seeds(values, set(definition.seeds))
     return _Found(members_of(cells), runs / "tables" / definition.name, shown(definition, values), notes)
 
 

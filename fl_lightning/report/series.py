@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -117,14 +118,15 @@ def series_of(members: Iterable[Member]) -> list[Series]:
     coloured = labels if len(set(methods)) == 1 < len(set(labels)) else methods
     colours = colours_of(coloured)
     settings = [_setting(line[0]) for line in lines]
-    used: dict[tuple[str, int], list[str]] = {}
+    used: Counter[tuple[str, int, int]] = Counter()
     found = []
     for line, label, setting, own in zip(lines, labels, settings, coloured, strict=True):
-        colour = colours[own]
-        before = used.setdefault((setting, colour), [])
+        others = sorted(set(range(len(PALETTE))) - {colours[own]}, key=lambda place: place in colours.values())
+        styles = [(setting, colour, dash) for colour in (colours[own], *others) for dash in range(len(DASHES))]
+        style = min(styles, key=used.__getitem__)  # the method's colour, until its dashes are used up
+        used[style] += 1
         runs = sorted((member.run for member in line), key=lambda run: (run.seed is None, run.seed or 0))
-        found.append(Series(label, line[0].run.method, setting, tuple(runs), colour, len(before) % len(DASHES)))
-        before.append(label)
+        found.append(Series(label, line[0].run.method, setting, tuple(runs), *style[1:]))
     return found
 
 

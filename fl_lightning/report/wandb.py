@@ -333,6 +333,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
     def _catch_up(self) -> None:
         """Log what W&B lacks of the rounds so far, and say again what stands in its summary."""
         rows, clients = self._start.rows, _by_round(self._start.client_rows)
+        best = self._best.see(rows) if rows else {}  # of all rounds at once: of equal ones the first is the best
         for row in rows:
             if row["round"] > self._logged:
                 own = clients.get(row["round"], [])
@@ -340,7 +341,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 self.log_round(RoundRecord(row, own, evaluated))
         if rows and self._experiment is not None:
             last = {name: value for row in rows for name, value in row.items() if value is not None}
-            self._experiment.summary.update({**self._best.see(rows), **last})
+            self._experiment.summary.update({**best, **last})
 
 
 def _say(text: str) -> None:

@@ -128,21 +128,34 @@ class Cell:
         return f"{self.row.name}, {self.column.name}, seed {self.seed}"
 
     def rows(self) -> list[Record]:
-        """The rounds that are done."""
-        return rows_of(self.folder / "metrics.csv")
+        """The rounds that are done, without those by which somebody has extended the run since."""
+        return [row for row in rows_of(self.folder / "metrics.csv") if row["round"] <= self.rounds]
 
     def summary(self) -> Mapping[str, Any]:
-        """What the run says of itself; empty before its end."""
-        try:
-            return read_json(self.folder / "summary.json", "table")
-        except ConfigError:
-            return {}
+        """What the run says of itself; empty before its end, and where it is of more rounds than the cell has."""
+        summary = self._said()
+        return {} if self._extended_to(summary) else summary
 
     @property
     def finished(self) -> bool:
         """Whether all rounds are done and its tables are what it wrote; a damaged one is gone on with, and mended."""
-        summary = self.summary()
+        summary = self._said()
         return has_ended(summary, self.rounds) and not altered(self.folder, summary)
+
+    @property
+    def extended_to(self) -> int:
+        """To how many rounds somebody has extended the run since; 0 where nobody has."""
+        return self._extended_to(self._said())
+
+    def _extended_to(self, summary: Mapping[str, Any]) -> int:
+        rounds = summary.get("rounds")
+        return rounds if isinstance(rounds, int) and rounds > self.rounds else 0
+
+    def _said(self) -> Mapping[str, Any]:
+        try:
+            return read_json(self.folder / "summary.json", "table")
+        except ConfigError:
+            return {}
 
     def keep_results(self) -> None:
         """Delete what only a run that goes on needs, its checkpoints and its clients' models."""
@@ -251,22 +264,34 @@ def of_edited_folders(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     return found
 
 
+def of_extended_runs(cells: Iterable[Cell]) -> list[str]:
+    """A line on each finished cell whose run somebody has extended since: what is known of its own rounds alone."""
+    return [
+        f"{cell.title}: its run was extended to {longer} rounds; its figures are of the first {cell.rounds}, "
+        "and what a run says of itself at its end is missing"
+        for cell in cells
+        if (longer := cell.extended_to) and cell.finished
+    ]
+
+
 def made_alike(table: Definition, choice: Choice, cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """Pairs of cells of two columns that are one run because of the command line's options, and two without them."""
-    first: dict[tuple[str, Path], Cell] = {}
+    """Pairs of cells of two rows or columns that are one run because of the command line's options, and two without."""
+    first: dict[Path, Cell] = {}
     pairs = []
     for cell in cells if choice.laid_over else ():
-        other = first.setdefault((cell.row.name, cell.folder), cell)
-        if other.column is not cell.column and _differ(table, choice, cell, other):
+        other = first.setdefault(cell.folder, cell)
+        if (other.row.name, other.column.name) != (cell.row.name, cell.column.name) and _differ(
+            table, choice, cell, other
+        ):
             pairs.append((other, cell))
     return pairs
 
 
 def _differ(table: Definition, choice: Choice, *cells: Cell) -> bool:
     """Whether cells are different runs as the table's file has them."""
-    plain = replace(choice, rows=(cells[0].row.name,), seeds=(cells[0].seed,), rounds=None, overrides=())
-    of_columns = [cells_of(table, replace(plain, columns=(cell.column.name,))) for cell in cells]
-    return len({cell.folder for own in of_columns for cell in own}) > 1
+    plain = replace(choice, seeds=(cells[0].seed,), rounds=None, overrides=())
+    own = [replace(plain, rows=(cell.row.name,), columns=(cell.column.name,)) for cell in cells]
+    return len({cell.folder for one in own for cell in cells_of(table, one)}) > 1
 
 
 def _overlays(table: Definition, row: Row, column: Column) -> list[Overlay]:

@@ -23,6 +23,7 @@ from fl_lightning.table.cells import (
     cells_of,
     made_alike,
     of_edited_folders,
+    of_extended_runs,
     of_one_run,
     of_other_folders,
     of_two_data_sets,
@@ -66,8 +67,11 @@ def table(argv: Sequence[str], command: Command) -> int:
     )
     cells = cells_of(definition, choice)
     for one, other in made_alike(definition, choice, cells)[:1]:
-        said = f"{one.column.name} and {other.column.name} into the same run; say which with --columns"
-        raise ConfigError("--columns", f"the command line's options turn the columns {said}")
+        of_rows = one.row.name != other.row.name
+        option, kind = ("--only", "rows") if of_rows else ("--columns", "columns")
+        names = " and ".join(own.row.name if of_rows else own.column.name for own in (one, other))
+        said = f"turn the {kind} {names} into the same run; say which with {option}"
+        raise ConfigError(option, f"the command line's options {said}")
     alike = of_two_data_sets(cells)
     if alike is not None:
         names = " and ".join(f"({cell.title})" for cell in alike)
@@ -107,11 +111,12 @@ def table(argv: Sequence[str], command: Command) -> int:
 
 def _others(definition: Definition, choice: Choice, cells: Sequence[Cell]) -> list[Cell]:
     """The finished cells that were not asked for; without those that are ones that were, by the command line alone."""
-    if not (choice.rows or choice.columns):
+    if not (choice.rows or choice.columns or choice.seeds):
         return []
     done: list[Cell] = []
+    seeds = tuple(dict.fromkeys((*definition.seeds, *choice.seeds)))
     for column, row in product(definition.columns, definition.rows):
-        one = replace(choice, rows=(row.name,), columns=(column.name,))
+        one = replace(choice, rows=(row.name,), columns=(column.name,), seeds=seeds)
         with suppress(ConfigError):  # what the command line says of the cells asked for need not fit this one
             done += (cell for cell in cells_of(definition, one) if cell.finished)
     alike = {id(cell) for pair in made_alike(definition, choice, [*cells, *done]) for cell in pair}
@@ -136,12 +141,12 @@ def _conclude(
         notes.append(f"{_runs(own)} read the images in {then}, not in {now}, and were not run again")
     for edited, own in of_edited_folders(kept).items():
         notes.append(f"{_runs(own)} ended before something changed in {edited}, and were not run again")
-    notes += of_one_run(kept)
+    notes += [*of_one_run(kept), *of_extended_runs(kept)]
     values = values_of(definition, kept)
     done = {(cell.row.name, cell.column.name) for cell in kept if cell.finished}
     none = (place for place, value in values.items() if not value.seeds and (place[0], place[1].column) in done)
     notes += [f"{row}, {head}: its finished runs have no such figure" for row, head in none]
-    notes += [*of_fewer_seeds(values, {cell.seed for cell in kept}), *left_out(kept)]
+    notes += [*of_fewer_seeds(values, set(definition.seeds)), *left_out(kept)]
     console.print(markdown(definition, values, notes), highlight=False, soft_wrap=True)  # whatever the disk says then
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)

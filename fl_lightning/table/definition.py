@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from fl_lightning.table.overlays import Overlay, given_in, known_keys, read_over
 from fl_lightning.table.quantity import Figure, is_scale, read_figure
 from fl_lightning.terminal import printable
 
-_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 ALL_DIGITS = ".15g"
 """How a published number is written: each of its digits, without the zeros that it may end in."""
 _SPREAD = re.compile(rf"\s*(-?{_NUMBER})\s*(?:(?:±|\+-|\+/-)\s*({_NUMBER}))?\s*", re.ASCII)
@@ -295,9 +296,10 @@ def _among(name: str, choices: Iterable[str], key: str) -> None:
 
 def _printed(value: Any, key: str) -> Published:
     """``66.24 ± 0.6``, or a number, or a list of the two."""
-    if isinstance(value, list) and len(value) == 2 and all(type(part) in (int, float) for part in value):
-        return Published(float(value[0]), float(value[1]))
-    match = _SPREAD.fullmatch(str(value)) if not isinstance(value, bool) else None
+    parts = value if isinstance(value, list) and len(value) == 2 else [value]
+    if all(type(part) in (int, float) and math.isfinite(part) for part in parts):
+        return Published(*map(float, parts))
+    match = _SPREAD.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(key, "must be a number, alone or with ± and another", value)
     return Published(float(match[1]), None if match[2] is None else float(match[2]))

@@ -143,9 +143,11 @@ def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
             alike.setdefault((row, head.column, tuple(sorted(value.seeds))), []).append(str(head))
     found = []
     for (row, column, own), heads in alike.items():
-        whole = len(heads) == sum((row, column) == (other, head.column) for other, head in values)
         lacking = ", ".join(map(str, sorted(seeds - set(own))))
         said = f"the mean of seed{'s' if own[1:] else ''} {', '.join(map(str, own))}, without {lacking}"
+        if len(alike) > 1 and all(tuple(sorted(value.seeds)) in ((), own) for value in values.values()):
+            return [f"every figure is {said}"]
+        whole = len(heads) == sum((row, column) == (other, head.column) for other, head in values)
         found += [f"{row}, {name}: {said}" for name in ([column] if whole else heads)]
     return found
 
@@ -231,6 +233,8 @@ def _mark(values: Mapping[str, Value]) -> None:
         return
     ranked = sorted(values.values(), key=lambda value: (value.mean or 0.0) * (1 if value.less_is_better else -1))
     for place, mark in enumerate(("best", "second")):
+        if place and len(ranked) > 1 and ranked[0].mean == ranked[1].mean:
+            return  # which of the two is the second best, the file's order would say
         if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):
             ranked[place].mark, ranked[place].rests_on = mark, paired_by(ranked[place], ranked[place + 1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import math
 import re
@@ -16,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from fl_lightning.errors import listed_names, refuse, require, suggest
+from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import content_of, write_text
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
@@ -38,6 +40,8 @@ DESCRIPTION = (
     "overlays. Options of a configuration (--data.dataset.root DIR) are laid over every run."
 )
 COLUMN = Column("validation", Overlay(), {})
+SETTINGS = "settings"
+"""The column of `trials.csv` by which trials of one search are told from those of another."""
 
 
 class Tuning:
@@ -72,6 +76,10 @@ class Tuning:
         self.console = console
         self.refusal = ""
         """What was refused of a value that no trial varies, so that every other one would end like it."""
+        self._broken_off: set[str] = set()
+        """The methods whose search was stopped."""
+        self._signals = StopSignals(lambda number: None, lambda number: None)
+        """Those that come between two runs, which answer themselves."""
         self._command = command
 
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
@@ -97,12 +105,13 @@ class Tuning:
         claim(self.folder, self.search.path)
         found: dict[str, list[Trial]] = {}
         code = 0
-        for contender in self.contenders:
-            trials, stopped = self._of(contender)
-            found[contender.name] = trials
-            code = max(code, stopped)
-            if stopped > 1 or self.refusal:
-                break
+        with self._signals:
+            for contender in self.contenders:
+                trials, stopped = self._of(contender)
+                found[contender.name] = trials
+                code = max(code, stopped)
+                if stopped > 1 or self.refusal:
+                    break
         return code, found
 
     def _of(self, contender: Contender) -> tuple[list[Trial], int]:
@@ -118,8 +127,9 @@ class Tuning:
             crew_code = self._run_batch(batch, median)
             for trial in batch:
                 sampler.tell(trial)
-            code = max(code, crew_code)
-            if crew_code > 1 or self.refusal:
+            code = max(code, crew_code, exit_code(self._signals.first) if self._signals.first else 0)
+            if code > 1 or self.refusal:
+                self._broken_off.add(contender.name)
                 break
         return trials, code
 
@@ -196,7 +206,7 @@ class Tuning:
         rows_before, lines_before = self._of_others()
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(["method", "trial", "state", str(self.search.monitor), "choice", "runs"])
+        writer.writerow(["method", "trial", "state", str(self.search.monitor), "choice", "runs", SETTINGS])
         lines = [
             f"# {in_markdown(self.search.title)}",
             "",
@@ -207,15 +217,20 @@ class Tuning:
         ]
         for contender in self.search.contenders:
             trials = found.get(contender.name, [])
+            settings = self._settings(contender)
             if not trials:  # not searched now, or not reached
-                writer.writerows(rows_before.get(in_spreadsheet(contender.name), []))
-                lines += lines_before.get(in_markdown(contender.name), [])
+                known = rows_before.get(in_spreadsheet(contender.name), [])
+                if known and all(row[-1] == settings for row in known):
+                    writer.writerows(known)
+                    lines += lines_before.get(in_markdown(contender.name), [])
+                elif known:
+                    lines.append(f"| {in_markdown(contender.name)} | – | – | searched with other settings before |")
                 continue
             for trial in trials:
                 runs = " ".join(cell.name for cell in trial.cells)
                 value = "" if trial.value is None else repr(trial.value)
                 named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
-                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs])
+                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs, settings])
             best = self.best(trials)
             ended, value, said = self._how_many(contender, trials), "–", "no trial is complete"
             if best is not None:
@@ -232,8 +247,9 @@ class Tuning:
 
     def _how_many(self, contender: Contender, trials: Sequence[Trial]) -> str:
         """How many trials have ended; of how many, where the search was stopped."""
-        ended = sum(trial.state != "stopped" for trial in trials)
-        return f"{ended}" if ended == len(trials) else f"{ended} of {self._budget(contender)}, stopped"
+        ended, budget = sum(trial.state != "stopped" for trial in trials), self._budget(contender)
+        whole = ended == budget or (ended == len(trials) and contender.name not in self._broken_off)
+        return f"{ended}" if whole else f"{ended} of {budget}, stopped"
 
     def _budget(self, contender: Contender) -> int:
         """How many trials a method has."""
@@ -252,7 +268,7 @@ class Tuning:
             table = content_of(self.folder / "tune.md").decode().splitlines()
         except (OSError, ValueError, csv.Error):
             return {}, {}
-        if str(self.search.monitor) not in head:
+        if str(self.search.monitor) not in head or head[-1] != SETTINGS:
             return {}, {}
         for row in known:
             rows.setdefault(row[0] if row else "", []).append(row)
@@ -265,8 +281,19 @@ class Tuning:
         seeds = ", ".join(map(str, search.seeds))
         return (
             f"{search.trials} trials a method ({search.kind}){self._fewer()}, seeds {seeds}; {search.monitor}{unit}, "
-            "on validation parts alone: the test parts were laid aside."
+            f"on validation parts alone: the test parts were laid aside.{self._laid_over()}"
         )
+
+    def _laid_over(self) -> str:
+        """What the command line has changed in every run."""
+        return f" Every run was started with {shlex.join(self.overrides)}." if self.overrides else ""
+
+    def _settings(self, contender: Contender) -> str:
+        """What a method's trials rest on, but for their choices, as a few digits; others are not compared."""
+        search = self.search
+        layers = [*search.base.layers(), *contender.overlay.layers()]
+        known = search.seeds, search.trials, search.kind, search.validation, self.overrides, layers, contender.space
+        return hashlib.sha256(repr((known, str(search.monitor))).encode()).hexdigest()[:10]
 
     def _fewer(self) -> str:
         """Which methods' grids are smaller than the budget."""
@@ -278,6 +305,7 @@ class Tuning:
         path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
         head += "" if ended.isdigit() else f"# So far: {ended}.\n"
+        head += f"# {' '.join(self._laid_over().split())}\n" if self.overrides else ""
         config = best.cells[0].config
         whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,10 @@ def read_search(path: Path) -> Search:
     seeds = content.get("seeds", [0])
     whole = isinstance(seeds, list) and bool(seeds) and all(type(seed) is int and seed >= 0 for seed in seeds)
     require(whole and len(set(seeds)) == len(seeds), "seeds", "must be different whole numbers >= 0", seeds)
-    monitor = read_figure(content.get("monitor", "Local-T_received.last"), "monitor")
+    asked = content.get("monitor", "Local-T_received.last")
+    if isinstance(asked, Mapping) and "scale" in asked:
+        raise ConfigError("monitor.scale", "a search has its figure as it is, shares in percent: leave the scale out")
+    monitor = replace(read_figure(asked, "monitor"), scale=None)
     if is_validated(monitor.column) or is_validated(monitor.by):
         there = str(monitor).replace("-V", "-T")
         rule = f"test parts are laid aside in a search, and figures of validation parts have their names: take {there}"

@@ -190,6 +190,41 @@ def test_mistakes_are_one_line(place, argv, word):
     assert not (place.path / "runs").exists()
 
 
+def test_rows_that_the_command_line_makes_the_same_are_refused(place):
+    """The row named FedRep was a run of FedAvg, and said so nowhere."""
+    two = TABLE.replace("federation.lr_decay: 0.9", "federation.local_epochs: 2")
+    place.write("tables/rows.yaml", two)
+    code, out, err = place.call("table", "tables/rows.yaml", "--method", "FedAvg", "--federation.local_epochs", "1")
+    assert (code, out) == (2, "")
+    assert "turn the rows FedAvg and FedRep into the same run; say which with --only" in err
+    assert place.call("table", "tables/rows.yaml", "--dry-run", "--federation.local_epochs", "1")[0] == 0
+
+
+def test_seed_by_seed_a_table_becomes_whole(place):
+    """Each call's table had its own seeds alone."""
+    for seed, said in (("0", True), ("1", False)):
+        code, out, err = place.call("table", "tables/small.yaml", "--rounds", "1", "--seeds", seed)
+        assert code == 0, err + out
+        assert ("every figure is the mean of seed 0, without 1" in out) is said
+    table = (place.path / f"runs/tables/{place.path.name}-small/table.csv").read_text()
+    assert all({"0:", "1:"} <= set(re.findall(r"\b[01]:", line)) for line in table.splitlines()[1:])
+
+
+def test_a_run_that_was_extended_since_has_the_figures_of_its_own_rounds(place):
+    words = ("table", "tables/small.yaml", "--seeds", "0", "--only", "FedAvg")
+    assert place.call(*words)[0] == 0
+    before = cells(place)
+    (run,) = folders(place)
+    assert place.call("fit", "--resume", str(run), "--federation.rounds", "3", "--quiet")[0] == 0
+    code, out, err = place.call(*words)
+    assert code == 0, err + out
+    assert "its run was extended to 3 rounds; its figures are of the first 2" in out
+    after = cells(place)
+    for name in ("received", "all", "spread"):
+        assert after["FedAvg", name]["mean"] == before["FedAvg", name]["mean"]
+    assert ("FedAvg", "sent") not in after or not after["FedAvg", "sent"]["mean"]  # the run's own word, of three rounds
+
+
 def test_options_that_fit_the_chosen_columns_alone_are_laid_over_them(place):
     """The other columns' cells are looked at when the table is printed, and not before: it was lost there."""
     split = "{data.partition: {class_path: Pathological, init_args: {classes: 2}}}"

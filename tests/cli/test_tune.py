@@ -2,10 +2,15 @@
 
 import csv
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import yaml
 
+from fl_lightning.report.plain import PlainConsole
+from fl_lightning.tune.command import Tuning
 from fl_lightning.tune.space import read_search
 
 TUNE = """\
@@ -114,6 +119,44 @@ def test_options_of_a_configuration_are_laid_over_every_run(place):
     assert (code, err.strip()) == (2, "fl-lightning: error: --seed: each run has its own; a search's file names them")
 
 
+def test_trials_of_other_settings_do_not_stand_beside_todays(place):
+    """Six trials of one round stood above six of four, under one heading."""
+    both = TUNE + "  FedAvg: {space: {optimizer.init_args.lr: [0.01]}}\n"
+    place.write("small.yaml", both)
+    folder = place.path / "runs/tunes/small"
+    assert place.call("tune", "small.yaml", "--federation.rounds", "1", "--quiet")[0] == 0
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedAvg", "--federation.rounds", "1")
+    assert code == 0, err
+    assert "| FedRep | 2 |" in out
+    assert "Every run was started with --federation.rounds=1." in out
+    assert "# Every run was started with --federation.rounds=1." in (folder / "fedavg.yaml").read_text()
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedAvg")
+    assert code == 0, err
+    assert "| FedRep | – | – | searched with other settings before |" in out
+    assert "started with" not in out + (folder / "fedavg.yaml").read_text()
+    with (folder / "trials.csv").open() as file:
+        assert {row["method"] for row in csv.DictReader(file)} == {"FedAvg"}
+
+
+def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeypatch):
+    """It went by the trials begun, all of which had ended."""
+    monkeypatch.chdir(place.path)
+    ended = []
+
+    def run_batch(self, batch, median):
+        for trial in batch:
+            trial.state, trial.value = "complete", 0.5
+        ended.append(os.kill(os.getpid(), signal.SIGTERM))
+        return 0
+
+    monkeypatch.setattr(Tuning, "_run_batch", run_batch)
+    tuning = Tuning(read_search(Path("small.yaml")), Path("runs"), 1, print, PlainConsole(quiet=True))
+    code, found = tuning.run()
+    assert (code, len(ended), len(found["FedRep"])) == (143, 1, 1)
+    assert "| FedRep | 1 of 2, stopped | 50.00 |" in tuning.write(found)
+    assert "# So far: 1 of 2, stopped." in (place.path / "runs/tunes/small/fedrep.yaml").read_text()
+
+
 def test_mistakes_are_one_line(place):
     place.write("small.yaml", TUNE.replace("init_args.lr", "init_args.rate"))
     code, _, err = place.call("tune", "small.yaml")
@@ -122,6 +165,9 @@ def test_mistakes_are_one_line(place):
     assert len(err.strip().splitlines()) == 1
     code, _, _ = place.call("tune", "small.yaml", "--jobs", "0")
     assert code == 2
+    place.write("small.yaml", TUNE.replace("Local-T_received.last", "{of: Local-T_received.last, scale: 1000}"))
+    code, _, err = place.call("tune", "small.yaml")
+    assert (code, "monitor.scale: a search has its figure as it is" in err) == (2, True)
 
 
 def refused(place, *argv):

@@ -144,6 +144,16 @@ def test_of_two_lines_that_send_nothing_one_is_the_bar_for_all_seeds(comparison,
     assert figure.facts[0] == f"{plain.facts[0].removesuffix('.')} (Beta)."
 
 
+def test_a_run_in_which_nobody_came_through_a_fit_is_no_bar(comparison):
+    """It sends nothing, too, and stays at chance: nobody was hurt beside it."""
+    *methods, one, two = comparison
+    for run in (one, two):
+        header, *rows = (run / "metrics.csv").read_text().splitlines()
+        rows = [f"{header},participants", *(f"{row},0" for row in rows)]
+        (run / "metrics.csv").write_text("\n".join(rows) + "\n")
+    assert list(hurt(lines_of(*methods, one, two))) == []
+
+
 def test_all_clients_are_counted_though_not_all_are_drawn(tmp_path):
     runs = [make_run(tmp_path / method, method, clients=510, rounds=1, sends=method == "Beta", partition_hash="1" * 64)
             for method in ("Alone", "Beta")]  # fmt: skip

@@ -83,6 +83,13 @@ def test_lines_that_are_all_of_one_method_have_colors_of_their_own():
     assert alone.colour == series_of([member(lr=0.1), member(method="B")])[0].colour
 
 
+def test_no_two_lines_look_the_same_though_a_method_has_more_than_there_are_dashes():
+    lines = series_of([*(member(lr=0.1 * place) for place in range(8)), member(method="B")])
+    assert len({(line.colour, line.dash) for line in lines}) == 9
+    assert {line.colour for line in lines[:5]} == {lines[0].colour}
+    assert lines[8].colour not in {line.colour for line in lines[:8]}
+
+
 def test_the_same_run_twice_is_two_lines():
     labels = [line.label for line in series_of([member(name="a"), member(name="b")])]
     assert labels == ["A (a)", "A (b)"]

@@ -249,6 +249,14 @@ def test_rounds_that_the_server_has_are_not_logged_again(logger):
     assert (made.run.summary["best/Local-T"], made.run.summary["best_round/Local-T"]) == (0.5, 5)
 
 
+def test_of_equal_rounds_the_first_is_the_best_though_wandb_lacks_the_later_one(logger):
+    """The rounds that W&B lacks were looked at first."""
+    rows = [{"round": round, "Local-T": value} for round, value in ((1, 0.9), (2, 0.1), (3, 0.9))]
+    made = logger(rows=rows, starting_step=3)
+    assert list(made.run.steps) == [3]
+    assert (made.run.summary["best/Local-T"], made.run.summary["best_round/Local-T"]) == (0.9, 1)
+
+
 def test_rounds_are_counted_by_what_was_logged_as_their_number(logger):
     """Somebody else logged, too, so that W&B's next step is 8 after two rounds."""
     made = logger(rows=[row(round) for round in (1, 2, 3)], starting_step=8, summary={"round": 2})

@@ -69,6 +69,27 @@ def test_figures_of_the_table_of_a_column_and_of_a_row(write):
         read_definition(write(text.replace("S: null", "K: null")))
 
 
+@pytest.mark.parametrize(
+    ("said", "value", "spread"),
+    [
+        ("0.00001", 1e-5, None),
+        ('"5e-4 ± 1e-5"', 5e-4, 1e-5),
+        ("[5.0, 1]", 5.0, 1.0),
+        ("1.0e+16", 1e16, None),
+        ('"-3 +- .5"', -3.0, 0.5),
+    ],
+)
+def test_published_figures_may_be_said_in_many_ways(write, said, value, spread):
+    table = read_definition(write(GOOD.replace("66.24 ± 0.6", said)))
+    assert table.published["FedAvg"]["A"][""] == Published(value, spread)
+
+
+@pytest.mark.parametrize("said", [".nan", "[.nan, .inf]", "[1, .inf]", "[]", "[1, 2, 3]", "true", '"1 ±"', "inf"])
+def test_published_figures_are_numbers(write, said):
+    with pytest.raises(ConfigError, match=r"^published\.FedAvg\.A: must be a number"):
+        read_definition(write(GOOD.replace("66.24 ± 0.6", said)))
+
+
 def test_published_figures_keep_all_their_digits(write):
     """Numbers of values have eight."""
     table = read_definition(write(GOOD.replace("66.24 ± 0.6", "16986640 ± 1234567.5")))

@@ -186,6 +186,13 @@ def test_of_spreads_and_times_the_least_is_the_best():
     assert [value.mark for value in values] == ["", "best", "second"]
 
 
+def test_of_two_rows_that_are_equal_none_is_the_second_best():
+    """The file's order said which."""
+    values = [Value(seeds={0: m, 1: m + 1, 2: m + 3}) for m in (9.0, 9.0, 3.0)]
+    _mark(dict(zip("abc", values, strict=True)))
+    assert [value.mark for value in values] == ["", "", ""]
+
+
 def test_no_row_is_the_best_of_accuracies_and_losses():
     values = [Value(seeds={0: m, 1: m + 1, 2: m + 3}, less_is_better=m > 50) for m in (9.0, 3.0, 60.0)]
     _mark(dict(zip("abc", values, strict=True)))
@@ -219,6 +226,8 @@ def test_cells_of_fewer_seeds_than_the_table_are_named():
         "Few, A: the mean of seeds 0, 2, without 1",
         "Odd, A other: the mean of seed 1, without 0, 2",
     ]
+    one = {("A", Head("A", "")): Value(seeds={1: 1.0}), ("B", Head("A", "")): Value(seeds={1: 2.0})}
+    assert of_fewer_seeds(one, {0, 1}) == ["every figure is the mean of seed 1, without 0"]
 
 
 def test_runs_whose_clients_fell_sick_are_named():

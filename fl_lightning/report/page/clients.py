@@ -260,6 +260,7 @@ def _differences() -> Spec:
 
 
 def is_silent(run: RecordedRun) -> bool:
-    """Whether nothing was ever sent: each client trains alone."""
+    """Whether nothing was ever sent, by clients that came through a fit: each trains alone."""
     sent = known(row.get(name) for row in run.rows for name in ("uplink_bytes", "uplink_params"))
-    return bool(sent) and not any(sent)
+    trained = any(row.get("participants", 1) for row in run.rows)
+    return bool(sent) and not any(sent) and trained
