@@ -107,7 +107,7 @@ class CommandLine:
 
     def __init__(self, argv: Sequence[str | Mapping[str, Any]], environment: str = "") -> None:
         self.words = []
-        self.tree = {"optimizer": OPTIMIZER}
+        self.tree = {}
         self._parts: list[Part] = []
         self._named: dict[str, str] = {}  # section -> its class
         self._is_list = False  # the section model
@@ -115,6 +115,9 @@ class CommandLine:
             self._add(part)
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
+        own = self.tree.setdefault("optimizer", OPTIMIZER)
+        if isinstance(own, Mapping) and _short(own) in ("None", _short(OPTIMIZER)):  # others have their own defaults
+            self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
 
     def _read(self, argv: Sequence[str | Mapping[str, Any]]) -> Iterator[Part]:

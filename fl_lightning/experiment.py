@@ -116,7 +116,7 @@ class BuiltExperiment:
         """Say so where the section `optimizer` says something that a model's own optimizer overrules."""
         usual: Config = dict(OPTIMIZER)
         own: Config = self.config["optimizer"]
-        is_usual = short_name(own) == short_name(usual) and own["init_args"]["lr"] == usual["init_args"]["lr"]
+        is_usual = short_name(own) == short_name(usual) and own["init_args"].get("lr") == usual["init_args"]["lr"]
         brings = [module.own.has_optimizer for module in self.loop.runner.modules]
         if is_usual or not any(brings):
             return

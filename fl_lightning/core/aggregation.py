@@ -63,11 +63,11 @@ class WeightedMean:
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         if weights.keys() != self._template.keys():
             odd = sorted(weights.keys() ^ self._template.keys())[0]
-            raise ValueError(f"weights to be averaged must have the same names, but {odd!r} is not in all of them")
+            raise ValueError(f"tensors to be averaged must have the same names, but {odd!r} is not in all of them")
         for name, tensor in weights.items():
             if tensor.shape != self._template[name].shape:
                 shapes = f"{tuple(self._template[name].shape)} and {tuple(tensor.shape)}"
-                raise ValueError(f"weights to be averaged must have the same shapes, but {name!r} is {shapes}")
+                raise ValueError(f"tensors to be averaged must have the same shapes, but {name!r} is {shapes}")
 
     @property
     def empty(self) -> bool:
@@ -206,6 +206,10 @@ class TensorMean(ArtifactRule):
 
     @override
     def add(self, value: Tensor, num_samples: int) -> None:
+        odd = value.is_complex() or value.is_quantized or value.layout is not torch.strided
+        if odd or (value.is_floating_point() and value.element_size() < 2):
+            kind = "sparse" if value.layout is not torch.strided else str(value.dtype).removeprefix("torch.")
+            raise ValueError(f"tensors to be averaged must be dense and of real numbers that can be added, not {kind}")
         value = value if value.is_floating_point() else value.float()  # a state's integers take the maximum
         self._mean.add({"value": value}, 1 if self._uniform else num_samples)
 

@@ -18,14 +18,14 @@ from fl_lightning.core.engine import backward
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.fit_log import FitLog
-from fl_lightning.core.freezing import batch_norms, trainable
+from fl_lightning.core.freezing import batch_norms, train_alone, trainable
 from fl_lightning.core.handover import Heard, handed_over
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.own_data import BoundData
-from fl_lightning.core.plain_steps import PlainDescent, is_plain
+from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_callbacks
 from fl_lightning.core.planning import Plan, plan_of
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
@@ -238,6 +238,7 @@ class ClientModule(L.LightningModule):
         goes_back = backward if plain else self.manual_backward
         watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
         self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, *watch)
+        self._machine.after_step = None if plain else partial(tell_callbacks, self.trainer, self, "on_before_zero_grad")
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
@@ -253,6 +254,7 @@ class ClientModule(L.LightningModule):
             self._machine.careful.start_fit(self.method)
         own.start_fit()
         self.method.on_fit_start()
+        self._left = [parameter.requires_grad for parameter in self._trainable]
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
@@ -260,8 +262,8 @@ class ClientModule(L.LightningModule):
         index, epoch, _ = self._plan.at(self.current_epoch)
         planned, method = self._plan[index], self.method
         trained = {id(p) for p in planned.parameters}
-        for parameter in self._trainable:
-            parameter.requires_grad_(id(parameter) in trained)
+        if epoch == 0:
+            self._left = train_alone(self._trainable, trained, self._left)
         for layer in self._resting:
             layer.train()
         self._resting = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]

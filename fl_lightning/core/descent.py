@@ -63,6 +63,8 @@ class Machine:
     ) -> None:
         self.device = device
         self.before_step = before_step
+        self.after_step: Callable[[Any], None] | None = None
+        """Shown every optimizer that has stepped, before its gradients are cleared."""
         self.devices = devices
         self.backward = backward
         self.autocasts = isinstance(plugin, MixedPrecision)
@@ -166,6 +168,8 @@ class Descent:
             if self.settings.clip_value is not None:
                 self._clip(optimizer)
             optimizer.step()
+            if self.machine.after_step is not None:
+                self.machine.after_step(optimizer.optimizer)
             optimizer.zero_grad()
 
     def skip(self, steps_now: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def trainable(part: nn.Module) -> list[nn.Parameter]:
     """A part's parameters that are trained at all."""
     return [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+
+def train_alone(parameters: Sequence[nn.Parameter], trained: Collection[int], left: Sequence[bool]) -> list[bool]:
+    """Let some parameters of a fit be trained and the others not, as a phase begins.
+
+    Args:
+        parameters: of the fit.
+        trained: ids of the phase's.
+        left: whether each was to be trained when it was last seen; one that is not so now was frozen or thawed by
+            somebody else since (a callback), and stays so.
+
+    Returns:
+        Whether each is to be trained now.
+    """
+    for parameter, before in zip(parameters, left, strict=True):
+        if parameter.requires_grad == before:
+            parameter.requires_grad_(id(parameter) in trained)
+    return [parameter.requires_grad for parameter in parameters]
 
 
 def frozen_copy(part: nn.Module) -> Any:

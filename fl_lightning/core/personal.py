@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from fl_lightning.core.predictor import Predictor, Seen
+from fl_lightning.models.copying import copied
 
 if TYPE_CHECKING:
     from fl_lightning.models.split import SplitModel
@@ -19,7 +19,7 @@ Merged = Callable[[], nn.Module] | None
 
 def personal_copy(method: Any) -> None:
     """Keep a copy of the model, `personal`, beside it: what a method can say as ``setup = personal_copy``."""
-    method.personal = copy.deepcopy(method.model)
+    method.personal = copied(method.model)
 
 
 def personal_only(personal: SplitModel | Callable[[Seen], Tensor], merged: Merged = None) -> dict[str, Predictor]:

@@ -23,7 +23,7 @@ from fl_lightning.core.descent import Descent, FitSettings, Machine
 from fl_lightning.core.engine import backward
 
 if TYPE_CHECKING:
-    from lightning import Trainer
+    from lightning import LightningModule, Trainer
 
     from fl_lightning.core.facts import Fit
 
@@ -41,6 +41,12 @@ def is_plain(trainer: Trainer) -> bool:
     watched = any(getattr(hook, "__func__", hook) is not unused for hook, unused in hooks)
     profiled = type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
     return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
+
+
+def tell_callbacks(trainer: Trainer, module: LightningModule, hook: str, *given: Any) -> None:
+    """Call a hook of a trainer's callbacks that Lightning leaves to fits with automatic optimization."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        getattr(callback, hook)(trainer, module, *given)
 
 
 class PlainDescent(Descent):

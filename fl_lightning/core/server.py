@@ -143,7 +143,10 @@ class Server:
         for name, value in folded.artifacts.items():
             rule = self._rule(name, kind_of(value))
             rule.client = client
-            rule.add(value, folded.num_samples)
+            try:
+                rule.add(value, folded.num_samples)
+            except ValueError as error:
+                raise ValueError(f"artifact {name}: {error}") from error
         self.num_samples += folded.num_samples
 
     def weight_of(self, message: Message) -> float:

@@ -376,8 +376,9 @@ def agree(
     losses: Mapping[str, Tensor],
     gradients: Sequence[Tensor | None],
     after: Sequence[Tensor],
+    place: int = 0,
 ) -> bool:
-    """Whether the first client's step came to the same stacked as alone, within what rounding does.
+    """Whether a client's step came to the same stacked as alone, within what rounding does.
 
     Args:
         outcome: the stacked step.
@@ -385,11 +386,12 @@ def agree(
         losses: of the step alone.
         gradients: of the step alone.
         after: the client's tensors after it.
+        place: of the client in the stacked step.
     """
     if outcome.logged.keys() != losses.keys() or len(outcome.gradients) != len(gradients):
         return False
-    pairs: list[tuple[Tensor | None, Tensor | None]] = [(outcome.logged[name][0], losses[name]) for name in losses]
-    stacked = [None if own is None else own[0] for own in outcome.gradients]
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [(outcome.logged[name][place], losses[name]) for name in losses]
+    stacked = [None if own is None else own[place] for own in outcome.gradients]
     pairs += [*zip(stacked, gradients, strict=True), *zip(tensors, after, strict=True)]
     return all(same(one, other) for one, other in pairs)
 

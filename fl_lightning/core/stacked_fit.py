@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
@@ -18,7 +18,7 @@ from fl_lightning.core.facts import Fit
 from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.lone_step import Gradients, LoneBench
 from fl_lightning.core.planning import Plan, Planned
-from fl_lightning.core.rows import Alias, Drawing, Layout, Rows, Unstackable
+from fl_lightning.core.rows import Alias, Drawing, Layout, OneByOne, Rows, Unstackable
 from fl_lightning.core.stacked import Common, CommonFacts, CommonFit, Outcome, StackedBench, agree, exact
 from fl_lightning.core.stacked_graphs import FitGraphs, Parts
 from fl_lightning.core.stacked_meter import StackedMeter
@@ -173,6 +173,9 @@ class _Phase:
         bench = Bench(method, machine, batch_norms(method), planned.phase, terms, weights)
         if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
             raise Unstackable("hooks are tied to its parameters' gradients")
+        padded = any(isinstance(own, nn.Embedding) and own.padding_idx is not None for own in method.modules())
+        if padded and len(fit.entered) > 1:  # of all but the first client the padding's row would be trained
+            raise OneByOne("torch does not stack embeddings with padding_idx as they are alone")
         self.trained = fit.layout.index(planned.parameters)
         self.templates = dict(templates)
         self.parts = {name: fit.layout.index(own) for name, own in planned.parts.items()}
@@ -265,7 +268,7 @@ class _Phase:
         own = fit.rows if index is None else fit.rows.pick(index)
         views = own.views(count)
         if check:
-            self._check(rows[0], views, x, y, epoch)
+            self._check(rows, views, x, y, epoch)
         if isinstance(self.bench, LoneBench):
             return self._work_alone(self.bench, views, due, epoch, x, y)
         versions = [view._version for view in views]
@@ -289,26 +292,30 @@ class _Phase:
         outcome = bench.step(views, x, y, epoch, descend)
         return outcome._replace(steps=sum(steps))
 
-    def _check(self, row: int, views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> None:
-        """Compare a step of one client, by the resident module, with the same stacked; nothing is changed.
+    def _check(self, rows: Sequence[int], views: Sequence[Tensor], x: Tensor, y: Tensor, epoch: int) -> None:
+        """Compare the first and the last client's step, by the resident module, with the same stacked.
+
+        Nothing is changed. Both, because torch stacks some layers so that one of their clients' is right by chance.
 
         Raises:
             Unstackable: naming the phase, if the two are not the same.
         """
         copies = [view.clone() for view in views]
-        self.fit.rows.load(row)
-        with exact(self.fit.layout.device):
-            before = stream_states(x.device)
-            losses, gradients = self.bench.alone(x[0], y[0], epoch)
-            self.fit.check_streams(before)
-            if self.fit.draws:
-                set_stream_states(before)
-            after = self.fit.layout.tensors()
-            outcome = self.bench.step(copies, x, y, epoch)
-            if self.fit.draws:
-                set_stream_states(before)
-        if not agree(outcome, [copy[0] for copy in copies], losses, gradients, after):
-            raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
+        outcome: Outcome | None = None
+        for place in dict.fromkeys((0, len(rows) - 1)):
+            self.fit.rows.load(rows[place])
+            with exact(self.fit.layout.device):
+                before = stream_states(x.device)
+                losses, gradients = self.bench.alone(x[place], y[place], epoch)
+                self.fit.check_streams(before)
+                if self.fit.draws:
+                    set_stream_states(before)
+                after = self.fit.layout.tensors()
+                outcome = outcome or self.bench.step(copies, x, y, epoch)
+                if self.fit.draws:
+                    set_stream_states(before)
+            if not agree(outcome, [copy[place] for copy in copies], losses, gradients, after, place):
+                raise Unstackable(f"a step of phase {self.planned.phase.name!r} gives other values stacked than alone")
 
     # --- descending ---------------------------------------------------------------------------------------------------
 

@@ -187,8 +187,14 @@ def scaled(x: Tensor, training: Tensor) -> Tensor:
     """Features [N, …] scaled to mean 0 and std 1 of the training part, in float64 on the way; a constant one to 0.
 
     Images [N, C, H, W] have one mean and std a channel, as those of bytes have.
+
+    Raises:
+        ConfigError: for numbers so large that their squares are none.
     """
     over, wide = ((0, 2, 3) if x.dim() == 4 else (0,)), training.double()
     mean, deviation = wide.mean(over, keepdim=True), wide.std(over, correction=0, keepdim=True)
-    deviation = torch.where(deviation > 1e-12, deviation, torch.ones_like(deviation))
+    finite = bool(torch.isfinite(mean).all() and torch.isfinite(deviation).all())
+    require(finite, KEY, "its numbers are too large to be scaled: give them in a larger unit, or say normalize: none")
+    constant = deviation <= 1e-14 * wide.abs().amax(over, keepdim=True)  # in whatever unit: what rounding leaves of 0
+    deviation = torch.where(constant, torch.ones_like(deviation), deviation)
     return ((x.double() - mean) / deviation).float()

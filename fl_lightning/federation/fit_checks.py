@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,11 @@ def check_optimizer(module: ClientModule, device: torch.device) -> None:
         device: that it will be trained on.
     """
     try:
-        module.configure_optimizers()
+        found = module.configure_optimizers()
+        for optimizer in found if module.own.has_optimizer and not module.own.steps_itself else ():
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            rule = f"{type(optimizer).__name__} cannot step in a fit: its step needs a closure, which a fit has none of"
+            require(closure is None or closure.default is not inspect.Parameter.empty, "model.module", rule)
         if module.settings is not None and not module.own.has_optimizer:
             made = [(torch.zeros(2, 2, device=device), is_sparse) for is_sparse in _kinds_of_gradients(module)]
             parameters = [nn.Parameter(value) for value, _ in made]

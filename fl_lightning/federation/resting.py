@@ -73,8 +73,11 @@ def _unmoved(
 
 
 def _travelling(client: ClientModule) -> set[str]:
-    division = client.division
-    return {*division.shared, *division.anew, *division.fixed}
+    """Names of entries that travel; those by which a tied tensor stands elsewhere among them."""
+    division, entries = client.division, client.entries
+    names = {*division.shared, *division.anew, *division.fixed}
+    places = {entries[name].data_ptr() for name in names & entries.keys()} - {0}
+    return names | {name for name, tensor in entries.items() if tensor.data_ptr() in places}
 
 
 def _tensors(client: ClientModule) -> dict[str, Tensor]:

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -129,7 +136,9 @@ UNFIT: Mapping[tuple[str, ...], str] = {
 
 
 _BY_KIND: Mapping[str, type] = {
-    "LearningRateMonitor": LearningRateMonitor, "ModelCheckpoint": Checkpoint, "RichProgressBar": ProgressBar
+    "LearningRateMonitor": LearningRateMonitor, "ModelCheckpoint": Checkpoint, "RichProgressBar": ProgressBar,
+    "StochasticWeightAveraging": StochasticWeightAveraging,
+    "GradientAccumulationScheduler": GradientAccumulationScheduler,
 }  # fmt: skip
 """Those of which Lightning refuses classes of one's own, too, that derive from them."""
 

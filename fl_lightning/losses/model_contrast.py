@@ -127,7 +127,8 @@ class ModelContrast(Term):
     @override
     def receive(self, host: Host, message: Message) -> None:
         self._known = int(self.num_known)  # once a round: reading it in every step would wait for the device
-        _copy_state(host.model.body, dict(self.received.named_buffers()))  # or the client before's stayed here
+        own = dict(self.received.named_buffers(remove_duplicate=False))
+        _copy_state(host.model.body, own)  # or the client before's stayed here
 
     @override
     def forward(self, host: Host, out: Forward) -> Tensor:

@@ -6,14 +6,13 @@ with a linear personal head. The authors' repository holds no code.
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.method import Method, Phase, Predictor, Seen, Step, Term
 from fl_lightning.errors import require
 from fl_lightning.losses.logit_adjustment import BalancedSoftmax
+from fl_lightning.models.copying import copied
 from fl_lightning.models.split import SplitModel
 
 
@@ -44,7 +43,7 @@ class FedRoD(Method):
 
     @override
     def setup(self) -> None:
-        self.personal_head = copy.deepcopy(self.model.head)  # p
+        self.personal_head = copied(self.model.head)  # p
 
     @override
     def phases(self) -> list[Phase]:

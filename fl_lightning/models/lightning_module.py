@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Literal
 
 import lightning as L
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from fl_lightning.errors import require
 from fl_lightning.models.checks import require_size
+from fl_lightning.models.copying import copied
 from fl_lightning.models.head_cut import CutBody, Joined, are_same, head_of, reached
 from fl_lightning.models.module_hooks import build, hooks_of
 from fl_lightning.models.module_optimizers import KEY
@@ -55,7 +55,7 @@ class WrappedLightningModule(SplitModel):
     ) -> None:
         require_size("num_classes", num_classes)
         fill_lazy(module, lambda: input_shape, KEY)
-        module = copy.deepcopy(module)
+        module = copied(module, KEY)
         name = type(module).__name__
         hooks_of(module)
         build(module)

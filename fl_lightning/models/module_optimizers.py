@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -112,9 +111,13 @@ class Stretch:
             group["lr"] = group.pop("initial_lr", group["lr"])
         return self.optimizers[0]
 
-    def step_with_optimizer(self) -> None:
-        """Let every step of the first optimizer step the schedulers that go by the step."""
-        self.optimizers[0].register_step_post_hook(_stepping(self.schedulers))
+    def step_with_optimizer(self, batch: Callable[[], int]) -> None:
+        """Let steps of the first optimizer step the schedulers that go by the step, as Lightning's fit does.
+
+        Args:
+            batch: the number of the present mini-batch in its epoch, from 1, by which their `frequency` goes.
+        """
+        self.optimizers[0].register_step_post_hook(_stepping(self.schedulers, batch))
 
     def end_epoch(self, epoch: int, logged: Mapping[str, float]) -> None:
         """Step the schedulers that go by the epoch.
@@ -138,12 +141,11 @@ class Stretch:
             config.scheduler.step(logged[config.monitor])
 
 
-def _stepping(schedulers: Sequence[Any]) -> Callable[..., None]:
+def _stepping(schedulers: Sequence[Any], batch: Callable[[], int]) -> Callable[..., None]:
     """What steps schedulers by the step, called after every step of their optimizer."""
-    steps = itertools.count(1)
 
     def step(*_: Any) -> None:
-        number = next(steps)
+        number = batch()
         for config in schedulers:
             if config.interval == "step" and number % config.frequency == 0:
                 config.scheduler.step()

@@ -131,7 +131,7 @@ class ModuleTraining(OwnTraining):
             return stretch.unmoved()
         stretch.scale(self._lr_factor)
         if not self.steps_itself:
-            stretch.step_with_optimizer()
+            stretch.step_with_optimizer(lambda: self.batch + 1)
         for optimizer in stretch.optimizers:
             optimizer.register_step_post_hook(self._after_step)
         self.present.optimizers += stretch.optimizers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
+from fl_lightning.models.copying import copied
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.weights import load_file
 
@@ -54,7 +54,7 @@ class WrappedModel(SplitModel):
         frozen: Sequence[str] | None = None,
     ) -> None:
         fill_lazy(module, lambda: input_shape)
-        network = copy.deepcopy(module)
+        network = copied(module, "model.module")
         require_submodule(network, "model.head", head)
         if weights is not None:
             load_file(network, Path(weights), head)

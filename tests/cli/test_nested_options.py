@@ -282,3 +282,23 @@ def test_variable_says_an_argument_of_a_class_that_a_file_names(tmp_path, monkey
     assert (given["class_path"], mixture) == ("DRDFL", {"likelihood_weight": 0.5, "ema": 0.9})
     other = CommandLine(["--config", str(file), "--method", "FedAvg"], prefix).tree["method"]
     assert other == {"class_path": "FedAvg"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "arguments"),
+    [
+        ([], {"lr": 0.01}),
+        (["--optimizer", "Adam"], {}),
+        (["--optimizer", "SGD"], {"lr": 0.01}),
+        (["--optimizer.momentum", "0.5"], {"lr": 0.01, "momentum": "0.5"}),
+        (["--optimizer.lr", "0.3", "--optimizer", "Adam"], {"lr": "0.3"}),
+        (["--optimizer", "Adam", "--optimizer.weight_decay", "0.1"], {"weight_decay": "0.1"}),
+        (["--optimizer", "Adam", "--optimizer", "SGD"], {"lr": 0.01}),
+    ],
+)
+def test_an_optimizer_that_is_named_has_defaults_of_its_own(argv, arguments):
+    """Adam had SGD's learning rate, ten times its own."""
+    found = CommandLine(argv).tree["optimizer"]
+    assert {name: str(value) for name, value in dict(found.get("init_args") or {}).items()} == {
+        name: str(value) for name, value in arguments.items()
+    }

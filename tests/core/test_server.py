@@ -352,3 +352,27 @@ def test_parts_of_a_round_give_the_round(assert_identical):
     main.merge(other.partial())
     main.close_round()
     assert_identical(main.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(2, dtype=torch.cfloat), "not complex64"),
+        (torch.eye(2).to_sparse(), "not sparse"),
+        (torch.ones(2).to(torch.float8_e4m3fn), "not float8_e4m3fn"),
+    ],
+)
+def test_artifacts_that_cannot_be_averaged_are_refused_by_name(value, said):
+    """Of complex ones the mean of their real parts went out."""
+    server = Server(Message())
+    server.open_round()
+    with pytest.raises(ValueError, match=rf"^artifact spectrum: tensors to be averaged must be dense .*, {said}$"):
+        server.collect(0, Message({}, {"spectrum": value}, 3))
+
+
+def test_artifacts_of_other_shapes_are_refused_by_name():
+    server = Server(Message())
+    server.open_round()
+    server.collect(0, Message({}, {"means": torch.ones(2)}, 3))
+    with pytest.raises(ValueError, match=r"^artifact means: tensors to be averaged must have the same shapes"):
+        server.collect(1, Message({}, {"means": torch.ones(3)}, 3))

@@ -16,7 +16,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import read_columns
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
-from fl_lightning.data.normalising import as_groups, as_inputs, as_labels
+from fl_lightning.data.normalising import as_groups, as_inputs, as_labels, scaled
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
 from fl_lightning.data.sample import Sample
@@ -729,3 +729,20 @@ def test_measured_targets_are_no_classes(tmp_path):
     with pytest.raises(ConfigError, match="the labels are 40 different numbers in 40 samples; cut what is measured"):
         CSVTable(str(tmp_path / "t.csv"), "y").arrays()
     assert len(CSVTable(str(tmp_path / "t.csv"), "stars").arrays().classes) == 9  # half stars are classes
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-12, 1e-30, 1e30, 1e100])
+def test_features_are_scaled_in_whatever_unit_they_are(unit):
+    """Of picofarads all were zeros."""
+    x = torch.randn(50, 3, dtype=torch.float64) + 2
+    constant = torch.full((50, 1), 0.1, dtype=torch.float64)
+    expected = (x - x.mean(0)) / x.std(0, correction=0)
+    found = scaled(torch.cat([x, constant], 1) * unit, torch.cat([x, constant], 1) * unit)
+    torch.testing.assert_close(found[:, :3].double(), expected, rtol=0, atol=1e-6)
+    assert found[:, 3].abs().max() < 1e-6 * max(unit, 1)
+
+
+def test_numbers_whose_squares_are_none_are_refused():
+    x = torch.randn(50, 3, dtype=torch.float64) * 1e200
+    with pytest.raises(ConfigError, match=r"^data\.dataset: its numbers are too large to be scaled"):
+        scaled(x, x)

@@ -33,6 +33,7 @@ from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.models.wrapped import WrappedModel
 
 # Why a method's clients run one by one. A method that is not here is stacked.
 REFUSED = {
@@ -442,6 +443,42 @@ class FreezesTooLate(FedAvg):
 @pytest.mark.parametrize("kind", [FreezesSome, RestsSome, EvaluatesSome, FreezesTooLate])
 def test_clients_whose_phases_or_modes_differ_keep_their_own(kind, both):
     both(lambda: kind(with_batch_norm()))
+
+
+class Padded(nn.Module):
+    """Numbers of words from pixels, embedded with a padding row: by a layer, or by a function."""
+
+    def __init__(self, by_layer):
+        super().__init__()
+        self.by_layer = by_layer
+        self.table = nn.Embedding(3, 8, padding_idx=0)
+        if not by_layer:
+            self.table.padding_idx = None
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x):
+        words = (x.flatten(1) > 0).long() + (x.flatten(1) > 1).long()
+        found = self.table(words) if self.by_layer else nn.functional.embedding(words, self.table.weight, 0)
+        return self.fc(found.mean(1))
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "reason"),
+    [
+        (True, "torch does not stack embeddings with padding_idx as they are alone"),
+        (False, "a step of phase 'all' gives other values stacked than alone"),
+    ],
+)
+def test_a_padding_row_is_trained_by_nobody(by_layer, reason, run_federation, outcome, assert_identical):
+    """Stacked, torch lets the first client alone leave it out, with which the comparison of one client ended."""
+    make = lambda: FedAvg(WrappedModel((1, 8, 8), 4, Padded(by_layer), "fc"))  # noqa: E731
+    plain, stacked = (run_federation(make, 2, cohort=own) for own in (None, 4))
+    assert stacked.cohort.reason == reason
+    assert_identical(outcome(stacked), outcome(plain))
+    weights = stacked.exchange.global_message().weights
+    (table,) = (own for name, own in weights.items() if name.endswith("table.weight"))
+    assert table[0].abs().max() == 0
+    assert table[1].abs().max() > 0
 
 
 class CountsHere(FedAvg):

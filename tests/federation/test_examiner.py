@@ -202,6 +202,31 @@ def test_methods_whose_predictions_travel_have_a_global_model(make, has_one, mlp
     assert (loop.examiner.server_scores()["Server-T"] is not None) == has_one
 
 
+class Tied(nn.Module):
+    """One layer, one buffer and a scale, each under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.fc = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.again = nn.Linear(64, 64)
+        self.again.weight = self.first.weight
+        self.register_buffer("shift", torch.randn(64))
+        self.register_buffer("shift_again", self.shift)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1)).relu() + self.shift
+        return self.fc(self.again(x).relu() + self.shift_again)
+
+
+def test_a_network_with_tied_tensors_has_a_global_model(run_federation):
+    """The second name of what travels was hidden, and with it the first."""
+    loop = run_federation(lambda: FedAvg(WrappedModel((1, 8, 8), 4, Tied(), "fc")), rounds=1)
+    assert loop.examiner.has_global_model
+    assert loop.diary.rows[-1]["Server-T"] is not None
+    own = run_federation(lambda: FedRep(WrappedModel((1, 8, 8), 4, Tied(), "fc")), rounds=1)
+    assert not own.examiner.has_global_model
+
+
 @pytest.mark.parametrize("make", [FedBABU, Starts])
 def test_global_model_has_the_head_that_every_receive_puts_there(make, mlp, run_federation):
     """Whoever was fitted last in the resident module: the averaged body under the first head."""

@@ -98,6 +98,46 @@ def test_what_a_callback_puts_in_a_mini_batch_is_trained_on(set_up_federation, m
     assert torch.equal(loop.exchange.global_message().weights[first], before[first])
 
 
+class Freezes(Callback):
+    """Lets the body be trained from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.method.model.body.requires_grad_(trainer.current_epoch > 0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_a_callback_freezes_as_an_epoch_begins_stays_frozen(epochs, run_federation, mlp):
+    """The phase thawed it in every epoch."""
+    options = {"trainer": {"callbacks": [Freezes()]}, "local_epochs": epochs}
+    loop = run_federation(lambda: FedAvg(mlp()), 1, **options)
+    sent, received = (own[1, 0].weights for own in (loop.diary.sent, loop.diary.received))
+    same = {name for name in sent if torch.equal(sent[name], received[name])}
+    body = {name for name in sent if name.startswith("model.body.")}
+    assert same == (body if epochs == 1 else set())
+
+
+class Clamps(Callback):
+    """Keeps weights small whenever gradients are about to be cleared."""
+
+    def __init__(self):
+        self.optimizers = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.optimizers.append(optimizer)
+        with torch.no_grad():
+            for parameter in pl_module.method.parameters():
+                parameter.clamp_(-0.05, 0.05)
+
+
+def test_callbacks_are_told_before_gradients_are_cleared(run_federation, mlp):
+    own = Clamps()
+    loop = run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [own]})
+    assert len(own.optimizers) == sum(client.num_steps(4) for client in loop.data.clients)
+    assert all(isinstance(each, torch.optim.SGD) for each in own.optimizers)
+    weights = loop.diary.sent[1, 0].weights.values()
+    assert max(float(tensor.abs().max()) for tensor in weights) == pytest.approx(0.05)
+
+
 class Embellishes(FederationCallback):
     def on_round_end(self, loop, row):
         row["Local-T"] = 1.0

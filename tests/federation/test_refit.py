@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler,
 from fl_lightning.core import client as client_module
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.refit import Fits
+from fl_lightning.federation.trainers import check_kinds
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
@@ -128,6 +129,16 @@ def test_lightnings_own_callbacks_see_the_same(set_up_federation, mlp, callback)
         else:
             found.append("")
     assert found[0] == found[1]
+
+
+class Swa(StochasticWeightAveraging):
+    """One of somebody's own, which Lightning's averaging is all the same."""
+
+
+def test_what_derives_from_lightnings_averaging_is_refused_like_it():
+    """It ended in a TypeError at the second client."""
+    with pytest.raises(ConfigError, match=r"^trainer\.callbacks: Swa needs a copy of the whole fit"):
+        check_kinds([Swa(1e-2)])
 
 
 class Thaws(Callback):

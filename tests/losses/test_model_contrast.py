@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.losses.model_contrast import ModelContrast, model_contrast_loss
@@ -11,6 +12,7 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
 from fl_lightning.models.lstm import BiLSTM
+from fl_lightning.models.wrapped import WrappedModel
 
 
 def z(*shape):
@@ -142,3 +144,20 @@ def test_term_remembers_so_many_own_models_newest_first(mlp, run_federation):
                 if name.startswith("model.body."):
                     place = name.replace("model.body", f"terms.1.previous.{index}")
                     assert torch.equal(kept[place], tensor)
+
+
+def test_term_works_where_a_buffer_of_the_body_has_two_names(run_federation):
+    """Only the first of the two was found."""
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.fc = nn.Linear(64, 5), nn.Linear(5, 4)
+            self.register_buffer("shift", torch.ones(5))
+            self.register_buffer("again", self.shift)
+
+        def forward(self, x):
+            return self.fc(self.first(x.flatten(1)) + self.shift + self.again)
+
+    make = lambda: FedAvg(WrappedModel((1, 8, 8), 4, Shares(), "fc"), extra_terms=[ModelContrast()])  # noqa: E731
+    assert len(run_federation(make, 2).diary.rows) == 2

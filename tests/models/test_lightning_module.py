@@ -488,6 +488,43 @@ def test_a_phase_keeps_its_learning_rate_under_a_schedule_of_the_modules_own(run
     assert {round(rate, 9) for rate in rates} == {0.01, 0.3, 0.005, 0.15}
 
 
+@pytest.mark.parametrize(("accumulate", "every"), [(1, 3), (2, 2), (3, 2)])
+def test_a_scheduler_goes_by_the_mini_batches_of_an_epoch(accumulate, every, set_up_federation):
+    """As in Lightning's fit: every nth of each epoch, if a step is due there; it was every nth step of the fit."""
+    rates = []
+
+    class Halves(Scheduled):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            halving = torch.optim.lr_scheduler.StepLR(made["optimizer"], 1, 0.5)
+            return {**made, "lr_scheduler": {"scheduler": halving, "interval": "step", "frequency": every}}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            rates.append(self.optimizers().param_groups[0]["lr"])
+
+    trainer = {"accumulate_grad_batches": accumulate}
+    loop = set_up_federation(lambda: FedAvg(wrapped(Halves())), rounds=1, local_epochs=2, trainer=trainer)
+    loop.run()
+    count = loop.data.clients[0].num_steps(4)
+    expected, rate = [], 0.3
+    for _ in range(2):
+        for number in range(1, count + 1):
+            due = number % accumulate == 0 or number == count
+            rate = rate / 2 if due and number % every == 0 else rate
+            expected.append(rate)
+    assert count > every
+    assert rates[: 2 * count] == pytest.approx(expected)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_before_training(set_up_federation):
+    class Needs(Scheduled):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ConfigError, match=r"^model\.module: LBFGS cannot step in a fit: its step needs a closure"):
+        set_up_federation(lambda: FedAvg(wrapped(Needs())), rounds=1)
+
+
 @pytest.mark.parametrize("module", [OneCycleNet, lambda: Scheduled(falls=True)], ids=["OneCycle", "Linear"])
 def test_training_outside_a_fit_has_no_schedule_and_does_not_look_at_other_clients(module, set_up_federation):
     """OneCycle counts its steps; how many the last fit had depends on who it was of."""
