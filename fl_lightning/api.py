@@ -77,7 +77,7 @@ class Experiment:
         """The data, loaded and shared out: who holds what before anything is trained."""
         with undisturbed(), self._given.speaking():
             data = BuiltExperiment(self.config).data
-            data.setup(self.seed)
+            data.setup(self.config["seed"])
             return data
 
     def fit(
@@ -115,7 +115,7 @@ class Experiment:
                 self._fit_here(built, team, again, overwrite, verbose, callbacks)
             else:
                 self._fit_in(team, built, again, overwrite, verbose, callbacks)
-        return Run(self.folder, self._trust)
+        return Run(built.folder, self._trust)
 
     def _fit_here(
         self,

@@ -41,7 +41,7 @@ from fl_lightning.files import WriteError, read_json, write_json, write_text
 from fl_lightning.identity import CODE, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
-from fl_lightning.own_sources import own_sources
+from fl_lightning.own_sources import edited_since_import, own_sources
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
 from fl_lightning.seeding import isolated_streams
@@ -76,7 +76,11 @@ class BuiltExperiment:
         )
         flags = {key: value for key, value in (config["trainer"] or {}).items() if value is not None}
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
-        sources = {f"{module}{CODE}": known for module, known in own_sources(config).items()}
+        own = own_sources(config)
+        for module in edited_since_import(own)[:1]:
+            rule = "was edited since this process imported it, which goes on with what it was; start a new one, or "
+            raise ConfigError(module, f"{rule}importlib.reload it")
+        sources = {f"{module}{CODE}": known for module, known in own.items()}
         self.identity = {**identity(config), **contents(config), **sources, **own_files(config)}
         self.architecture = architectures(config["model"], self.data.num_clients)
         self.signals = (signal.SIGINT,) if is_tethered() else STOP_SIGNALS

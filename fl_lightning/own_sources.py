@@ -16,6 +16,8 @@ from typing import Any
 
 from fl_lightning.errors import is_installed
 
+_IMPORTED: dict[str, tuple[ModuleSpec, str]] = {}
+"""Modules of one's own that this process has imported -> what told that import from a later one, and what was in it."""
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
 
@@ -48,6 +50,33 @@ def imported_sources(kind: type) -> dict[str, str]:
     for name in _imported(ast.parse(file.read_bytes()), _package_of(module, file)):
         _add(name, found)
     return dict(sorted(found.items()))
+
+
+def source_of(kind: type) -> dict[str, str]:
+    """What the file holds in which a class stands, and those of one's own that it imports, as `own_sources` says."""
+    found: dict[str, str] = {}
+    _add(kind.__module__, found)
+    return found
+
+
+def edited_since_import(sources: Mapping[str, str]) -> list[str]:
+    """The modules that this process goes on with as they were, though their files hold something else by now.
+
+    Args:
+        sources: the files now, as `own_sources` gives them. What is seen here for the first time is taken for what was
+            imported; `importlib.reload` begins anew.
+    """
+    edited = []
+    for name, digest in sources.items():
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is None:
+            continue
+        known, before = _IMPORTED.get(name, (None, ""))
+        if known is not spec:
+            _IMPORTED[name] = spec, digest
+        elif before != digest:
+            edited.append(name)
+    return edited
 
 
 def _class_paths(node: Any, place: str = "") -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,10 @@ _LOGS = [
 ] + ["lightning.pytorch.accelerators.cuda"]
 
 
+_TURN = threading.RLock()
+"""Random streams, threads and warnings are the whole process's: of runs in several threads one waits for another."""
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Run a block as in a process of its own, and put back what runs change for a whole process.
@@ -30,6 +35,11 @@ def undisturbed() -> Iterator[None]:
     freed goes back to the system. Gradients, autocast, torch's default type and device are torch's own in the block: of
     what somebody has made of them the run's configuration says nothing.
     """
+    with _TURN:
+        yield from _undisturbed()
+
+
+def _undisturbed() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in _LOGS}
     variables = {name: os.environ.get(name) for name in _VARIABLES}
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()

@@ -1,6 +1,7 @@
 """Experiments from Python: configuration, fit, what a run gives, and the process that is left as it was."""
 
 import gc
+import importlib
 import os
 import random
 import signal
@@ -318,6 +319,41 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     with pytest.raises(KeyboardInterrupt, match="stopped"):
         trial(**options).fit(callbacks=[watch, Interrupt(1)])
     assert watch.best[1] > 0
+
+
+def test_an_own_module_that_was_edited_since_its_import_is_refused(trial, tmp_path, monkeypatch):
+    """The old code went on, under the new one's name."""
+    code = "from fl_lightning.methods.fedavg import FedAvg\nclass Edited(FedAvg):\n    step = {}\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "edited_method.py").write_text(code.format(1))
+    own = trial(name="edited", method="edited_method.Edited", federation__rounds=1)
+    own.fit()
+    (tmp_path / "edited_method.py").write_text(code.format(22))
+    with pytest.raises(ConfigError, match=r"^edited_method: was edited since this process imported it"):
+        own.fit(overwrite=True)
+    importlib.reload(sys.modules["edited_method"])
+    assert own.fit(overwrite=True).finished
+
+
+def test_fits_in_two_threads_take_turns(trial):
+    """Both drew from the process's streams."""
+    experiments = [trial(name=f"thread{number}", federation__rounds=1) for number in range(2)]
+    threads = [threading.Thread(target=own.fit) for own in experiments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one, other = (Run(own.folder).rounds for own in experiments)
+    assert [row["Local-T"] for row in one] == [row["Local-T"] for row in other]
+    assert one[0]["loss"] == other[0]["loss"]
+
+
+def test_a_run_is_of_the_configuration_that_was_fitted(trial):
+    """With another name in it, `fit` gave the run of the name before."""
+    own = trial(name="before", federation__rounds=1)
+    own.config["name"] = "after"
+    assert own.fit().folder.name == "after"
 
 
 def test_fit_shows_rounds_only_if_asked(trial, capsys):

@@ -21,10 +21,12 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
 from fl_lightning.files import default_cache_dir, remove_abandoned, save_tensors, verify
-from fl_lightning.own_sources import imported_sources
+from fl_lightning.own_sources import edited_since_import, imported_sources, source_of
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.terminal import say
 
+ABSENT = "absent"
+"""The stamp of a file that is not there."""
 FORMAT = 5
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors,
 or refuses what it took."""
@@ -52,6 +54,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     identity = _identity(dataset)
     if identity is not None and (cached := _read(folder / _file_name(name, identity, dataset))) is not None:
         return cached
+    before = _stamps(dataset) if identity is not None else {}
     outer = _FOLDER.set(folder)
     try:
         with own_code(KEY, dataset, "arrays()"), isolated_streams(0, "dataset"):  # whatever the run's seed is
@@ -63,8 +66,12 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     arrays.validate(name)
     arrays.digest = content_hash(arrays)
     if identity is not None:
-        # The sources are looked at again: a download may just have brought them.
-        _write(folder / _file_name(name, identity, dataset), arrays)
+        # The sources are looked at again: a download may just have brought them, all of them.
+        changed = sorted(path for path, now in _stamps(dataset).items() if before.get(path) != now)
+        if changed and any(stamp != ABSENT for stamp in before.values()):
+            say(f"fl-lightning: {name}: {changed[0]} came or changed while it was read; what was read is not cached")
+        else:
+            _write(folder / _file_name(name, identity, dataset), arrays)
     return arrays
 
 
@@ -78,8 +85,11 @@ def _identity(dataset: Dataset) -> str | None:
     if kind.__module__.startswith("fl_lightning."):
         attributes = {key: value for key, value in attributes.items() if not key.startswith("_")}
     else:
+        own = (kind, *filter(_is_users, kind.__mro__[1:]))
         try:
-            code = "/".join(map(_text_hash, (kind, *filter(_is_users, kind.__mro__[1:]))))
+            code = "/".join(map(_text_hash, own))
+            if any(edited_since_import(source_of(each)) for each in own):
+                return None  # what is decoded would be of what the file was
         except (OSError, TypeError, ValueError, SyntaxError):
             return None
     try:
@@ -115,14 +125,21 @@ def _plain(value: Any) -> Any:
 
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
+    for source, stamp in _stamps(dataset).items():
+        digest.update(f"\n{source}/{stamp}".encode())
+    return f"{name}-{digest.hexdigest()[:20]}.pt"
+
+
+def _stamps(dataset: Dataset) -> dict[str, str]:
+    """Size and time of change of each of its files, in order."""
+    found = {}
     for source in _sources(dataset) or ():
         try:
             status = os.stat(source)
-            stamp = f"{status.st_size}/{status.st_mtime_ns}"
+            found[source] = f"{status.st_size}/{status.st_mtime_ns}"
         except OSError:
-            stamp = "absent"
-        digest.update(f"\n{source}/{stamp}".encode())
-    return f"{name}-{digest.hexdigest()[:20]}.pt"
+            found[source] = ABSENT
+    return found
 
 
 def _sources(dataset: Dataset) -> list[str] | None:

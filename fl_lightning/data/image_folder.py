@@ -109,6 +109,7 @@ class ImageFolder(Dataset):
             for label in _names(folder, directories=True):
                 images = [name for name in _names(folder / label) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
                 found += [(part, label, folder / label / name) for name in images]
+                self._refuse_deeper(folder / label)
                 if not images and _UNREADABLE & {os.path.splitext(name)[1].lower() for name in _names(folder / label)}:
                     unknown.append(folder / label)
             if unknown and len(found) > before:
@@ -120,6 +121,18 @@ class ImageFolder(Dataset):
                     KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)
                 )
         return found
+
+    def _refuse_deeper(self, folder: Path) -> None:
+        """Refuse images below a class's folder: they would be left out, and with them maybe the class.
+
+        Raises:
+            ConfigError: naming the first folder that holds some.
+        """
+        for inner in _names(folder, directories=True):
+            for place, _, names in os.walk(folder / inner):
+                known = any(os.path.splitext(name)[1].lower() in self.SUFFIXES for name in names)
+                rule = "ImageFolder: images belong at <class>/<image>, and these lie deeper; move them up, or away"
+                require(not known, KEY, rule, place)
 
     def decode(self, paths: list[Path]) -> Tensor:
         """Image files as uint8 [N, C, H, W].

@@ -204,13 +204,14 @@ class CSVTable(Dataset):
         return _feature(cells) if numbers else _feature([*sorted(values), *cells])[len(values) :]
 
 
-_NOTHING = {"", "?", "na", "n/a", "null", "none", "-"}
+_NOTHING = {"", "?", ".", "-", "na", "nan", "n/a", "#n/a", "n.a.", "null", "nil", "none", "missing", "unknown"}
 """What tables write, in small letters, where there is no number."""
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
+    """Whether all are numbers as tables write them; Python's own ``10_20`` is a name."""
     try:
-        return all(float(cell) is not None for cell in cells)
+        return all(float(cell) is not None and "_" not in cell for cell in cells)
     except ValueError:
         return False
 

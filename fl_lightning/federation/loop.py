@@ -104,7 +104,7 @@ class FederatedLoop:
         storage = RunStorage(folder, settings.checkpoint, on_disk=settings.pool == "disk")
         self.checkpoints = storage.checkpoints
         settings.failures.check(self.num_clients, None if storage.has_begun and not anew else settings.rounds)
-        settings.evaluate.check(self.num_clients, data.overlaps)
+        settings.check(self.num_clients, data.overlaps)
         measures = Measures.made_for(settings.evaluate, len(data.arrays.classes), self.make_metrics)
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self.stopwatch = self.runner.stopwatch

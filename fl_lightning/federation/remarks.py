@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fl_lightning.core.host import Parts
+from fl_lightning.federation.filters import Quantize
+from fl_lightning.federation.privacy import ClipAndNoise
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederatedLoop
@@ -17,6 +19,13 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
     if size > largest and loop.num_clients > 0:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
+    wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None
+    if steps and any(isinstance(own, Quantize) and own.ways != "down" and not own.error_feedback for own in wire):
+        yield "federation.wire: Quantize rounds all alike, which a server optimizer adds up; say error_feedback: true"
+    noisy = any(isinstance(own, ClipAndNoise) for own in wire)
+    moved = [name for name in loop.runner.modules[0].division.shared if name.endswith("running_var")]
+    if noisy and moved:
+        yield f"federation.wire: noise may make {moved[0]} negative, whose model gives nan; say share_buffers: false"
     if method.model.own.has_loss and (method.terms.has_instead or isinstance(method.network(), Parts)):
         yield f"model: {type(method).__name__} has a loss of its own, where what training_step returns does not count"
     if chosen is not None and type(chosen).__name__ != method.exchange:

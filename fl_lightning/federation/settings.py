@@ -171,3 +171,17 @@ class Federation:
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
         allowed = f"must be < federation.rounds ({self.rounds})"
         require(early, "federation.newcomers.after", allowed, self.newcomers.after)
+
+    def check(self, num_clients: int, overlaps: bool) -> None:
+        """Refuse what cannot be done with these clients.
+
+        Args:
+            num_clients: of the federation.
+            overlaps: whether they share samples.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        self.evaluate.check(num_clients, overlaps)
+        rule = "must be null where clients share samples (Population): of a sample's privacy all that hold it spend"
+        require(self.record_privacy is None or not overlaps, "federation.record_privacy", rule)

@@ -746,3 +746,16 @@ def test_numbers_whose_squares_are_none_are_refused():
     x = torch.randn(50, 3, dtype=torch.float64) * 1e200
     with pytest.raises(ConfigError, match=r"^data\.dataset: its numbers are too large to be scaled"):
         scaled(x, x)
+
+
+def test_pythons_own_writing_of_numbers_is_a_name(tmp_path):
+    """Age bands `10_20` were the number 1020."""
+    (tmp_path / "t.csv").write_text("age,y\n" + "".join(f"{i % 3}0_{i % 3 + 1}0,{i % 2}\n" for i in range(12)))
+    assert CSVTable(str(tmp_path / "t.csv"), "y").arrays().x.shape[1] == 3
+
+
+@pytest.mark.parametrize("mark", ["#N/A", "nan", "unknown"])
+def test_marks_of_no_number_are_found_in_their_line(tmp_path, mark):
+    (tmp_path / "t.csv").write_text("age,y\n" + "".join(f"{mark if i == 7 else i},{i % 2}\n" for i in range(12)))
+    with pytest.raises(ConfigError, match=r"line 9 has nothing under 'age'"):
+        CSVTable(str(tmp_path / "t.csv"), "y").arrays()

@@ -1,3 +1,4 @@
+import importlib
 import os
 import signal
 import sys
@@ -324,3 +325,40 @@ def test_folders_come_from_the_environment(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     assert default_cache_dir().parts[-3:] == (".cache", "fl-lightning", "arrays")
     assert default_data_dir().parts[-3:] == (".cache", "fl-lightning", "datasets")
+
+
+def test_a_class_whose_file_was_edited_since_its_import_is_not_cached(tmp_path, monkeypatch, capsys):
+    """What it was decoded to under the new file's name, for good."""
+    code = (
+        "import torch\nfrom fl_lightning.data.dataset import Dataset\nfrom fl_lightning.data.arrays import Arrays\n"
+        "class Shifted(Dataset):\n    def sources(self):\n        return []\n    def arrays(self):\n"
+        "        return Arrays(torch.full((1, 1), {}), torch.tensor([0]), 1, ('a',))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "shifted.py").write_text(code.format(1.0))
+    module = __import__("shifted")
+    assert load(module.Shifted(), tmp_path / "cache").x.item() == 1.0
+    (tmp_path / "shifted.py").write_text(code.format(2.0))
+    assert load(module.Shifted(), tmp_path / "cache").x.item() == 1.0  # the process has no other
+    assert len(files(tmp_path / "cache")) == 1
+    assert load(importlib.reload(module).Shifted(), tmp_path / "cache").x.item() == 2.0
+    assert len(files(tmp_path / "cache")) == 2
+
+
+def test_what_comes_while_others_are_read_is_in_no_cache(tmp_path, capsys):
+    """A part of the data stood for the whole, in all later runs."""
+
+    class Meanwhile(Counted):
+        def sources(self):
+            return sorted(tmp_path.glob("*.txt"))
+
+        def arrays(self):
+            (tmp_path / f"{len(self.sources())}.txt").write_text("more")
+            return super().arrays()
+
+    (tmp_path / "first.txt").write_text("one")
+    Meanwhile.__module__ = "fl_lightning.data.made_up"
+    load(Meanwhile(), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or files(tmp_path / "cache") == []
+    assert "1.txt came or changed while it was read; what was read is not cached" in capsys.readouterr().err

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.population import Population
 from fl_lightning.data.shifts import RotationSkew
 from fl_lightning.errors import ConfigError
+from fl_lightning.methods.fedavg import FedAvg
 
 MILLION = 1_000_000
 
@@ -144,3 +146,9 @@ def test_record_says_whom_it_shows(drawn):
 def test_what_does_not_fit_is_refused_in_one_line(drawn, options, message):
     with pytest.raises(ConfigError, match=message):
         drawn(clients=5, **options)
+
+
+def test_a_samples_privacy_is_not_accounted_for_where_clients_share_it(drawn, run_federation, mlp):
+    """`record_epsilon` was of one client alone, where eight held a sample."""
+    with pytest.raises(ConfigError, match=r"^federation\.record_privacy: must be null where clients share samples"):
+        run_federation(lambda: FedAvg(mlp()), 1, data=drawn(5), record_privacy=RecordPrivacy())

@@ -337,6 +337,15 @@ def test_image_folder_without_parts_has_no_test_part(images, tmp_path):
     assert (arrays.mean, arrays.std) == ((0.5,) * 3, (0.5,) * 3)
 
 
+def test_images_that_lie_deeper_than_their_class_are_refused(images, tmp_path):
+    """They were left out, and with them a class that has folders alone, without a word."""
+    root = images({"cat/1.png": (10, SQUARE), "dog/1.png": (20, SQUARE), "bird/site 0/a/1.png": (30, SQUARE)})
+    with pytest.raises(ConfigError, match=r"^data\.dataset: ImageFolder: images belong at .*bird/site 0/a'?$"):
+        ImageFolder(root).arrays()
+    (tmp_path / "bird/site 0/a/1.png").rename(tmp_path / "bird/site 0/a/1.txt")
+    assert ImageFolder(root).arrays().classes == ("cat", "dog")
+
+
 @pytest.mark.parametrize(("size", "shape"), [(3, (3, 3)), ([2, 4], (2, 4)), (None, (1, 5))])
 def test_image_folder_sizes_are_height_and_width(images, size, shape):
     root = images({"cat/1.png": (10, (5, 1))})

@@ -2,7 +2,10 @@ import copy
 
 from tutorial_modules import DigitClassifier
 
+from fl_lightning.core.server_optimizer import ServerMomentum
+from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.graphs import Ring
+from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.federation.remarks import remarks
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedlc import FedLC
@@ -31,3 +34,20 @@ def test_a_modules_loss_that_does_not_count_is_remarked(set_up_federation):
     line = "model: {} has a loss of its own, where what training_step returns does not count"
     for kind, said in ((FedAvg, []), (FedLC, [line.format("FedLC")]), (GPFL, [line.format("GPFL")])):
         assert list(remarks(set_up_federation(lambda kind=kind: kind(copy.deepcopy(module))))) == said
+
+
+def test_rounding_that_a_server_optimizer_adds_up_is_remarked(set_up_federation, mlp):
+    line = "federation.wire: Quantize rounds all alike, which a server optimizer adds up; say error_feedback: true"
+    cases = ((Quantize(), [line]), (Quantize(error_feedback=True, ways="up"), []), (Quantize(ways="down"), []))
+    for own, said in cases:
+        loop = set_up_federation(lambda: FedAvg(mlp()), wire=[own], server_optimizer=ServerMomentum(momentum=0.9))
+        assert list(remarks(loop)) == said
+    assert list(remarks(set_up_federation(lambda: FedAvg(mlp()), wire=[Quantize()]))) == []
+
+
+def test_noise_on_running_variances_is_remarked(set_up_federation, conv_net):
+    line = "running_var negative, whose model gives nan; say share_buffers: false"
+    for shares, said in ((True, [line]), (False, [])):
+        options = {"wire": [ClipAndNoise(1.0, 1.0)], "share_buffers": shares}
+        found = list(remarks(set_up_federation(lambda: FedAvg(conv_net()), **options)))
+        assert [own[own.index("running_var") :] for own in found] == said
