@@ -242,7 +242,7 @@ class Program:
         self._lines: list[tuple[list[str], str, list[str]]] = []
         for call in self.calls:
             self._made_by(call, changed)
-        self.needed = _turned(self._needed(), self.results)
+        self.needed = self._needed()
 
     def function(self, swift: bool = False) -> Run:
         """All of it as one function, which returns the results.
@@ -358,29 +358,6 @@ class Program:
         space = dict(self.constants)
         exec("\n".join(text), space)  # names and numbers alone are in it
         return space.pop("run")
-
-
-def _turned(calls: Sequence[Call], results: Sequence[Tensor]) -> list[Call]:
-    """Products that are read once, to lay out their transpose, made the other way round: ``(ab)ᵀ = bᵀaᵀ``, laid out.
-
-    So come the weights' gradients of stacked layers; to lay them out takes as long as to multiply.
-    """
-    readers: dict[int, list[Call]] = {}
-    for call in calls:
-        for tensor in _inputs(call):
-            readers.setdefault(address(tensor), []).append(call)
-    kept = {address(tensor) for tensor in results}
-    instead: dict[int, Call | None] = {}
-    for call in calls:
-        read = readers.get(address(call.made), []) if call.func is aten.bmm.default else []
-        if len(read) != 1 or read[0].func is not aten.clone.default or address(call.made) in kept:
-            continue
-        (copy,), turned = read, call.made.mT
-        shown, layout = copy.args[0], (turned.shape, turned.stride(), turned.storage_offset())
-        if (shown.shape, shown.stride(), shown.storage_offset()) == layout and copy.made.is_contiguous():
-            one, other = call.args
-            instead |= {id(call): call._replace(args=(other.mT, one.mT), made=copy.made), id(copy): None}
-    return [own for own in (instead.get(id(call), call) for call in calls) if own is not None]
 
 
 def _lifts(call: Call, changed: set[int]) -> bool:

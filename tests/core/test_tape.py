@@ -166,45 +166,6 @@ def test_lists_and_stacked_clients(numbers):
     torch.testing.assert_close(losses, torch.stack([(numbers @ (2 * own)).square().mean() for own in weights]))
 
 
-@pytest.mark.parametrize(
-    ("also", "names"),
-    [
-        (lambda product, turned: [turned], ["aten::bmm"]),
-        (lambda product, turned: [turned, product], ["aten::bmm", "aten::clone"]),
-        (lambda product, turned: [turned, product[0].exp()], ["aten::bmm", "aten::clone", "aten::exp"]),
-        (lambda product, turned: [turned.add_(1)], ["aten::bmm", "aten::add_"]),
-    ],
-)
-def test_a_product_that_is_only_laid_out_the_other_way_round_is_made_so(also, names):
-    one, other = torch.randn(4, 5, 3), torch.randn(4, 3, 2)
-
-    def work():
-        product = torch.bmm(one, other)
-        return also(product, product.mT.clone(memory_format=torch.contiguous_format))
-
-    taker = Taker([one, other])
-    with taker:
-        results = work()
-    assert [call.func._schema.name for call in Program(taker.calls, results).needed] == names
-    made = replayed(work, [one, other], lambda: one.mul_(2))
-    for own, expected in zip(made, work(), strict=True):
-        assert own.stride() == expected.stride()
-        torch.testing.assert_close(own, expected)
-
-
-def test_a_factor_that_changes_before_a_product_is_laid_out_is_taken_as_it_was():
-    one, other = torch.randn(4, 5, 3), torch.randn(4, 3, 2)
-
-    def work():
-        product = torch.bmm(one, other)
-        one.zero_()
-        return [product.mT.clone(memory_format=torch.contiguous_format)]
-
-    before = torch.bmm(2 * one, other).mT
-    (made,) = replayed(work, [one, other], lambda: one.mul_(2))
-    torch.testing.assert_close(made, before)
-
-
 def test_what_was_done_outside_mixed_precision_is_so_within_it(numbers):
     def work():
         with torch.autocast("cpu", enabled=False):
