@@ -116,7 +116,8 @@ class CommandLine:
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
         own = self.tree.setdefault("optimizer", OPTIMIZER)
-        if isinstance(own, Mapping) and _short(own) in ("None", _short(OPTIMIZER)):  # others have their own defaults
+        usual = isinstance(own, Mapping) and ("class_path" not in own or _short(own) == _short(OPTIMIZER))
+        if usual:  # another class has defaults of its own
             self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
 

@@ -66,19 +66,7 @@ def table(argv: Sequence[str], command: Command) -> int:
         tuple(overrides),
     )
     cells = cells_of(definition, choice)
-    for one, other in made_alike(definition, choice, cells)[:1]:
-        of_rows = one.row.name != other.row.name
-        option, kind = ("--only", "rows") if of_rows else ("--columns", "columns")
-        names = " and ".join(own.row.name if of_rows else own.column.name for own in (one, other))
-        said = f"turn the {kind} {names} into the same run; say which with {option}"
-        raise ConfigError(option, f"the command line's options {said}")
-    alike = of_two_data_sets(cells)
-    if alike is not None:
-        names = " and ".join(f"({cell.title})" for cell in alike)
-        rule = (
-            f"{names} differ in where their data lie alone, and would be one run; make a table of each, with --output"
-        )
-        raise ConfigError("data.dataset", rule)
+    _refuse_alike(definition, choice, cells)
     require(options.rounds is None or options.rounds >= 1, "--rounds", "must be >= 1", options.rounds)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)
     shard = _shard(options.shard, cells)
@@ -107,6 +95,23 @@ def table(argv: Sequence[str], command: Command) -> int:
     every = [cell for cell in [*cells, *_others(definition, choice, cells)] if cell.column.name not in missing]
     _conclude(console, definition, every, crew, notes, folder)
     return code
+
+
+def _refuse_alike(definition: Definition, choice: Choice, cells: Sequence[Cell]) -> None:
+    """Refuse cells that would be one run, by the command line's options or because only their data's place differs."""
+    for one, other in made_alike(definition, choice, cells)[:1]:
+        of_rows = one.row.name != other.row.name
+        option, kind = ("--only", "rows") if of_rows else ("--columns", "columns")
+        names = " and ".join(own.row.name if of_rows else own.column.name for own in (one, other))
+        said = f"turn the {kind} {names} into the same run; say which with {option}"
+        raise ConfigError(option, f"the command line's options {said}")
+    alike = of_two_data_sets(cells)
+    if alike is not None:
+        names = " and ".join(f"({cell.title})" for cell in alike)
+        rule = (
+            f"{names} differ in where their data lie alone, and would be one run; make a table of each, with --output"
+        )
+        raise ConfigError("data.dataset", rule)
 
 
 def _others(definition: Definition, choice: Choice, cells: Sequence[Cell]) -> list[Cell]:

@@ -141,11 +141,11 @@ def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
     for (row, head), value in values.items():
         if value.seeds and seeds - value.seeds.keys():
             alike.setdefault((row, head.column, tuple(sorted(value.seeds))), []).append(str(head))
-    found = []
+    found, all_alike = [], len({tuple(sorted(value.seeds)) for value in values.values() if value.seeds}) == 1
     for (row, column, own), heads in alike.items():
         lacking = ", ".join(map(str, sorted(seeds - set(own))))
         said = f"the mean of seed{'s' if own[1:] else ''} {', '.join(map(str, own))}, without {lacking}"
-        if len(alike) > 1 and all(tuple(sorted(value.seeds)) in ((), own) for value in values.values()):
+        if all_alike and len(alike) > 1:
             return [f"every figure is {said}"]
         whole = len(heads) == sum((row, column) == (other, head.column) for other, head in values)
         found += [f"{row}, {name}: {said}" for name in ([column] if whole else heads)]
