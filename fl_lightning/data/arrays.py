@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 
@@ -60,6 +61,11 @@ class Arrays:
     def spec(self) -> DataSpec:
         """Shape of one sample, number of classes and size of the vocabulary."""
         return DataSpec(tuple(self.x.shape[1:]), len(self.classes), self.vocabulary_size)
+
+    @property
+    def labels_hash(self) -> str:
+        """SHA-256 over the labels: which sample an index means, wherever images are decoded a little otherwise."""
+        return hashlib.sha256(self.y.numpy().astype("<i8")).hexdigest()
 
     def validate(self, name: str) -> None:
         """Check that shapes, types and values agree.

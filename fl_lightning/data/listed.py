@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from fl_lightning.archives import check_room
+from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
@@ -32,6 +34,18 @@ class ListedPartition(Partition, ABC):
             ConfigError: if they are not known for so many clients.
         """
 
+    def check(self, arrays: Arrays) -> None:
+        """Refuse a data set that the lists are not of, where that can be known.
+
+        Raises:
+            ConfigError: if they are of another one.
+        """
+
+    @override
+    def share(self, arrays: Arrays, num_samples: int, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        self.check(arrays)
+        return super().share(arrays, num_samples, num_clients, rng)
+
 
 class FromFile(ListedPartition):
     """Who holds what, from a file of indices into the data set (official training part first).
@@ -39,8 +53,8 @@ class FromFile(ListedPartition):
     JSON: a list with an entry a client, or an object with clients' numbers as names, or either of them under
     ``clients``, as in a run's own ``partition.json``. An entry is a list of indices, or an object with ``train`` and
     perhaps ``validation`` and ``test``. npz: arrays named ``0``, ``1``, … or ``0/train``, ``0/test``, …. A pickle is
-    FL-bench's ``partition.pkl``; of it, too, nothing is run. A run's own file is verified by its ``checksum``: take
-    that out of a copy that you edit.
+    FL-bench's ``partition.pkl``; of it, too, nothing is run. A run's own file is verified by its ``checksum``, and the
+    data set by the file's ``classes`` and ``labels``: take those out of a copy that you edit or mean for other data.
 
     With the split ``file`` the parts are taken as they are. With another split only lists of indices will do, or
     ``train`` where that is the only part: the split cuts them.
@@ -84,6 +98,17 @@ class FromFile(ListedPartition):
             require(not lost, f"{KEY}.path", rule)
             found.append(tuple(parts.get(name, []) for name in PARTS))
         return found  # type: ignore[return-value]
+
+    @override
+    def check(self, arrays: Arrays) -> None:
+        content = self._read()
+        if not isinstance(content, Mapping):
+            return
+        classes = content.get("classes", list(arrays.classes))
+        same = classes == list(arrays.classes) and content.get("labels", arrays.labels_hash) == arrays.labels_hash
+        source = f" ({content['dataset']})" if isinstance(content.get("dataset"), str) else ""
+        rule = f"{self.path} is of a run on other data{source}: its classes or labels are not those of data.dataset"
+        require(same, f"{KEY}.path", f"{rule}; in a copy for other data, leave out checksum, classes and labels")
 
     def _clients(self, num_clients: int) -> list[Any]:
         content = self._read()

@@ -241,6 +241,7 @@ class FederatedData:
         return {
             "hash": self.partition_hash,
             "samples": self.samples_hash,
+            "labels": self._decoded.labels_hash,
             "dataset": type(self.dataset).__name__,
             "partition": type(self.partition).__name__,
             "split": self.split,

@@ -101,6 +101,7 @@ def from_file(
     rule = "must be 0 where the split is 'file': the file says what is for validation"
     require(validation_fraction == 0, "data.validation_fraction", rule, validation_fraction)
     with own_code(KEY, partition):
+        partition.check(arrays)
         listed = partition.listed(num_clients)
     maker, size = f"{type(partition).__name__}'s file", len(arrays.y)
     parts = [checked_shares(own, size, num_clients, KEY, maker) for own in zip(*listed, strict=True)]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.listed import FromFile
 from fl_lightning.data.module import FederatedData
 from fl_lightning.data.partitions import IID, Partition
@@ -9,6 +10,16 @@ from fl_lightning.data.skews import ByGroup, Pathological, PowerLaw, QuantitySke
 from fl_lightning.data.splits import from_file, holdout, matched
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import write_json
+
+
+class Brought(Dataset):
+    """Arrays as a data set."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def arrays(self):
+        return self.content
 
 
 class Made(Partition):
@@ -183,6 +194,25 @@ def test_a_runs_own_partition_is_made_again_from_its_file(tmp_path, make_arrays)
     again = from_file(FromFile(str(tmp_path / "partition.json")), arrays, 3, seed=9)
     for one, other in zip(whole, again, strict=True):
         assert all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("train", "validation", "test"))
+
+
+@pytest.mark.parametrize("split", ["file", "holdout"])
+def test_a_runs_own_partition_for_other_data_is_refused(tmp_path, split, make_arrays):
+    made = FederatedData(Brought(make_arrays([6, 6])), IID(), 2, test_fraction=0.0)
+    made.setup(0)
+    record = made.partition_record()
+    if split == "holdout":
+        record["clients"] = [own["train"] for own in record["clients"]]
+    write_json(tmp_path / "partition.json", record)
+
+    def again(counts):
+        listed = FromFile(str(tmp_path / "partition.json"))
+        FederatedData(Brought(make_arrays(counts)), listed, 2, split=split, test_fraction=0.0).setup(3)
+
+    again([6, 6])
+    for other in ([5, 7], [4, 4, 4]):
+        with pytest.raises(ConfigError, match=r"partition\.path: .*is of a run on other data \(Brought\): its classes"):
+            again(other)
 
 
 def test_a_runs_own_partition_with_another_index_is_refused(tmp_path, make_arrays):
