@@ -65,7 +65,7 @@ class Arrays:
     @property
     def labels_hash(self) -> str:
         """SHA-256 over the labels: which sample an index means, wherever images are decoded a little otherwise."""
-        return hashlib.sha256(self.y.numpy().astype("<i8")).hexdigest()
+        return hashlib.sha256(self.y.numpy().astype("<i8").tobytes()).hexdigest()
 
     def validate(self, name: str) -> None:
         """Check that shapes, types and values agree.

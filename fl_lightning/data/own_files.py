@@ -108,7 +108,7 @@ class CSVTable(Dataset):
     """A CSV table of features, one sample a line; the first line names the columns.
 
     Columns of numbers are features as they are, others have one feature for each of their values (one-hot), those of
-    test samples among them. Empty cells are refused.
+    test samples among them. Empty cells are refused, and so are a few names in a column that is mostly numbers.
 
     Args:
         path: the file.
@@ -116,6 +116,7 @@ class CSVTable(Dataset):
         test_path: a file of the same columns that is the official test part.
         group: the column that says who or where a sample is from; no feature.
         leave_out: columns that are no features.
+        names: columns of names, though some or all of them look like numbers: codes, say; null for none.
         normalize: ``standard`` scales features to mean 0 and std 1 by the official training part, ``none`` does not.
             That part is the whole file `path`: under the split ``holdout``, where clients' test samples are cut out of
             it, too, they have a share in these numbers.
@@ -129,6 +130,7 @@ class CSVTable(Dataset):
         group: str | None = None,
         leave_out: Sequence[str] = (),
         normalize: Normalize = "standard",
+        names: Sequence[str] | None = None,
     ) -> None:
         require_normalize(normalize)
         self.path = path
@@ -136,6 +138,7 @@ class CSVTable(Dataset):
         self.test_path = test_path
         self.group = group
         self.leave_out = list(leave_out)
+        self.names = list(names or ())
         self.normalize = normalize
 
     def sources(self) -> list[Path]:
@@ -153,11 +156,16 @@ class CSVTable(Dataset):
             require(name is None or name in columns, f"{KEY}.{key}", f"must be one of {', '.join(columns)}", name)
         features = self._features(columns)
         for name in features:
-            _require_filled(name, columns[name], _nothing_in(columns[name]), places, "leave the column out")
-            _require_few(name, columns[name])
+            cells, numbers = columns[name], self._are_numbers(name, columns[name])
+            nothing = {""} if name in self.names else _nothing_in(cells)
+            _require_filled(name, cells, nothing, places, "leave the column out")
+            if not numbers:
+                if name not in self.names:
+                    _require_one_kind(name, cells, places)
+                _require_few(name, cells)
         for name in filter(None, (self.label, self.group)):
             _require_filled(name, columns[name], {""}, places, "take the line out")
-        x = np.concatenate([_feature(columns[name]) for name in features], axis=1)
+        x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)
         labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
         groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
@@ -179,7 +187,18 @@ class CSVTable(Dataset):
         require(unknown is None, f"{KEY}.leave_out", f"columns are {', '.join(columns)}", unknown)
         features = [name for name in columns if name not in (self.label, self.group, *self.leave_out)]
         require(bool(features), f"{KEY}.leave_out", "leaves no feature", self.leave_out)
+        unknown = next((name for name in self.names if name not in features), None)
+        require(unknown is None, f"{KEY}.names", f"columns that are features are {', '.join(features)}", unknown)
         return features
+
+    def _are_numbers(self, name: str, cells: Sequence[str]) -> bool:
+        return name not in self.names and _are_numbers(cells)
+
+    def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
+        """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
+        if self._are_numbers(name, cells):
+            return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
+        return _one_hot(cells)
 
     def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
         """New lines of the table, as numbers; a name that the table does not have is refused.
@@ -196,12 +215,12 @@ class CSVTable(Dataset):
 
     def _as(self, name: str, known: Sequence[str], cells: Sequence[str]) -> np.ndarray:
         """New cells of a column as `_feature` gives the known ones."""
-        numbers, values = _are_numbers(known), set(known)
+        numbers, values = self._are_numbers(name, known), set(known)
         new = (n for n, cell in enumerate(cells) if not (_are_numbers([cell]) if numbers else cell in values))
         odd = next(new, None)
         what = "a number" if numbers else f"one of the names that {self.path} has there"
         require(odd is None, "DATA", f"{name!r} of sample {odd} (from 0) must be {what}", cells[odd or 0])
-        return _feature(cells) if numbers else _feature([*sorted(values), *cells])[len(values) :]
+        return self._feature(name, cells) if numbers else _one_hot([*sorted(values), *cells])[len(values) :]
 
 
 _NOTHING = {"", "?", ".", "-", "na", "nan", "n/a", "#n/a", "n.a.", "null", "nil", "none", "missing", "unknown"}
@@ -230,18 +249,27 @@ def _require_filled(
     require(empty is None, KEY, f"{path}: line {line} has nothing under {name!r}; fill it in, or {remedy}")
 
 
+def _require_one_kind(name: str, cells: Sequence[str], places: Sequence[tuple[str, int]]) -> None:
+    """Refuse some names among many numbers: a slip in one cell would make a column of numbers one of names."""
+    odd = [row for row, cell in enumerate(cells) if not _are_numbers([cell])]
+    path, line = places[odd[0]]
+    rule = (
+        f"{path}: line {line} has {cells[odd[0]]!r} under {name!r}, where most are numbers; mend it, leave the column "
+        f"out, or say {KEY}.names: [{name}] if all of them are names"
+    )
+    require(2 * len(odd) > len(cells), KEY, rule)
+
+
 def _require_few(name: str, cells: Sequence[str]) -> None:
     """Refuse a column of names, one a line, say, whose features take more memory than is left."""
     values = len(set(cells))
-    fits = 3 * 8 * values * len(cells) <= free_memory() or _are_numbers(cells)  # float64, joined, and scaled
+    fits = 3 * 8 * values * len(cells) <= free_memory()  # float64, joined, and scaled
     rule = f"{name!r} has {values} different values, and a feature for each takes more memory than is left; add it"
     require(fits, f"{KEY}.leave_out", rule)
 
 
-def _feature(cells: Sequence[str]) -> np.ndarray:
-    """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
-    if _are_numbers(cells):
-        return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
+def _one_hot(cells: Sequence[str]) -> np.ndarray:
+    """A column of names as features, float64 [N, values]."""
     values, numbers = np.unique(np.array(cells), return_inverse=True)
     features = np.zeros((len(cells), len(values)), dtype=np.float64)
     features[np.arange(len(cells)), numbers] = 1

@@ -172,6 +172,30 @@ def test_tables_that_are_none(tmp_path, text, arguments, said):
         CSVTable(str(tmp_path / "t.csv"), **arguments).arrays()
 
 
+def test_a_name_among_numbers_is_a_slip_unless_all_are_names(tmp_path):
+    """One cell of 40 made a column of numbers one of 40 features, a feature each of its values, in silence."""
+    path = tmp_path / "t.csv"
+    path.write_text("age,zip,y\n20,53,a\n3O,A1,b\n40,53,a\n50,77,b\n")
+    said = (
+        r"line 3 has '3O' under 'age', where most are numbers; mend it, leave the column out, or say .*names: \[age\]"
+    )
+    with pytest.raises(ConfigError, match=said):
+        CSVTable(str(path), "y", names=["zip"]).arrays()
+    path.write_text(path.read_text().replace("3O", "30"))
+    with pytest.raises(ConfigError, match=r"line 3 has 'A1' under 'zip'"):
+        CSVTable(str(path), "y").arrays()
+    table = CSVTable(str(path), "y", names=["zip"], normalize="none")
+    assert checked(table).x.tolist() == [[20, 1, 0, 0], [30, 0, 0, 1], [40, 1, 0, 0], [50, 0, 1, 0]]
+    assert table.encode({"age": ["25"], "zip": ["A1"]}).tolist() == [[25, 0, 0, 1]]
+    path.write_text(path.read_text().replace("A1", "99"))
+    numbers = CSVTable(str(path), "y", names=["zip"], normalize="none")
+    assert numbers.arrays().x.shape == (4, 4)
+    with pytest.raises(ConfigError, match=r"'zip' of sample 0 .*must be one of the names"):
+        numbers.encode({"age": ["25"], "zip": ["54"]})
+    with pytest.raises(ConfigError, match=r"data\.dataset\.names: columns that are features are age, zip, got 'y'"):
+        CSVTable(str(path), "y", names=["y"]).arrays()
+
+
 # --- texts ----------------------------------------------------------------------------------------------------------
 def test_words_are_numbered_by_the_training_part():
     tokens = Words(vocabulary=4, length=3).tokens(["b a b", "a b c c c", "", "z"], num_train=2)
