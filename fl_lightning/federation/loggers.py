@@ -65,6 +65,10 @@ class Loggers:
             if isinstance(logger, CSVLogger):  # it deletes what it finds of an earlier process
                 for row in start.rows:
                     log_row(logger, row)
+            if isinstance(logger, TensorBoardLogger):  # what a killed process logged after its last checkpoint
+                writer = logger.experiment
+                writer.close()  # it goes on in a new file, which begins with that
+                writer.purge_step = int(start.rows[-1]["round"]) + 1 if start.rows else 1
 
         self._tell(lambda logger: logger.begin(start), tell)
 

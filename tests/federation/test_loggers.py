@@ -1,13 +1,39 @@
 """Lightning's own loggers, side by side."""
 
+import importlib.util
+
+import numpy as np
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.loggers import Loggers
+from fl_lightning.report.run_logger import RunStart
 
 
 def test_two_loggers_of_one_kind_write_into_folders_of_their_own(tmp_path):
     Loggers([CSVLogger(tmp_path), TensorBoardLogger(tmp_path), CSVLogger(tmp_path, name="other")])
     with pytest.raises(ConfigError, match=r"^logger\.2: writes into the folder of logger\.0; give one of them another"):
         Loggers([CSVLogger(tmp_path), TensorBoardLogger(tmp_path), CSVLogger(tmp_path)])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+@pytest.mark.parametrize("saved", [0, 2])
+def test_rounds_after_the_last_checkpoint_of_a_killed_process_are_not_there_twice(tmp_path, saved):
+    """TensorBoard drew both, of which the first may never have been (a value of another seed of the GPU, say)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def go(rows, rounds, value):
+        loggers = Loggers([TensorBoardLogger(tmp_path, name="mine", version=0)])
+        loggers.log_hyperparams({"a": 1})
+        loggers.begin(RunStart(tmp_path, {}, "hash", ["a"], np.ones((1, 1)), 4, rows))
+        for round in rounds:
+            loggers.log_round({"round": round, "Local-T": value}, lambda with_shared: None)
+        return loggers
+
+    go([], (1, 2, 3), 0.5)
+    go([{"round": n} for n in range(1, saved + 1)], range(saved + 1, 5), 0.75).close("success")
+    events = EventAccumulator(str(tmp_path / "mine" / "version_0"))
+    events.Reload()
+    said = [(event.step, event.value) for event in events.Scalars("Local-T")]
+    assert said == [(n, 0.5 if n <= saved else 0.75) for n in range(1, 5)]
