@@ -160,6 +160,21 @@ def folders(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def data_folders(config: Mapping[str, Any]) -> set[str]:
+    """Where all folders lie that a configuration's data are read from, by whatever name a class calls them.
+
+    Those of published data sets are not among them.
+    """
+    named, found = dict(_flatten(config.get("data"), "data")), set(folders(config).values())
+    for key, value in named.items():
+        owner, inner, argument = key.rpartition(".init_args.")
+        if inner and isinstance(value, str) and "\0" not in value:
+            published = argument == "root" and _is_published(str(named.get(f"{owner}.class_path")))
+            path = os.path.realpath(os.path.expanduser(value))
+            found |= {path} if os.path.isdir(path) and not published else set()
+    return found
+
+
 @lru_cache
 def _is_published(class_path: str) -> bool:
     """Whether a data set's content is told by its class: it knows a folder of its own, and need not be given one."""

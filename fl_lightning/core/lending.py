@@ -81,7 +81,7 @@ class AllModels(Wide):
     initial: Tensor  # [P]
     rows: Tensor  # [N, P]
     own: Tensor  # [N], 1 in the client's own place
-    shares: Tensor  # [N], of all training samples; 1/N each until they are told
+    shares: Tensor  # [N], of all training samples; 1/N each until some are told
 
     def __init__(self, method: Any) -> None:
         super().__init__()
@@ -103,12 +103,18 @@ class AllModels(Wide):
         return summed(model, self.own @ relations, others)
 
     @torch.no_grad()
-    def take(self, message: Message, method: Any, client: int) -> bool:
-        """Take what a client has received.
+    def take(self, message: Message, method: Any, data: Any) -> bool:
+        """Take what a client has received. Who has sent nothing yet counts as many samples as the others on average.
+
+        Args:
+            message: from `LendingServer`.
+            method: the client's.
+            data: its own.
 
         Returns:
             Whether anything was heard.
         """
+        client = data.client
         self.own.zero_()[client] = 1
         heard = "lent" in message.artifacts or bool(message.weights)
         if heard:
@@ -116,8 +122,14 @@ class AllModels(Wide):
             for other, values in lent_parameters(message, method).items():
                 self.rows[other] = values.to(self.rows)
             self.rows[client] = 0
-            sizes = message.artifacts.get("sizes", torch.ones_like(self.shares))
-            self.shares.copy_(sizes).div_(self.shares.sum())  # type: ignore[arg-type]
+            self.shares.fill_(1 / len(self.shares))
+            sizes = message.artifacts.get("sizes")
+            if isinstance(sizes, Tensor):
+                counts = sizes.to(self.shares)
+                counts[client] = data.num_train
+                told = counts > 0
+                counts = torch.where(told, counts, counts.sum() / told.sum())
+                self.shares.copy_(counts).div_(counts.sum())
         return heard
 
 

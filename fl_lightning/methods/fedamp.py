@@ -27,8 +27,9 @@ class FedAMP(Method):
         w_i ← argmin F_i(w) + λ/2α ‖w − u_i‖²
 
     A fit starts from the client's own last w_i; there is no global model. Sums are over the participants of a round,
-    and who sits out keeps its u_i. Where Σ ξ_ij would exceed 1, they are scaled to 1. (One public code takes the
-    distance outside the graph, so that nothing is pulled.)
+    and who sits out keeps its u_i; who has never taken part is pulled to the mean of the last round's models. Where Σ
+    ξ_ij would exceed 1, they are scaled to 1. (One public code takes the distance outside the graph, so that nothing is
+    pulled.)
 
     Args:
         weight: λ/α, >= 0; 0 is Local.

@@ -27,10 +27,11 @@ class FedAS(Method):
 
         f ← f − η ∇ Σ_{c in batch} mean_{b: y_b = c} ‖f(x_b) − μ_c‖²/D,  f^{t+1} = Σ_i T_i f_i / Σ_i T_i
 
-    μ_c are the class means of the embeddings by the body with which the client's last fit ended, over its training
-    part; T_i = Σ_batches ‖∇ −log p(y|x)‖², the mean over the batch, of the trained model in eval mode. Up go body and
-    T_i, down the body. `Local-T_received` is of the aligned body. (The authors' code aligns the server's model in
-    place, so that each client of a round hears what the ones before it have made; other public codes copy it.)
+    μ_c are the class means of the embeddings by the body with which the client's last fit ended, over its training part
+    (in its first fit by the initial body, as in the authors' code); T_i = Σ_batches ‖∇ −log p(y|x)‖², the mean over the
+    batch, of the trained model in eval mode. Up go body and T_i, down the body. `Local-T_received` is of the aligned
+    body. (The authors' code aligns the server's model in place, so that each client of a round hears what the ones
+    before it have made; other public codes copy it.)
 
     Args:
         alignment_lr: η, >= 0; 0 leaves the alignment out.

@@ -20,6 +20,7 @@ from fl_lightning.identity import (
     computed_otherwise,
     contents,
     data_files,
+    data_folders,
     folders,
     identity,
     last_change,
@@ -252,11 +253,12 @@ def of_other_folders(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]
 
 
 def of_edited_folders(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """The finished cells in whose folder of images something has changed since they ended: folder -> cells."""
+    """The finished cells in whose folders of data something has changed since they ended: folder -> cells."""
     found: dict[str, list[Cell]] = {}
     changed: dict[str, float] = {}
     for cell in (cell for cell in cells if cell.finished):
-        for folder in folders(cell.config).values():
+        around = {str(path) for path in cell.folder.resolve().parents}  # they change with every run
+        for folder in sorted(data_folders(cell.config) - around):
             if folder not in changed:
                 changed[folder] = last_change(folder)
             if changed[folder] > (cell.folder / "summary.json").stat().st_mtime:

@@ -87,6 +87,20 @@ def test_sizes_come_down_with_the_models(mlp, make_client):
     assert artifacts["sizes"].tolist() == [5, 0, 7]
 
 
+def test_shares_of_who_has_sent_nothing_are_a_mean_and_the_own_is_known(mlp, make_client, make_data):
+    """A late client's own share was 0, and drew its relation to itself there."""
+    data = make_data(((6, 6, 0), (4, 4, 1), (0, 4, 16), (3, 3, 3)))
+    facts = Facts(num_clients=4)
+    client = make_client(APPLE(mlp(num_classes=3)), facts=facts)
+    cores, sizes = client.method.cores, [own.num_train for own in data.clients]
+    model = torch.cat([p.detach().flatten() for p in client.method.model.parameters()])
+    artifacts = {"lent": model[None], "lenders": torch.tensor([2]), "sizes": torch.tensor([0, 0, sizes[2], 0])}
+    assert cores.take(Message({}, artifacts, 0), client.method, data.clients[1])
+    mean = (sizes[1] + sizes[2]) / 2
+    expected = torch.tensor([mean, sizes[1], sizes[2], mean]) / (4 * mean)
+    torch.testing.assert_close(cores.shares, expected)
+
+
 def test_it_resumes_and_newcomers_join(mlp, assert_resumes):
     assert_resumes(lambda: APPLE(mlp()), participation=0.5)
 

@@ -178,11 +178,14 @@ def test_a_cell_is_of_its_data_as_they_are(cell, tmp_path):
     assert name() == second
 
 
-def test_finished_run_whose_images_were_changed_since_is_found(cell, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "argument"), [("ImageFolder", "root"), ("HuggingFace", "path"), ("own.Mine", "where")]
+)
+def test_finished_run_whose_data_were_changed_since_is_found(cell, tmp_path, kind, argument):
     images = tmp_path / "images" / "cat"
     images.mkdir(parents=True)
     (images / "1.png").write_bytes(b"a picture")
-    data = {"dataset": {"class_path": "ImageFolder", "init_args": {"root": str(images.parent)}}}
+    data = {"dataset": {"class_path": kind, "init_args": {argument: str(images.parent), "word": "no folder"}}}
     own = replace(cell, config={**CONFIG, "data": data})
     cell.folder.rename(own.folder)
     past = (own.folder / "summary.json").stat().st_mtime - 100
@@ -193,5 +196,10 @@ def test_finished_run_whose_images_were_changed_since_is_found(cell, tmp_path):
     os.utime(images / "2.png", (past, past))
     os.utime(images, (past + 200, past + 200))
     assert of_edited_folders([own]) == {str(images.parent): [own]}
+    arguments = {**data["dataset"]["init_args"], "around": str(tmp_path)}  # in which the run itself lies
+    around = replace(cell, config={**CONFIG, "data": {"dataset": {"class_path": kind, "init_args": arguments}}})
+    own.folder.rename(around.folder)
+    assert of_edited_folders([around]) == {str(images.parent): [around]}
+    around.folder.rename(own.folder)
     (own.folder / "summary.json").unlink()
     assert of_edited_folders([own]) == {}
