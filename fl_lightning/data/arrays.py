@@ -44,7 +44,8 @@ class Arrays:
         vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
         groups: who or where each sample is from (a user, a writer, a site), int64 [N], >= 0; None where that is not
             known.
-        digest: SHA-256 of all that; filled in when the data set is loaded.
+        group_names: what the groups are called, in the order of their numbers; empty where they have no names.
+        digest: SHA-256 of all that but the groups' names; filled in when the data set is loaded.
     """
 
     x: Tensor
@@ -55,6 +56,7 @@ class Arrays:
     std: tuple[float, ...] = ()
     vocabulary_size: int = 0
     groups: Tensor | None = None
+    group_names: tuple[str, ...] = ()
     digest: str = ""
 
     @property
@@ -97,6 +99,8 @@ class Arrays:
             whole = isinstance(self.groups, Tensor) and self.groups.dtype == torch.int64
             check(whole and self.groups.shape == self.y.shape, f"groups must be int64 [{len(self.y)}], as y")
             check(int(self.groups.min()) >= 0, "groups must be >= 0")
+            named = not self.group_names or int(self.groups.max()) < len(self.group_names)
+            check(named, f"group_names must name all {int(self.groups.max()) + 1} groups, not {len(self.group_names)}")
         if self.x.ndim == 4:
             channels, height, width = self.x.shape[1:]
             last = channels == height > width and width <= 4  # square images as NumPy and PIL hold them

@@ -164,7 +164,7 @@ def _inside(path: str) -> list[str]:
 def content_hash(arrays: Arrays) -> str:
     """SHA-256 over samples, labels and what is said of them."""
     digest = hashlib.sha256()
-    own = {name: value for name, value in vars(arrays).items() if name != "digest"}
+    own = {name: value for name, value in vars(arrays).items() if name not in ("digest", "group_names")}
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     told = {name: value for name, value in own.items() if name not in tensors}
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
@@ -187,7 +187,8 @@ def _read(path: Path) -> Arrays | None:
         said = " ".join(str(error).split())[:200]
         say(f"{said}; the data set is decoded again")
         return None
-    arrays.classes, arrays.mean, arrays.std = tuple(arrays.classes), tuple(arrays.mean), tuple(arrays.std)
+    for name in ("classes", "mean", "std", "group_names"):
+        setattr(arrays, name, tuple(getattr(arrays, name)))
     return arrays if whole else None
 
 

@@ -15,19 +15,22 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
 from fl_lightning.data.pictures import as_shown
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.terminal import say
 
 _UNREADABLE = frozenset(
     {".avif", ".dng", ".exr", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".pnm", ".svg", ".tga"}
 )
 """Endings of images that are not read."""
+_TESTS = ("test", "val", "valid", "validation")
+"""What the folder of the official test part may be called; the first that is there is it."""
 
 
 class ImageFolder(Dataset):
     """Your own images in folders: ``root/train/<class>/…`` and ``root/test/<class>/…``, or ``root/<class>/…``.
 
-    Classes are the folders' names, sorted; ``val`` is taken for ``test`` where there is no ``test``. Without ``train``
-    there is no official test part, so only the split ``holdout`` works. Files that do not end like an image's are
-    passed over.
+    Classes are the folders' names, sorted; ``val``, ``valid`` or ``validation`` is taken for ``test`` where there is no
+    ``test``. Without ``train`` there is no official test part, so only the split ``holdout`` works. Files that do not
+    end like an image's are passed over.
 
     Images are decoded as viewers show them: upright by their EXIF orientation, and on white where they are transparent.
     16 bits a channel are scaled to 8.
@@ -81,6 +84,8 @@ class ImageFolder(Dataset):
                     f"ImageFolder: training and test part of {self.root} must have images of the same classes; "
                     "only one of them has " + ", ".join(sorted(names[0] ^ names[1])),
                 )
+        for folder in self._unread(len(parts)):
+            say(f"ImageFolder: {folder} is not read; move its images into train or {_TESTS[0]} if they are to count")
         number = {label: i for i, label in enumerate(classes)}
         x = self.decode([path for _, _, path in files])
         y = torch.tensor([number[label] for _, label, _ in files])
@@ -100,14 +105,14 @@ class ImageFolder(Dataset):
         folders = {"train": root}
         if (root / "train").is_dir():
             folders = {"train": root / "train"}
-            test = next((root / name for name in ("test", "val") if (root / name).is_dir()), None)
+            test = next((root / name for name in _TESTS if (root / name).is_dir()), None)
             if test is not None:
                 folders["test"] = test
         found: list[tuple[str, str, Path]] = []
         for part, folder in folders.items():
             before, unknown = len(found), list[Path]()
             for label in _names(folder, directories=True):
-                images = [name for name in _names(folder / label) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
+                images = self._images(folder / label)
                 found += [(part, label, folder / label / name) for name in images]
                 self._refuse_deeper(folder / label)
                 if not images and _UNREADABLE & {os.path.splitext(name)[1].lower() for name in _names(folder / label)}:
@@ -121,6 +126,18 @@ class ImageFolder(Dataset):
                     KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)
                 )
         return found
+
+    def _unread(self, num_parts: int) -> list[Path]:
+        """The folders of images beside those of the parts that there are."""
+        root = Path(self.root).expanduser()
+        if not (root / "train").is_dir():
+            return []
+        read = {"train", *[name for name in _TESTS if (root / name).is_dir()][: num_parts - 1]}
+        others = [root / name for name in _names(root, directories=True) if name not in read]
+        return [own for own in others if any(self._images(own / label) for label in _names(own, directories=True))]
+
+    def _images(self, folder: Path) -> list[str]:
+        return [name for name in _names(folder) if os.path.splitext(name)[1].lower() in self.SUFFIXES]
 
     def _refuse_deeper(self, folder: Path) -> None:
         """Refuse images below a class's folder: they would be left out, and with them maybe the class.

@@ -251,11 +251,22 @@ class FederatedData:
             "num_clients": self.num_clients,
             "left_out": self.left_out,
             "class_counts": self.class_counts().tolist(),
+            **self._group_record(),
             "clients": [
                 {"train": own.train.tolist(), "validation": own.validation.tolist(), "test": own.test.tolist()}
                 for own in self._held
             ],
         }
+
+    def _group_record(self) -> dict[str, Any]:
+        """The groups of each client, by name, where none is torn apart."""
+        if self._decoded.groups is None:
+            return {}
+        groups, names = self._decoded.groups.numpy(), self._decoded.group_names
+        own = [np.unique(groups[np.concatenate([part.train, part.validation, part.test])]) for part in self._held]
+        if len(np.unique(np.concatenate(own))) < sum(map(len, own)):
+            return {}
+        return {"groups": [[names[group] if names else str(group) for group in each] for each in own]}
 
 
 def shifted(shift: Shift, arrays: Arrays, parts: Sequence[ClientIndices], seed: int) -> Arrays:

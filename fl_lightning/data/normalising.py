@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,9 @@ def as_inputs(x: Any, name: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32 if fits else np.float64))
 
 
-def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, tuple[str, ...]]:
+def as_labels(
+    y: Any, name: str, classes: Sequence[str] = (), are_places: bool = False
+) -> tuple[Tensor, tuple[str, ...]]:
     """Labels [N] in [0, C), and the classes' names.
 
     Whole numbers stay where names are known for them, and small ones always (up to twice as many as there are different
@@ -74,6 +76,8 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
         y: names or whole numbers.
         name: the data set's, for errors.
         classes: the name of class 0, 1 and so on, where they are known.
+        are_places: whether whole numbers are places in `classes`, so that a negative one is none: it marks, as -1 does
+            in many data sets, samples that have no label.
 
     Raises:
         ConfigError: for anything that is no list of names or whole numbers, for measured values, and for names of other
@@ -87,8 +91,10 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
         array = np.char.decode(array, "utf-8", "backslashreplace")
     names, numbers = np.unique(array, return_inverse=True)
     rule = f"{name}: the labels are {len(names)} different numbers in {len(array)} samples; cut what is measured into"
-    rule += " classes"
-    require(not (array.dtype.kind == "U" and len(names) > len(array) / 2 and _are_decimals(names)), KEY, rule)
+    require(not _are_measured(array, names), KEY, f"{rule} classes")
+    if are_places and array.dtype.kind == "i" and len(names) and int(names[0]) < 0:
+        rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which stands for no class; take it out"
+        raise ConfigError(KEY, rule)
     if classes:
         return _named(array, names, numbers, tuple(classes), name)
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
@@ -96,11 +102,19 @@ def as_labels(y: Any, name: str, classes: Sequence[str] = ()) -> tuple[Tensor, t
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
 
 
-def _are_decimals(names: np.ndarray) -> bool:
+_GRADES = 20
+"""So many classes may be numbers with a point, as school's grades are, or have a sample each."""
+
+
+def _are_measured(labels: np.ndarray, names: np.ndarray) -> bool:
+    """Whether labels are values on a scale: many with a point, or mostly different numbers."""
     try:
-        return not np.array_equal(names.astype(np.float64), np.round(names.astype(np.float64)))
+        numbers = names.astype(np.float64)
     except ValueError:
         return False
+    many, mostly_other = len(names) > _GRADES, len(names) > len(labels) / 2
+    with_a_point = labels.dtype.kind == "U" and not np.array_equal(numbers, np.round(numbers))
+    return (many or mostly_other) if with_a_point else many and mostly_other
 
 
 def _named(
@@ -118,7 +132,19 @@ def _named(
     return torch.from_numpy(numbers.astype(np.int64)), classes
 
 
-def as_groups(groups: Any, name: str) -> Tensor:
+class Groups(NamedTuple):
+    """Who or where samples are from.
+
+    Args:
+        numbers: [N] int64, from 0 on.
+        names: what they are called.
+    """
+
+    numbers: Tensor
+    names: tuple[str, ...]
+
+
+def as_groups(groups: Any, name: str) -> Groups:
     """Users or sites [N] as numbers from 0 on, by sorted names.
 
     Raises:
@@ -130,7 +156,8 @@ def as_groups(groups: Any, name: str) -> Tensor:
     nobody = next((sample for sample, is_missing in enumerate(missing) if is_missing), None)
     require(nobody is None, KEY, f"{name}: sample {nobody} (from 0) is of no group; name one, or take it out")
     try:
-        return torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+        names, numbers = np.unique(array, return_inverse=True)
+        return Groups(torch.from_numpy(numbers.astype(np.int64)), tuple(str(own) for own in names.tolist()))
     except TypeError as error:  # names beside numbers, lists, mappings
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
         raise ConfigError(KEY, f"{name}: groups must be names or numbers, all of one type; are {kinds}") from error
@@ -150,7 +177,7 @@ def arrays_of(
     num_train: int,
     classes: Sequence[str],
     normalize: Normalize = "standard",
-    groups: Tensor | None = None,
+    groups: Groups | None = None,
     vocabulary_size: int = 0,
 ) -> Arrays:
     """Put a data set together; numbers are scaled here, images when batches are gathered.
@@ -161,18 +188,19 @@ def arrays_of(
         num_train: rows of the official training part.
         classes: names.
         normalize: see `Normalize`; of no meaning to tokens.
-        groups: [N], or None.
+        groups: as `as_groups` gives them, or None.
         vocabulary_size: of tokens; 0 takes the largest token and one.
 
     Raises:
         ConfigError: for ``normalize: half`` of what is neither bytes nor tokens, and for a feature that is not finite.
     """
+    numbers, names = (None, ()) if groups is None else groups
     if x.dtype == torch.int64:
         size = vocabulary_size or (int(x.max()) + 1 if x.numel() else 0)
-        return Arrays(x, y, num_train, tuple(classes), vocabulary_size=size, groups=groups)
+        return Arrays(x, y, num_train, tuple(classes), vocabulary_size=size, groups=numbers, group_names=names)
     if x.dtype == torch.uint8:
         mean, std = constants(normalize, x, lambda: mean_and_std(x[:num_train]))
-        return Arrays(x, y, num_train, tuple(classes), mean, std, groups=groups)
+        return Arrays(x, y, num_train, tuple(classes), mean, std, groups=numbers, group_names=names)
     rule = "is for images of bytes; numbers with a point take standard or none"
     require(normalize != "half", f"{KEY}.normalize", rule, normalize)
     if normalize != "none":
@@ -180,7 +208,7 @@ def arrays_of(
         x = scaled(x, x[:num_train])
     elif not _KEEPS_WIDE.get():
         x = x.float()
-    return Arrays(x, y, num_train, tuple(classes), groups=groups)
+    return Arrays(x, y, num_train, tuple(classes), groups=numbers, group_names=names)
 
 
 def scaled(x: Tensor, training: Tensor) -> Tensor:

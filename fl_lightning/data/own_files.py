@@ -164,10 +164,10 @@ class CSVTable(Dataset):
                     _require_one_kind(name, cells, places)
                 _require_few(name, cells)
         for name in filter(None, (self.label, self.group)):
-            _require_filled(name, columns[name], {""}, places, "take the line out")
+            _require_filled(name, columns[name], _nothing_in(columns[name]), places, "take the line out")
         x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)
         labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
-        groups = None if self.group is None else as_groups(columns[self.group], "CSVTable")
+        groups = None if self.group is None else as_groups(_labels(columns[self.group]), "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
 
     def _columns(self) -> tuple[dict[str, list[str]], int, list[tuple[str, int]]]:

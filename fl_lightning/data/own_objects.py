@@ -56,7 +56,8 @@ class TorchDataset(Dataset):
         names = [_class_names(part) for part in parts.values()]
         _require_same_classes("train", names[0], names[-1])
         x = np.stack([sample for part in pairs for sample, _ in part])
-        labels, classes = as_labels([label for part in pairs for _, label in part], "TorchDataset")
+        given = [label for part in pairs for _, label in part]
+        labels, classes = as_labels(given, "TorchDataset", are_places=names[0] is not None)
         inputs = as_inputs(x, "TorchDataset")
         return arrays_of(inputs, labels, len(pairs[0]), classes, self.normalize)
 
@@ -97,10 +98,23 @@ def _alike(kind: np.dtype[Any], other: np.dtype[Any]) -> bool:
     return (kind.kind in "bf") == (other.kind in "bf")
 
 
-def _class_names(part: TorchBase[Any]) -> list[str] | None:
-    """What torchvision's data sets, and those made like them, call their classes; None where they do not say."""
+def _class_names(part: Any) -> list[str] | None:
+    """What torchvision's data sets, and those made like them, call their classes; None where they do not say.
+
+    Those of a part of one (`Subset`), or of several in a row that agree, are its own.
+    """
     names = getattr(part, "classes", None)
-    return [str(name) for name in names] if isinstance(names, Sequence) and not isinstance(names, str) else None
+    if isinstance(names, Sequence) and not isinstance(names, str):
+        return [str(name) for name in names]
+    inner = [part.dataset] if hasattr(part, "dataset") else getattr(part, "datasets", None)
+    if not isinstance(inner, list) or not inner:
+        return None
+    found = [_class_names(own) for own in inner]
+    first = next((own for own in found if own is not None), None)
+    for other in found:
+        rule = "data sets in a row must have the same classes: a class is its place there"
+        require(first is None or other in (None, first), f"{KEY}.train", rule, ", ".join(other or ()))
+    return first
 
 
 def _require_same_classes(train: str, names: list[str] | None, others: list[str] | None) -> None:
@@ -118,6 +132,13 @@ def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
     except ValueError as error:
         raise ConfigError(key, f"sample {index}: {error}") from error
     return array.transpose(2, 0, 1) if is_image and array.ndim == 3 else array  # [H, W, C] -> [C, H, W]
+
+
+def _column(part: Any, name: str) -> Any:
+    """A column; lists of numbers that are declared as arrays (`Array3D`) have the declared type, bytes, say."""
+    feature = part.features[name]
+    declared = hasattr(feature, "shape") and hasattr(feature, "dtype")
+    return (np.asarray(value, feature.dtype) for value in part[name]) if declared else part[name]
 
 
 class HuggingFace(Dataset):
@@ -186,10 +207,10 @@ class HuggingFace(Dataset):
         names, *others = (getattr(part.features[self.label], "names", None) or None for part in parts)
         for other in others:
             _require_same_classes(self.train, names, other)
-        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names or ())
+        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names or (), True)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
-        values = [value for part in parts for value in part[self.input]]
+        values = [value for part in parts for value in _column(part, self.input)]
         if _are_texts(values):
             x = self._words.tokens(values, size)
             return arrays_of(x, labels, size, classes, groups=grouped, vocabulary_size=self.vocabulary)

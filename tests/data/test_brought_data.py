@@ -16,9 +16,11 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import read_columns
 from fl_lightning.data.image_folder import ImageFolder
 from fl_lightning.data.listed import FromFile
+from fl_lightning.data.module import FederatedData
 from fl_lightning.data.normalising import as_groups, as_inputs, as_labels, scaled
 from fl_lightning.data.own_files import LEAF, ArrayFile, CSVTable, PFLlibFolder
 from fl_lightning.data.own_objects import HuggingFace, TorchDataset
+from fl_lightning.data.partitions import IID
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.skews import ByGroup
 from fl_lightning.data.splits import from_file, matched
@@ -194,6 +196,55 @@ def test_a_name_among_numbers_is_a_slip_unless_all_are_names(tmp_path):
         numbers.encode({"age": ["25"], "zip": ["54"]})
     with pytest.raises(ConfigError, match=r"data\.dataset\.names: columns that are features are age, zip, got 'y'"):
         CSVTable(str(path), "y", names=["y"]).arrays()
+
+
+def test_what_stands_for_nothing_among_numbers_is_no_class_and_no_group(tmp_path):
+    """``nan`` was a class, and the lines without a clinic were a clinic."""
+    path = tmp_path / "t.csv"
+    for column in ("y", "who"):
+        path.write_text("age,who,y\n1,3,0\n2,4,1\n".replace("4,1", "nan,1" if column == "who" else "4,nan"))
+        with pytest.raises(
+            ConfigError, match=rf"line 3 has nothing under '{column}'; fill it in, or take the line out"
+        ):
+            CSVTable(str(path), "y", group="who").arrays()
+    path.write_text("age,who,y\n1,3,a\n2,4,NA\n")
+    assert CSVTable(str(path), "y", group="who").arrays().classes == ("NA", "a")  # among names it is one
+
+
+def test_groups_of_a_table_are_in_the_order_of_their_numbers_and_keep_their_names(tmp_path):
+    """Clinic 10 was the third client, between 1 and 2, and nothing said so."""
+    path = tmp_path / "t.csv"
+    path.write_text("age,clinic,y\n" + "".join(f"{n},{n % 12},{n % 2}\n" for n in range(48)))
+    data = FederatedData(CSVTable(str(path), "y", group="clinic"), ByGroup(), 12, cache=str(tmp_path / "cache"))
+    for _ in range(2):  # the second time from the cache
+        data.setup(0)
+        record = data.partition_record()
+        assert record["groups"] == [[str(n)] for n in range(12)]
+        assert all({n % 12 for own in part.values() for n in own} == {c} for c, part in enumerate(record["clients"]))
+        data = FederatedData(CSVTable(str(path), "y", group="clinic"), ByGroup(), 12, cache=str(tmp_path / "cache"))
+    torn = FederatedData(CSVTable(str(path), "y", group="clinic"), IID(), 2)
+    torn.setup(0)
+    assert "groups" not in torn.partition_record()
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_measured"),
+    [
+        ([n / 10 for n in range(-25, 25)] * 6, True),
+        ([n * n for n in range(30)], True),
+        ([1.0, 1.3, 1.7, 2.0] * 9, False),
+        ([0.5, 1.0, 1.5], True),
+        (list(range(15)), False),
+        (list(range(30)) * 2, False),
+    ],
+)
+def test_what_is_measured_is_no_class(labels, is_measured):
+    given = [str(label) for label in labels] if any(label % 1 for label in labels) else labels
+    if is_measured:
+        with pytest.raises(ConfigError, match=r"different numbers in \d+ samples; cut what is measured into classes"):
+            as_labels(given, "Set")
+    else:
+        assert len(as_labels(given, "Set")[1]) == len(set(labels))
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -484,7 +535,8 @@ def test_samples_without_a_group_are_refused(groups, said):
     """Those of no number were one group, and those of None ended in a traceback."""
     with pytest.raises(ConfigError, match=rf"data\.dataset: Set: .*{said}"):
         as_groups(groups, "Set")
-    assert as_groups(["b", "a", "b"], "Set").tolist() == [1, 0, 1]
+    numbers, names = as_groups(["b", "a", "b"], "Set")
+    assert (numbers.tolist(), names) == ([1, 0, 1], ("a", "b"))
 
 
 @pytest.mark.parametrize("made", [lambda x: x.to_sparse(), lambda x: torch.quantize_per_tensor(x, 1, 0, torch.qint8)])
@@ -511,6 +563,71 @@ def test_a_column_of_more_names_than_fit_into_memory_is_refused(tmp_path, monkey
     with pytest.raises(ConfigError, match=r"data\.dataset\.leave_out: 'who' has 50 different values, and a feature"):
         CSVTable(str(tmp_path / "t.csv"), "y").arrays()
     assert checked(CSVTable(str(tmp_path / "t.csv"), "y", leave_out=["who"])).x.shape == (50, 1)
+
+
+@pytest.mark.parametrize("wraps", ["one", "both", "row"])
+def test_classes_of_a_part_of_a_data_set_are_those_of_the_whole(wraps):
+    """Behind a Subset, bee of the test part was ant of the training part."""
+
+    class Animals(torch.utils.data.Dataset):
+        def __init__(self, classes):
+            self.classes = classes
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return np.full(2, index, dtype=np.float32), index % 3
+
+    def wrapped(classes, wraps):
+        made = Animals(classes)
+        made = torch.utils.data.ConcatDataset([made, made]) if wraps == "row" else made
+        return torch.utils.data.Subset(made, range(6)) if wraps else made
+
+    train, test = ["ant", "bee", "cat"], ["bee", "cat", "dog"]
+    with pytest.raises(ConfigError, match=r"test: must have the classes of train, ant, bee, cat, in their order"):
+        TorchDataset(wrapped(train, wraps), wrapped(test, "" if wraps == "one" else wraps)).arrays()
+    assert TorchDataset(wrapped(train, wraps), wrapped(train, wraps)).arrays().num_train == 6
+    with pytest.raises(ConfigError, match=r"train: data sets in a row must have the same classes"):
+        TorchDataset(torch.utils.data.ConcatDataset([Animals(train), Animals(test)])).arrays()
+
+
+def test_a_label_that_marks_samples_without_one_is_refused(tmp_path):
+    """Of three names and labels 0, 1 and -1, all were shifted by one, and those without a label trained as class 0."""
+    datasets = pytest.importorskip("datasets")
+    labels = datasets.ClassLabel(names=["yes", "perhaps", "no"])
+    features = datasets.Features({"v": datasets.Sequence(datasets.Value("float32")), "label": labels})
+    rows = {"v": [[float(n), 0.0] for n in range(4)], "label": [0, 1, -1, 0]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "set")
+    with pytest.raises(ConfigError, match=r"HuggingFace: sample 2 \(from 0\) has -1, which stands for no class"):
+        HuggingFace(str(tmp_path / "set"), input="v", test=None).arrays()
+    assert as_labels([-1, 0, 1], "Set", ["bad", "so so", "good"])[0].tolist() == [0, 1, 2]  # a scale of one's own
+
+
+def test_arrays_of_hugging_face_are_of_their_declared_type(tmp_path):
+    """Bytes came as whole numbers of 64 bits, and rows of an image that is no square were its channels."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Array3D((8, 10, 3), "uint8"), "label": datasets.Value("int64")})
+    rows = {"image": [np.full((8, 10, 3), n, dtype=np.uint8) for n in range(4)], "label": [0, 1, 0, 1]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "set")
+    arrays = checked(HuggingFace(str(tmp_path / "set"), test=None))
+    assert (arrays.x.dtype, tuple(arrays.x.shape)) == (torch.uint8, (4, 3, 8, 10))
+
+
+@pytest.mark.parametrize(("folders", "num_train", "unread"), [(("valid",), 2, ""), (("test", "val"), 2, "val")])
+def test_folders_of_images_beside_the_parts_are_told_of(tmp_path, capsys, folders, num_train, unread):
+    from PIL import Image
+
+    for part in ("train", *folders):
+        for label in ("cat", "dog"):
+            (tmp_path / part / label).mkdir(parents=True)
+            Image.new("L", (4, 4)).save(tmp_path / part / label / "1.png")
+    arrays = checked(ImageFolder(str(tmp_path)))
+    assert (len(arrays.y), arrays.num_train) == (4, num_train)
+    said = capsys.readouterr()
+    assert (f"{tmp_path / 'val'} is not read; move its images" in said.out + said.err) == bool(unread)
 
 
 # --- other benchmarks -----------------------------------------------------------------------------------------------
