@@ -93,9 +93,10 @@ class Canaries(FederationCallback):
         def closing() -> None:
             round = exchange.server.round
             taking = self._taking_part(account, round, rate)
-            if mean.coding is None:
-                mean.coding = Coding.of(Message(dict(exchange.server.message.weights)))
             coding = mean.coding
+            if coding is None:  # nobody has sent anything so far, so that nobody knows how canaries are laid out
+                close()
+                return
             scale = _scale(coding, mean.norms)
             directions = self._drawn(coding)
             for index in taking:
@@ -162,27 +163,30 @@ def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str
     if settings.where == "server":
         _run(loop)
         found, drawn = watch.found, watch.directions
+        require(found is not None and drawn is not None, "audit --canaries", "nobody takes part in any round")
         assert found is not None
         assert drawn is not None
+        dimensions = drawn.shape[1]
         cosines = (drawn.double() @ found) / (drawn.double().norm(dim=1) * found.norm())
     else:
-        cosines = _messages(loop, settings, number)
-        drawn = torch.zeros(0, loop.runner.modules[0].initial_message().num_params)
+        _run(loop, until=lambda: settings.coding is not None)  # how a message is laid out, the first one tells
+        require(settings.coding is not None, "audit --canaries", "nobody takes part in any round")
+        assert settings.coding is not None
+        dimensions = settings.coding.size
+        cosines = _messages(loop, settings, settings.coding, number)
     accounted = loop.account.epsilon(loop.settings.rounds)
-    dimensions = drawn.shape[1]
     return estimate(cosines.numpy(), dimensions, accounted, settings.delta)
 
 
-def _run(loop: FederatedLoop) -> None:
+def _run(loop: FederatedLoop, until: Callable[[], bool] = lambda: False) -> None:
     loop._call("on_run_start")
-    while loop.round < loop.settings.rounds:
+    while loop.round < loop.settings.rounds and not until():
         loop.advance()
 
 
-def _messages(loop: FederatedLoop, settings: ClipAndNoise, number: int) -> Tensor:
+def _messages(loop: FederatedLoop, settings: ClipAndNoise, coding: Coding, number: int) -> Tensor:
     """[k] cosines of canaries with the sum of their own messages, each under its own noise."""
     assert loop.account is not None
-    coding = Coding.of(loop.runner.modules[0].initial_message())
     times = loop.account.mechanism(loop.settings.rounds).times
     scale = _scale(coding, settings.norms)
     noise = deviations(coding, settings.norms, settings.noise_multiplier) / scale

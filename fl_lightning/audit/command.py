@@ -17,6 +17,7 @@ from fl_lightning.audit.page import draw_curves, draw_reconstructions, write_pag
 from fl_lightning.configuration import read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import BuiltExperiment
+from fl_lightning.federation.sickness import RoundError
 from fl_lightning.files import write_text
 from fl_lightning.parser import resolve
 from fl_lightning.trust import Trust
@@ -136,7 +137,10 @@ def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int]
 def _estimates(experiments: Sequence[BuiltExperiment], canaries: int, tell: Callable[[str], None]) -> dict[str, Any]:
     estimates: dict[str, Estimate | None] = {}
     for experiment in experiments:
-        own = estimates[experiment.name] = audit_canaries(experiment, canaries, tell)
+        try:
+            own = estimates[experiment.name] = audit_canaries(experiment, canaries, tell)
+        except RoundError as error:
+            raise ConfigError("audit --canaries", f"{experiment.name}: {' '.join(str(error).split())}") from error
         if own is None:
             tell(f"{experiment.name}: no ClipAndNoise in federation.wire, so that nothing is promised")
         else:

@@ -75,6 +75,8 @@ class HeadsServer(TrainingServer, ABC):
         self.head = head
         self.sizes = sizes
         self.options = options
+        self.trained = False
+        """Whether the generator has been trained yet."""
 
     def build(self) -> nn.Module:
         """The generator."""
@@ -119,6 +121,7 @@ class HeadsServer(TrainingServer, ABC):
             self.network_optimizer.zero_grad()
             self.generator_loss(self.network(noise, y), noise, y, heads, shares).backward()
             self.network_optimizer.step()
+        self.trained = True
 
     def logits(self, features: Tensor, heads: Mapping[str, Tensor]) -> Tensor:
         """[N, B, C] what each head makes of embeddings [B, D]."""
@@ -130,9 +133,18 @@ class HeadsServer(TrainingServer, ABC):
 
     def publish(self, message: Message) -> Message:
         """The generator as one vector, from the first time on that it was trained."""
-        if self.round == 0:
+        if not self.trained:
             return message
         return replace(message, artifacts={**message.artifacts, "generator": self.network.flattened()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's state, and whether the generator has been trained."""
+        return {**super().state_dict(), "trained": self.trained}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; states of earlier versions are of generators that were."""
+        super().load_state_dict(state)
+        self.trained = state.get("trained", True)
 
 
 def stacked_heads(messages: Mapping[int, Message]) -> dict[str, Tensor]:

@@ -228,6 +228,8 @@ class TrainingServer(Server, ABC):
     """
 
     sees_messages = True
+    trains_on: ClassVar[tuple[str, ...]] = ()
+    """Artifacts without which a message teaches nothing: noise has none where nobody has ever sent any."""
     network: nn.Module
     network_optimizer: Optimizer
 
@@ -247,7 +249,7 @@ class TrainingServer(Server, ABC):
         the global streams.
 
         Args:
-            messages: by client, in the order of clients; not empty.
+            messages: by client, in the order of clients; not empty, and each with all of `trains_on`.
         """
 
     def publish(self, message: Message) -> Message:
@@ -274,15 +276,15 @@ class TrainingServer(Server, ABC):
 
     def close_round(self) -> None:
         """Train, average, publish. If nothing came in, nothing changes."""
-        messages = dict(sorted(self._messages.items()))
-        if not messages:
-            super().close_round()
-            return
-        streams = isolated_streams(self.facts.seed, "server", self.round)
-        with streams, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
-            self.train(messages)
+        came = sorted(self._messages.items())
+        messages = {client: own for client, own in came if own.artifacts.keys() >= set(self.trains_on)}
+        if messages:
+            streams = isolated_streams(self.facts.seed, "server", self.round)
+            with streams, torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+                self.train(messages)
         super().close_round()
-        self.message = self.publish(self.message)
+        if came:
+            self.message = self.publish(self.message)
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state, the network's and the optimizer's."""

@@ -87,6 +87,8 @@ class ClipAndNoise(MessageFilter):
         self.last = where == "server"
         self.initial = Message()
         """The common first weights, from which a client's update counts that has received none."""
+        self.coding: Coding | None = None
+        """How the last message was laid out."""
 
     def begin(self, exchange: Exchange, template: ClientModule, facts: Facts, calendar: Calendar) -> None:
         """Get ready for a federation.
@@ -118,6 +120,7 @@ class ClipAndNoise(MessageFilter):
             coding = Coding.of(message)
         except TypeError as error:
             raise ConfigError(KEY, f"ClipAndNoise: {error}") from error
+        self.coding = coding
         vector = clipped(coding.encoded(message, reference), coding, self.norms)
         if self.where == "server":
             return Message({}, {CLIPPED: Clipped.of(vector, coding)}, 1)

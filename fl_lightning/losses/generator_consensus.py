@@ -133,6 +133,7 @@ class ConsensusServer(HeadsServer):
     """
 
     hears_mean = True
+    trains_on = ("class_counts",)
     draw = staticmethod(torch.randn)
     options: Training
 

@@ -115,6 +115,7 @@ class HeadServer(TrainingServer):
     """
 
     hears_mean = True
+    trains_on = (UPLOAD,)
 
     def __init__(
         self,

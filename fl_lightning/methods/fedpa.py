@@ -122,6 +122,7 @@ class GeneratorServer(HeadsServer):
     """Trains the generator on the round's heads, then averages models and prototypes."""
 
     hears_mean = True
+    trains_on = ("prototypes",)
     options: Training
 
     def __init__(

@@ -146,6 +146,7 @@ class PrototypeServer(TrainingServer):
     """
 
     hears_mean = True
+    trains_on = ("prototypes",)
 
     def __init__(
         self,

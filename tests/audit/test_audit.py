@@ -272,6 +272,31 @@ def test_claim_stays_below_the_accountant(options, run_folder):
         assert found.mean > 3 * found.std / 60**0.5
 
 
+SEED_OF_AN_EMPTY_ROUND = 8
+
+
+@pytest.mark.parametrize("method", ["FedProto", "FedGH", "FedCPD"])
+def test_canaries_are_laid_out_as_what_clients_send(run_folder, method):
+    """They were as the weights that they begin with, of which some methods send none."""
+    own = [f"--method={method}"] + (["--method.gamma=0"] if method == "FedCPD" else [])
+    found = audit_canaries(experiment(run_folder("run", *own, wire(where="client"))), 60, lambda _: None)
+    assert found.dimensions > 10 * 32
+    assert 0.2 < found.epsilon_at_least < found.epsilon_accounted
+    late = [*own, wire(), "--federation.sampling=poisson", "--federation.participation=0.2", "--federation.rounds=4"]
+    made = experiment(run_folder("late", *late, f"--seed={SEED_OF_AN_EMPTY_ROUND}"))
+    found = audit_canaries(made, 60, lambda _: None)
+    assert made.loop.calendar.participants(1) == []  # and somebody to later ones
+    assert found.dimensions > 10 * 32
+    assert found.epsilon_at_least < found.epsilon_accounted
+
+
+def test_canaries_need_somebody_who_takes_part(run_folder):
+    nobody = ["--federation.sampling=poisson", "--federation.participation=0.001"]
+    for where in ("server", "client"):
+        with pytest.raises(ConfigError, match=r"audit --canaries: nobody takes part in any round"):
+            audit_canaries(experiment(run_folder(where, wire(where=where), *nobody)), 60, lambda _: None)
+
+
 def test_more_noise_claims_less(run_folder):
     claims = []
     for z in (0.5, 2.0):

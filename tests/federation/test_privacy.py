@@ -24,7 +24,11 @@ from fl_lightning.federation.privacy import Account, ClipAndNoise
 from fl_lightning.federation.wire import Wire
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddyn import FedDyn
+from fl_lightning.methods.fedgen import FedGen
+from fl_lightning.methods.fedgh import FedGH
+from fl_lightning.methods.fedpa import FedPA
 from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.fedtgp import FedTGP
 
 pytestmark = pytest.mark.usefixtures("plain_convolutions")
 OWN = EvaluationPolicy(received=False, globally=False, server=False, loss=False, balanced_accuracy=False)
@@ -258,6 +262,17 @@ def test_poisson_rounds_may_be_empty_and_still_give_noise(run_federation, mlp):
     assert watch.vectors[sizes.index(0)].std() == pytest.approx(1 / 0.8, rel=0.1)
     assert loop.account.mechanism(8) == Mechanism(1.0, 0.2, 8)
     assert loop.calendar.expected(1) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("method", [FedGH, FedTGP, FedGen, FedPA])
+def test_a_server_that_trains_waits_for_who_comes_first(run_federation, mlp, method):
+    """Nobody in the first round, so that noise alone came, without what such a server trains on: it broke off."""
+    options = {"participation": 0.25, "sampling": "poisson", "seed": 8}
+    loop = run_federation(lambda: method(mlp()), rounds=4, wire=[ClipAndNoise(1.0, 0.01)], **options)
+    sizes = [row["participants"] for row in loop.diary.rows]
+    assert sizes[0] == 0
+    assert sum(sizes) > 0
+    assert all(torch.isfinite(tensor).all() for tensor in loop.exchange.server.network.state_dict().values())
 
 
 # --- what it is worth -------------------------------------------------------------------------------------------------

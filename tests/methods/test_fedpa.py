@@ -230,7 +230,10 @@ def test_message_sizes_match_the_specification(mlp, make_client, server_of, clas
     client = make_client(method)
     assert method.interface()["generator"] == (generator,)
     assert method.interface()["prototypes"] == (classes, width)
-    down = server_of(FedPA(mlp(hidden=(width,), num_classes=classes))).publish(Message(client.division.weights()))
+    server = server_of(FedPA(mlp(hidden=(width,), num_classes=classes)))
+    assert server.publish(Message(client.division.weights())).num_params == size_of(method.model)
+    server.trained = True
+    down = server.publish(Message(client.division.weights()))
     assert down.num_params == size_of(method.model) + generator
 
 
