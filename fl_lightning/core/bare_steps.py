@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from fl_lightning.core.facts import Fit
 
 
-def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
+def bare_step(optimizer: Optimizer, fit: Fit, changes: bool = False) -> Callable[[], None] | None:
     """A step of an optimizer and the clearing of its gradients; None for one that is not stepped here.
 
     Args:
         optimizer: of a fit, with the one hook that counts its steps.
         fit: whose steps are counted.
+        changes: whether somebody may change its groups in the fit otherwise than a schedule does: add one, say.
     """
     hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     hooks += len(optimizers_of_torch._global_optimizer_pre_hooks)
@@ -35,16 +36,16 @@ def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
     if kind is None or hooks != 1 or "step" in vars(optimizer) or not all(map(kind.takes, options)):
         return None
     if kind is _SGD and not any(own["momentum"] for own in options):
-        return _without_state(optimizer, fit)
+        return _without_state(optimizer, fit, changes)
     groups = [kind(optimizer, own) for own in options]
 
     @torch.no_grad()
     def step() -> None:
-        if not all([group.ready() for group in groups]) or optimizer.param_groups is not options:
+        other = changes and not (len(options) == len(groups) and all(map(kind.takes, options)))
+        if not all([group.ready() for group in groups]) or other or optimizer.param_groups is not options:
             for group in groups:
                 group.settle()
-            optimizer.step(closure=None)
-            optimizer.zero_grad()
+            _as_ever(optimizer)
             return
         for group in groups:
             if group.there:
@@ -56,11 +57,19 @@ def bare_step(optimizer: Optimizer, fit: Fit) -> Callable[[], None] | None:
     return step
 
 
-def _without_state(optimizer: Optimizer, fit: Fit) -> Callable[[], None]:
+def _as_ever(optimizer: Optimizer) -> None:
+    optimizer.step(closure=None)
+    optimizer.zero_grad()
+
+
+def _without_state(optimizer: Optimizer, fit: Fit, changes: bool) -> Callable[[], None]:
     """SGD without momentum, for which no two parameters are unlike."""
 
     @torch.no_grad()
     def step() -> None:
+        if changes and any(own["momentum"] or not _SGD.takes(own) for own in optimizer.param_groups):
+            _as_ever(optimizer)
+            return
         for group in optimizer.param_groups:
             there = [p for p in group["params"] if p.grad is not None]
             gradients: Any = [p.grad for p in there]

@@ -31,6 +31,7 @@ class FitSettings:
         clip_value: largest gradient norm (or value); None does not clip.
         clip_algorithm: ``norm`` or ``value``.
         accumulate: local mini-batches an optimizer step.
+        clips_itself: whether a step clips; else somebody else does between backward and step.
         recall: bytes that may be kept in a phase of what networks at rest made of the client's samples.
     """
 
@@ -39,6 +40,7 @@ class FitSettings:
     clip_value: float | None = None
     clip_algorithm: str = "norm"
     accumulate: int = 1
+    clips_itself: bool = True
     recall: int = 256 << 20
 
 
@@ -165,8 +167,8 @@ class Descent:
                 self.machine.careful.prepare_step(optimizer.optimizer)
             if self.machine.before_step is not None:
                 self.machine.before_step(optimizer.optimizer)
-            if self.settings.clip_value is not None:
-                self._clip(optimizer)
+            if self.settings.clips_itself:
+                clip(self.settings, [optimizer])
             optimizer.step()
             if self.machine.after_step is not None:
                 self.machine.after_step(optimizer.optimizer)
@@ -181,14 +183,17 @@ class Descent:
     def end_bundle(self) -> None:
         """Several consecutive steps are done."""
 
-    def _clip(self, optimizer: Any) -> None:
-        assert self.settings.clip_value is not None
-        parameters = [own for own in _parameters([optimizer]) if own.grad is not None]
-        if self.settings.clip_algorithm == "value":
-            if parameters:  # torch's own function raises an error where there is no gradient at all
-                nn.utils.clip_grad_value_(parameters, self.settings.clip_value)
-        else:
-            nn.utils.clip_grad_norm_(parameters, self.settings.clip_value)
+
+def clip(settings: FitSettings, optimizers: Sequence[Any]) -> None:
+    """Clip the gradients of some optimizers together, as a fit's settings say."""
+    if settings.clip_value is None:
+        return
+    parameters = [own for own in _parameters(optimizers) if own.grad is not None]
+    if settings.clip_algorithm == "value":
+        if parameters:  # torch's own function raises an error where there is no gradient at all
+            nn.utils.clip_grad_value_(parameters, settings.clip_value)
+    else:
+        nn.utils.clip_grad_norm_(parameters, settings.clip_value)
 
 
 def _parameters(optimizers: Sequence[Any]) -> list[Tensor]:

@@ -67,6 +67,24 @@ def only(module: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+class Trained:
+    """Which parameters of a module are trained, as it is now.
+
+    Args:
+        module: it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+
+    def restore(self) -> None:
+        """Freeze and thaw as it was, and leave no gradient."""
+        for parameter, trains in self._flags:
+            if parameter.requires_grad != trains:
+                parameter.requires_grad_(trains)
+            parameter.grad = None
+
+
 def set_mode(module: nn.Module, mode: bool = True) -> None:
     """`module.train(mode)`, in a fraction of the time: evaluations and teachers ask for it hundreds of times a round.
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fl_lightning.core.bare_steps import bare_step
-from fl_lightning.core.descent import Descent, FitSettings, Machine
+from fl_lightning.core.descent import Descent, FitSettings, Machine, clip
 from fl_lightning.core.engine import backward
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ class PlainDescent(Descent):
         self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self._uncounted = 0
         self._all = list(optimizers.values())
-        self._steps = {id(own): bare_step(own.optimizer, fit) or _whole_step(own.optimizer) for own in self._all}
+        module: Any = trainer.lightning_module
+        changes = bool(trainer.callbacks) or module.own.has_optimizer  # type: ignore[attr-defined]
+        steps = [bare_step(own.optimizer, fit, changes) or _whole_step(own.optimizer) for own in self._all]
+        self._steps = {id(own): step for own, step in zip(self._all, steps, strict=True)}
 
     @override
     def descend(self, loss: Tensor, factor: float, parts: Sequence[str], steps_now: bool) -> None:
@@ -80,8 +83,7 @@ class PlainDescent(Descent):
     @override
     def step(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            if self.settings.clip_value is not None:
-                self._clip(optimizer)
+            clip(self.settings, [optimizer])
             self._steps[id(optimizer)]()
         self._uncounted += len(optimizers)
 

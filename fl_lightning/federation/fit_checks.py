@@ -101,26 +101,31 @@ def _try_model(model: SplitModel, x: Tensor, key: str) -> None:
     require(made == said, key, rule, " and ".join(map(str, made)))
 
 
-def check_optimizer(module: ClientModule, device: torch.device) -> None:
+def check_optimizer(module: ClientModule, device: torch.device, max_steps: int | None = -1) -> None:
     """Make the optimizers once, so that a bad hyperparameter is refused before any training starts.
 
     Args:
         module: whose they are.
         device: that it will be trained on.
+        max_steps: the trainer's.
     """
+    rule = "must be left out: the module steps by itself (manual optimization)"
+    require(not module.own.steps_itself or max_steps in (-1, None), "trainer.max_steps", rule, max_steps)
     try:
         found = module.configure_optimizers()
         for optimizer in found if module.own.has_optimizer and not module.own.steps_itself else ():
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             rule = f"{type(optimizer).__name__} cannot step in a fit: its step needs a closure, which a fit has none of"
             require(closure is None or closure.default is not inspect.Parameter.empty, "model.module", rule)
+            if not type(optimizer).__module__.startswith("torch.optim."):
+                _try_own_step(optimizer)
         if module.settings is not None and not module.own.has_optimizer:
             made = [(torch.zeros(2, 2, device=device), is_sparse) for is_sparse in _kinds_of_gradients(module)]
             parameters = [nn.Parameter(value) for value, _ in made]
             optimizer = module.settings.optimizer(parameters)
             for parameter, (value, is_sparse) in zip(parameters, made, strict=True):
                 parameter.grad = value.to_sparse() if is_sparse else torch.zeros_like(value)
-            _try_step(optimizer)
+            _try_step(optimizer, not module.settings.clips_itself)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
@@ -134,17 +139,84 @@ def _kinds_of_gradients(module: ClientModule) -> list[bool]:
     return sorted({id(parameter) in sparse for parameter in module.parameters() if parameter.requires_grad}) or [False]
 
 
-def _try_step(optimizer: Optimizer) -> None:
+def _try_step(optimizer: Optimizer, must_call: bool) -> None:
     """Step once, without its hooks, as a fit does; what an optimizer refuses only then would end every fit."""
     own = not type(optimizer).__module__.startswith("torch.optim.")
-    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        hooks.clear()
+    _clear_hooks(optimizer)
+    closure = _WatchedClosure(optimizer)
     try:
         if own:
-            optimizer.step(closure=lambda: None)  # type: ignore[arg-type, return-value]
+            optimizer.step(closure=closure)  # type: ignore[arg-type]
         else:
             optimizer.step()
     except Exception as error:  # an assertion, a missing argument, a runtime error
         said = f"{error}" if str(error) else type(error).__name__
         needs = "; it must define step(closure=None)" if own else ""
         raise ConfigError("optimizer", f"{type(optimizer).__name__} cannot step in a fit: {said}{needs}") from error
+    closure.check("optimizer", own and must_call)
+
+
+def _clear_hooks(optimizer: Optimizer) -> None:
+    """Steps that are tried out are not counted."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        hooks.clear()
+
+
+def _try_own_step(optimizer: Optimizer) -> None:
+    """Step an optimizer of a module's own once, on gradients of zeros, and put its parameters back."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    _clear_hooks(optimizer)
+    closure = _WatchedClosure(optimizer)
+    try:
+        with isolated_streams(0, "inputs"):
+            optimizer.step(closure=closure)  # type: ignore[arg-type]
+    except Exception:  # a fit says it, with the step at which it happens
+        return
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+                parameter.grad = None
+    closure.check("model.module")
+
+
+class _WatchedClosure:
+    """What an optimizer's step is given in place of a second pass, which a fit has none of.
+
+    To call it once, first of all, as torch's optimizers do, changes nothing.
+
+    Args:
+        optimizer: that steps.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.versions = [parameter._version for parameter in self.parameters]
+        self.calls = 0
+        self.late = False
+
+    def __call__(self) -> None:
+        self.calls += 1
+        for parameter, version in zip(self.parameters, self.versions, strict=True):
+            self.late = self.late or parameter._version != version or parameter.grad is None
+
+    def check(self, key: str, must_call: bool = False) -> None:
+        """Refuse an optimizer whose step needs gradients that are computed anew.
+
+        Args:
+            key: whose it is.
+            must_call: whether the closure is where gradients are shown to callbacks, and clipped after that.
+
+        Raises:
+            ConfigError: naming it.
+        """
+        rule = f"{self.name} must call its step's closure: callbacks look at gradients there, which are clipped then"
+        require(self.calls > 0 or not must_call, key, rule)
+        rule = (
+            f"{self.name} cannot step in a fit: its step asks for gradients anew (a closure), which a fit has none of"
+        )
+        require(self.calls <= 1 and not self.late, key, rule)

@@ -56,6 +56,9 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     require(known, "trainer.gradient_clip_algorithm", "must be norm or value", algorithm)
     steps = flags.get("max_steps", -1)
     require(steps == -1 or steps >= 1, "trainer.max_steps", "must be >= 1, or -1 for no limit", steps)
+    strategy = flags.get("strategy")
+    spawned = isinstance(strategy, str) and strategy.startswith("ddp_")
+    require(not spawned, "trainer.strategy", "must be ddp, whose processes the run starts by itself", strategy)
     devices = flags.get("devices", 1)
     if isinstance(devices, int):
         allowed = f"must be from 1 to {MOST_DEVICES}, or -1 for all GPUs"

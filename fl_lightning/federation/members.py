@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.core.loose import Mark
 from fl_lightning.core.stacked_fit import Batches, Entered
 from fl_lightning.data.together import together
-from fl_lightning.seeding import derive_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -71,7 +70,7 @@ def epoch_of(runner: Runner, own: Sequence[Member], epoch: int, limits: Sequence
     """The steps of an epoch: each client's mini-batches are those of its fit by itself."""
     epochs = [
         member.visit.data.bundles(
-            derive_seed(runner.seed, f"shuffle/{epoch}", member.visit.job.round, member.visit.job.client),
+            runner.epoch_seed(epoch, member.visit.job.round, member.visit.job.client),
             *runner.bundle_rules(member.visit.job.client),
             limit=limit,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts, OptimizerFactory
 from fl_lightning.core.fit_log import FitLog
-from fl_lightning.core.freezing import set_mode
+from fl_lightning.core.freezing import Trained, set_mode
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter, loss_column
 from fl_lightning.core.method import Method
@@ -40,7 +40,7 @@ from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, make_trainer, most_batches, sees_batches
+from fl_lightning.federation.trainers import check_callbacks, clip_last, make_trainer, most_batches, sees_batches
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -84,15 +84,10 @@ class Runner:
         flags = {name: value for name, value in trainer.items() if value is not None}
         self.flags = dict(flags)
         check_flags(flags)
-        fit_settings = FitSettings(
-            optimizer,
-            clip_value=flags.pop("gradient_clip_val", None),
-            clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
-            accumulate=flags.pop("accumulate_grad_batches", 1),
-            recall=settings.recall << 20,
-        )
+        fit_settings = _taken(flags, optimizer, settings.recall << 20)
         check_workload(settings, flags)
         self.trainer = make_trainer(flags)
+        fit_settings = clip_last(self.trainer, fit_settings)
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(limits(flags)) or sees_batches(self.trainer)
@@ -117,7 +112,6 @@ class Runner:
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
         self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
-        self._trained = [[p for p in module.parameters() if p.requires_grad] for module in self.modules]
         self._inbound = Inbound(settings.max_growth)
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
@@ -143,7 +137,7 @@ class Runner:
             said = (str(error).splitlines() or [type(error).__name__])[0]  # torch lists C++ frames below it
             raise ConfigError("method", f"cannot be made: {said}") from error
         if fit_settings is not None:
-            check_optimizer(module, self.device)
+            check_optimizer(module, self.device, self.trainer.max_steps)
         if self.settings.channels_last and _has_convolution(module):
             _lay_out(module)
         return module.use(self.trainer.precision_plugin).to(self.device)
@@ -302,6 +296,7 @@ class Runner:
         """One local fit with the one Trainer."""
         seed_global_streams(self.seed, "fit", round, data.client)
         set_mode(module)
+        trained = Trained(module)
         module.workload = self.workload(data.client, round)
         plan = module.plan()
         epochs = plan.epochs
@@ -312,7 +307,7 @@ class Runner:
             module.planned = plan
         bundles = EpochBundles(
             data,
-            epoch_seed=lambda: derive_seed(self.seed, f"shuffle/{self.trainer.current_epoch}", round, data.client),
+            epoch_seed=lambda: self.epoch_seed(self.trainer.current_epoch, round, data.client),
             rules=self.bundle_rules(data.client),
             by_chance=self.private is not None,
             limit=lambda: module.limit(self.trainer.current_epoch),
@@ -323,23 +318,27 @@ class Runner:
         try:
             self.fits.fit(module, bundles, epochs)
         except Exception:
-            self._thaw(self.architecture[data.client])
+            self._leave(self.architecture[data.client])
             if module.private is not None:
                 module.private.leave()
             raise
+        finally:
+            trained.restore()  # what a callback froze before the first epoch, or a phase in which the fit broke off
         if not self.single_device:  # whose strategy's teardown moves a module to the CPU
             module.to(self.device)
+
+    def epoch_seed(self, epoch: int, round: int, client: int) -> int:
+        """Of an epoch's order; to overfit is to see the same mini-batches again, in every epoch of every round."""
+        again = bool(self.flags.get("overfit_batches"))
+        return derive_seed(self.seed, f"shuffle/{0 if again else epoch}", 1 if again else round, client)
 
     def bundle_rules(self, client: int) -> tuple[int, int, bool, bool]:
         """How a client's epoch is made of mini-batches: what `ClientData.bundles` takes after the seed."""
         single = self._has_batch_norm[self.architecture[client]]
         return self.data.batch_size, self.steps_per_bundle, self.data.drop_last, single
 
-    def _thaw(self, architecture: int) -> None:
-        """Make a resident module whole again whose fit broke off in the middle of a phase."""
-        for parameter in self._trained[architecture]:
-            parameter.requires_grad_(True)
-            parameter.grad = None
+    def _leave(self, architecture: int) -> None:
+        """Make a resident module whole again whose fit broke off."""
         module = self.modules[architecture].to(self.device)
         module.planned = None
         if module.memory is not None:
@@ -353,6 +352,17 @@ class Runner:
         self.pool.put(client, {**{name: entries[name] for name in names}, **self._memory}, round)
         if model_file is not None:
             save_tensors(model_file, full_state(module))
+
+
+def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:
+    """Take out of a Trainer's flags those that are the fit's own affair."""
+    return FitSettings(
+        optimizer,
+        clip_value=flags.pop("gradient_clip_val", None),
+        clip_algorithm=flags.pop("gradient_clip_algorithm", "norm"),
+        accumulate=flags.pop("accumulate_grad_batches", 1),
+        recall=recall,
+    )
 
 
 def _copy(module: ClientModule, names: Sequence[str]) -> dict[str, Tensor]:

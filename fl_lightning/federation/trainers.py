@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning.pytorch.callbacks import (
     Checkpoint,
     GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
@@ -25,8 +27,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
-from fl_lightning.core.plain_steps import WATCHED
+from fl_lightning.core.descent import FitSettings, clip
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
@@ -176,13 +179,38 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
 
 
-_BY_BATCH = ("on_train_batch_start", "on_train_batch_end", *WATCHED)
-
-
 def sees_batches(trainer: L.Trainer) -> bool:
-    """Whether a callback that is not Lightning's looks at single mini-batches, or at the steps on them."""
-    hooks = [getattr(each, name) for each in trainer.callbacks for name in _BY_BATCH]  # type: ignore[attr-defined]
-    return any(not hook.__module__.startswith("lightning.") for hook in hooks)
+    """Whether a callback is not Lightning's: it may look at single mini-batches, or reckon with how many there are."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        isinstance(each, LambdaCallback) or not type(each).__module__.startswith("lightning.") for each in callbacks
+    )
+
+
+class ClipsLast(L.Callback):
+    """Clips gradients when all other callbacks have seen them whole, as Lightning does.
+
+    Args:
+        settings: how.
+    """
+
+    def __init__(self, settings: FitSettings) -> None:
+        self.settings = settings
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Clip them."""
+        clip(self.settings, [optimizer])
+
+
+def clip_last(trainer: L.Trainer, settings: FitSettings) -> FitSettings:
+    """Clip after callbacks that look at gradients before a step, where there are any, and not in the step itself."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    hooks = [each.on_before_optimizer_step for each in callbacks]
+    looks = any(getattr(hook, "__func__", hook) is not L.Callback.on_before_optimizer_step for hook in hooks)
+    if settings.clip_value is None or not looks:
+        return settings
+    callbacks.append(ClipsLast(settings))
+    return replace(settings, clips_itself=False)
 
 
 def most_batches(trainer: L.Trainer, batches: int) -> int:

@@ -24,9 +24,10 @@ class FedPHP(PlansRounds, Method):
 
         L = (1 − λ) L_ce + λ R(w, p),  p ← μ p + (1 − μ) w,  μ = 0.9 · n/N at most
 
-    after a fit that n others went before, of N that a client makes on average: p starts as the first local model, and
-    moves less from fit to fit. R is the cross-entropy of w's predictions with p's, softened by 4 (``KD``), or the mean
-    discrepancy of embeddings (``MMD``). `Local-T` and `Global-T` are p's, `Server-T` is w's.
+    after a fit that n others went before, of N that a client makes on average: p starts as the first local model (in
+    the first fit R holds to the initial model, as in the authors' code), and moves less from fit to fit. R is the
+    cross-entropy of w's predictions with p's, softened by 4 (``KD``), or the mean discrepancy of embeddings (``MMD``).
+    `Local-T` and `Global-T` are p's, `Server-T` is w's.
 
     Args:
         weight: λ, in [0, 1].

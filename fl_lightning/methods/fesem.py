@@ -46,7 +46,7 @@ class FeSEM(Method):
     which under ``samples`` is FedAvg.
 
     `Local-T` is a client's own model after its fit, `Local-T_received` its centre. A client that has no r_i yet gets
-    the centre of most clients.
+    the centre of most clients, or a random one where centres start at random.
 
     Args:
         num_centres: K, >= 1.
@@ -151,10 +151,10 @@ class CentresServer(Server):
         return Message(self.centres[centre], {**self.message.artifacts, **number}, self.message.num_samples)
 
     def centre_of(self, client: int) -> int:
-        """r_i; for a client that has none yet the centre of most clients, or a random one before the first round."""
+        """r_i; for a client that has none yet the centre of most clients, or a random one where centres are random."""
         if client in self.assignment:
             return self.assignment[client]
-        if not self.assignment:
+        if not self.assignment or self.start == "random":
             return self._random_centre(client)
         sizes = [list(self.assignment.values()).count(k) for k in range(self.num_centres)]
         return sizes.index(max(sizes))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import Self, override
 
 from fl_lightning.errors import require
 from fl_lightning.models.checks import require_size
@@ -25,9 +27,9 @@ class WrappedLightningModule(SplitModel):
 
     What the method adds (a proximal term, phases that train head or body alone) is added to that. Optimizers,
     schedulers and momentum begin anew in every local fit; `self.trainer` stands for one fit. Predictions are the
-    module's `forward`; `validation_step` and `test_step` are not called, the run tests by itself. `training_step` is
-    given ``[x, y]``. `setup("fit")` and `configure_model` are called once, here; hooks that would change the training,
-    and that no local fit calls, are refused.
+    module's `forward`; parts that its constructor puts into eval mode stay in it; `validation_step` and `test_step` are
+    not called, the run tests by itself. `training_step` is given ``[x, y]``. `setup("fit")` and `configure_model` are
+    called once, here; hooks that would change the training, and that no local fit calls, are refused.
 
     The module is split at its head, the layer that gives the logits: what the layer takes is z [B, D]. Behind it there
     may be a softmax or its logarithm, and nothing else. This is tried out once, on two made-up samples.
@@ -45,6 +47,9 @@ class WrappedLightningModule(SplitModel):
             step fails, or it overrides a hook that is not called.
     """
 
+    _resting: Sequence[nn.Module] = ()
+    """Parts that stay in eval mode."""
+
     def __init__(
         self,
         input_shape: tuple[int, ...],
@@ -54,6 +59,7 @@ class WrappedLightningModule(SplitModel):
         optimizer: Literal["own", "configured"] = "own",
     ) -> None:
         require_size("num_classes", num_classes)
+        rests = [part for part, own in module.named_modules() if not own.training]
         fill_lazy(module, lambda: input_shape, KEY)
         module = copied(module, KEY)
         name = type(module).__name__
@@ -69,7 +75,18 @@ class WrappedLightningModule(SplitModel):
         rule = f'"{head}" must give {name}\'s logits; behind it there may be a softmax or its logarithm only'
         require(are_same(logits, out), "model.head", rule)
         require(z is not None and z.dim() == 2, "model.head", f'"{head}" must take one tensor z of shape [B, D]')
+        resting = [module.get_submodule(part) for part in rests]
         joined = Joined(module, head)
         super().__init__(CutBody(joined), joined.head, z.shape[1], num_classes, input_shape)  # type: ignore[union-attr]
+        self._resting = resting
         self.own = ModuleTraining(joined, optimizer == "configured")
+        self.train()
         rehearse(self.own, x, torch.arange(len(x)) % num_classes)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Parts that the module's constructor put into eval mode stay in it, as in Lightning's fit."""
+        super().train(mode)
+        for part in self._resting:
+            part.training = False
+        return self

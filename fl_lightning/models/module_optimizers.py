@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -17,7 +17,7 @@ from torch import nn
 from fl_lightning.errors import ConfigError, require
 
 KEY = "model.module"
-_STARTS = ("initial_lr", "max_lr", "min_lr")  # what schedulers of torch's keep in an optimizer's groups
+_STARTS = ("initial_lr", "max_lr", "min_lr", "swa_lr")  # what schedulers of torch's keep in an optimizer's groups
 
 
 class Stretch:
@@ -55,6 +55,9 @@ class Stretch:
             raise ConfigError(KEY, f"{name}'s configure_optimizers: {error}") from error
         several = f"{name} has {len(optimizers)} optimizers, which needs self.automatic_optimization = False"
         require(len(optimizers) == 1 or not module.automatic_optimization, KEY, several)
+        by_step = any(own.reduce_on_plateau and own.interval == "step" for own in schedulers)
+        rule = f"{name}'s ReduceLROnPlateau must have interval: epoch, after which a local fit knows what it watches"
+        require(not (by_step and module.automatic_optimization), KEY, rule)
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
 
     def narrow(self, parameters: Sequence[nn.Parameter], theirs: set[int]) -> None:
@@ -100,10 +103,11 @@ class Stretch:
             for key in keys:
                 if key in group:
                     group[key] *= factor
-        for config in self.schedulers:
-            own = config.scheduler
-            if hasattr(own, "base_lrs") and own.optimizer is optimizer:
-                own.base_lrs = [base * factor for base, factor in zip(own.base_lrs, factors, strict=True)]
+        for own in (inner for config in self.schedulers for inner in _within(config.scheduler)):
+            for rates in ("base_lrs", "max_lrs"):  # the latter are a CyclicLR's
+                if hasattr(own, rates) and own.optimizer is optimizer:
+                    scaled = [rate * factor for rate, factor in zip(getattr(own, rates), factors, strict=True)]
+                    setattr(own, rates, scaled)
 
     def unmoved(self) -> Any:
         """The first optimizer, every one at the learning rate that its schedule would have begun from."""
@@ -139,6 +143,13 @@ class Stretch:
                 rule = "schedulers can watch what training_step logs; a local fit has no validation"
                 raise ConfigError(KEY, rule, config.monitor)
             config.scheduler.step(logged[config.monitor])
+
+
+def _within(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it is made of (`SequentialLR`, `ChainedScheduler`)."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _within(inner)
 
 
 def _stepping(schedulers: Sequence[Any], batch: Callable[[], int]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
     """Try the training step out on a copy of a module, so that a mistake is answered before any training.
 
     Args:
-        training: the module's.
+        training: the module's, every part of it in the mode of a fit.
         x: [B, …] inputs.
         y: [B] int64 classes.
 
@@ -28,8 +28,6 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
     name = type(training.joined.module).__name__
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            double.joined.module.train()
-            double.joined.head.train()
             trained = [*double.joined.module.parameters(), *double.joined.head.parameters()]
             trained = [parameter for parameter in trained if parameter.requires_grad]
             if not training.configured:

@@ -239,8 +239,8 @@ class ModuleTraining(OwnTraining):
             finally:
                 handle.remove()
         self.has_passed = self.trains = True
-        self._waits_for_end = said, batch, index
         loss = said.get("loss") if isinstance(said, Mapping) else said
+        self._waits_for_end = said if self.steps_itself else _outputs(said, loss, self.accumulate), batch, index
         if self.steps_itself:
             loss = self.logged.loss if loss is None else loss
             loss = None if loss is None else loss.detach().to(x.device)
@@ -281,6 +281,13 @@ class ModuleTraining(OwnTraining):
         own = [p for p in parameters if p.requires_grad]
         for parameter, gradient in zip(own, self._pull(own), strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _outputs(said: Any, loss: Any, accumulate: int) -> Any:
+    """What `on_train_batch_end` gets of an automatic training step, as Lightning makes it."""
+    if not isinstance(loss, Tensor):
+        return said
+    return {**(said if isinstance(said, Mapping) else {}), "loss": loss.detach() / accumulate}
 
 
 class OwnOptimizers:

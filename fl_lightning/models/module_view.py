@@ -221,12 +221,14 @@ class PulledOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step, after the closure's passes and with the terms' gradients."""
+        value = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
+                value = closure()
         self._training.pull([p for group in self.optimizer.param_groups for p in group["params"]])
         self._training.before_step(self.optimizer)
-        return self.optimizer.step()
+        stepped = self.optimizer.step()
+        return value if stepped is None else stepped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)

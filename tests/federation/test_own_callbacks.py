@@ -1,9 +1,12 @@
 """Lightning callbacks of a user's own in clients' fits: what they see of a mini-batch, what state they start from."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
@@ -150,3 +153,128 @@ def test_what_a_callback_makes_of_a_row_reaches_nobody_and_is_said(set_up_federa
     assert loop.diary.rows[0]["Local-T"] < 1
     said = "fl-lightning: Embellishes.on_round_end changes figures, which are written as they were\n"
     assert capsys.readouterr().err == said
+
+
+class FreezesFirst(Callback):
+    """Freezes the body before a fit of the first round begins, and thaws nothing."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self._freeze)
+
+    def _freeze(self, trainer, pl_module, stage=None):
+        if pl_module.method.facts.round == 1:
+            pl_module.method.model.body.requires_grad_(False)
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start"])
+def test_what_a_callback_freezes_before_a_fit_is_frozen_in_that_fit_alone(hook, run_federation, assert_resumes, mlp):
+    """It stayed frozen for all clients and rounds, but not in a run that was resumed."""
+    loop = run_federation(lambda: FedAvg(mlp()), 2, trainer={"callbacks": [FreezesFirst(hook)]})
+    for round in (1, 2):
+        sent, received = (own[round, 0].weights for own in (loop.diary.sent, loop.diary.received))
+        body = [torch.equal(sent[name], received[name]) for name in sent if name.startswith("model.body.")]
+        assert body == [round == 1] * len(body)
+    assert_resumes(lambda: FedAvg(mlp()), stopped_after=1, trainer={"callbacks": [FreezesFirst(hook)]})
+
+
+class Looks(Callback):
+    """Notes the norm of the gradients, and makes them larger."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        for gradient in gradients:
+            gradient.mul_(100)
+
+
+def test_callbacks_see_gradients_before_they_are_clipped(run_federation, mlp):
+    """As in Lightning; what a callback made of them was clipped by nobody."""
+    trainer, looks = {"gradient_clip_val": 1e-3}, Looks()
+    loop = run_federation(lambda: FedAvg(mlp()), 1, trainer={**trainer, "callbacks": [looks]})
+    assert min(looks.norms) > 1e-2
+    sent, received = (own[1, 0].weights for own in (loop.diary.sent, loop.diary.received))
+    moved = torch.stack([(sent[name] - received[name]).norm() for name in sent]).norm()
+    assert 0 < moved <= 0.1 * 1e-3 * len(looks.norms)  # the learning rate, times the norm, times the steps
+
+    class Silent(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+
+    with pytest.raises(ConfigError, match=r"^optimizer: Silent must call its step's closure: callbacks look at"):
+        run_federation(lambda: FedAvg(mlp()), 1, optimizer=Silent, trainer={**trainer, "callbacks": [Looks()]})
+
+
+class Reckons(Callback):
+    """Asks how many mini-batches there are, and for nothing else."""
+
+    def __init__(self):
+        self.said = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.said.append((trainer.num_training_batches, trainer.estimated_stepping_batches))
+
+
+def test_a_callback_reckons_with_mini_batches_and_not_with_bundles(run_federation, mlp):
+    own = Reckons()
+    loop = run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [own]}, local_epochs=2)
+    steps = [client.num_steps(4) for client in loop.data.clients]
+    assert own.said == [(count, 2 * count) for count in steps for _ in range(2)]
+
+
+class Warms(Callback):
+    """Adds a group, or momentum, in the second epoch."""
+
+    def __init__(self, what, plain):
+        self.what = what
+        if not plain:
+            self.on_after_backward = lambda trainer, pl_module: None
+
+    def setup(self, trainer, pl_module, stage):
+        if self.what == "group":
+            pl_module.method.model.body.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            optimizer, body = trainer.optimizers[0], pl_module.method.model.body
+            if self.what == "group":
+                body.requires_grad_(True)
+                optimizer.add_param_group({"params": list(body.parameters())})
+            else:
+                for group in optimizer.param_groups:
+                    group[self.what] = 0.9 if self.what == "momentum" else True
+
+
+@pytest.mark.parametrize("what", ["group", "momentum", "maximize"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_what_a_callback_changes_of_an_optimizer_is_stepped_with(what, momentum, run_federation, mlp):
+    """Steps in few operations went on with the groups and options that they had seen first."""
+    sent = []
+    for plain in (True, False):
+        options = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=momentum), "local_epochs": 3}
+        callbacks = [Warms(what, plain)]
+        loop = run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": callbacks}, **options)
+        sent.append((loop.diary.received[1, 0].weights, loop.diary.sent[1, 0].weights))
+    (start, one), (_, other) = sent
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not any(torch.equal(one[name], start[name]) for name in one)
+
+
+class Sums(Callback):
+    """Notes the sum of every mini-batch."""
+
+    def __init__(self):
+        self.sums = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.sums.append(float(batch[0].double().sum()))
+
+
+def test_to_overfit_is_to_see_the_same_mini_batches_again(run_federation, mlp):
+    own = Sums()
+    trainer = {"callbacks": [own], "overfit_batches": 1}
+    loop = run_federation(lambda: FedAvg(mlp()), 2, local_epochs=3, trainer=trainer)
+    assert len(own.sums) == 2 * 3 * len(loop.data.clients)
+    assert len(set(own.sums)) == len(loop.data.clients)

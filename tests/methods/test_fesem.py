@@ -158,6 +158,17 @@ def test_fesem_random_start_has_different_centres_and_spreads_clients(mlp, set_u
     assert server.centre_of(7) == server.centre_of(7)
 
 
+def test_fesem_random_start_spreads_clients_who_come_later_too(mlp, make_data, run_federation):
+    """All but the first round's participants went to the centre that had most of them."""
+    data = make_data(((4, 4, 2, 2),) * 8)
+    loop = run_federation(lambda: FeSEM(mlp(), start="random"), 6, data=data, participation=0.25)
+    server, first = loop.exchange.server, loop.diary.rows[0]["participants"]
+    assert first < len(server.assignment)
+    heard = {(round, client): int(m.artifacts["centre"]) for (round, client), m in loop.diary.received.items()}
+    begins = {client: heard[min(r for r, c in heard if c == client), client] for _, client in heard}
+    assert begins == {client: server._random_centre(client) for client in begins}
+
+
 def test_fesem_random_centres_leave_statistics_at_home_that_are_not_shared(conv_net, run_federation):
     loop = run_federation(lambda: FeSEM(conv_net(), start="random"), rounds=1, share_buffers=False)
     size = sum(p.numel() for p in conv_net().parameters())

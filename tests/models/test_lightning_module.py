@@ -321,6 +321,132 @@ def test_decay_from_round_to_round_reaches_schedulers(set_up_federation):
     assert (rates[0], rates[-1]) == (pytest.approx(0.1), pytest.approx(0.05))
 
 
+@pytest.mark.parametrize("kind", ["warm-up, then cosine", "chained", "cyclic", "averaging"])
+def test_decay_from_round_to_round_reaches_every_part_of_a_schedule(kind, set_up_federation):
+    """Schedules of several stood at their first round's rates again from their second stage on."""
+    rates = []
+
+    class Stages(Scheduled):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            of = torch.optim.lr_scheduler
+            scheduler = {
+                "warm-up, then cosine": lambda: of.SequentialLR(
+                    optimizer, [of.LinearLR(optimizer, 0.5, total_iters=2), of.CosineAnnealingLR(optimizer, 4)], [2]
+                ),
+                "chained": lambda: of.ChainedScheduler([of.LambdaLR(optimizer, lambda step: 1 / (1 + step))]),
+                "cyclic": lambda: of.CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+                "averaging": lambda: torch.optim.swa_utils.SWALR(optimizer, 0.05, anneal_epochs=3),
+            }[kind]()
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            rates.append(self.optimizers().param_groups[0]["lr"])
+
+    set_up_federation(lambda: FedAvg(wrapped(Stages())), rounds=2, lr_decay=0.5, local_epochs=2).run()
+    half = len(rates) // 2
+    assert half > 8
+    assert rates[half:] == pytest.approx([rate / 2 for rate in rates[:half]])
+    assert len(set(rates[:half])) > 2
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: gradients anew at a point uphill."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        self.move(0.05)
+        self.zero_grad()
+        closure()
+        self.move(-0.05)
+
+    def move(self, size):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=size)
+
+
+class Twice(torch.optim.SGD):
+    """Asks for gradients twice."""
+
+    def step(self, closure=None):
+        closure()
+        super().step()
+        return closure()
+
+
+@pytest.mark.parametrize("kind", [Sharpness, Twice])
+def test_an_optimizer_that_needs_gradients_anew_is_refused_before_training(kind, set_up_federation, mlp):
+    """It was stepped on the gradients there were: SAM went uphill, or was SGD, in silence."""
+
+    class Needs(Scheduled):
+        def configure_optimizers(self):
+            return kind(self.parameters(), lr=0.1)
+
+    said = rf"{kind.__name__} cannot step in a fit: its step asks for gradients anew \(a closure\)"
+    with pytest.raises(ConfigError, match=rf"^model\.module: {said}"):
+        set_up_federation(lambda: FedAvg(wrapped(Needs())), rounds=1)
+    with pytest.raises(ConfigError, match=rf"^optimizer: {said}"):
+        set_up_federation(lambda: FedAvg(mlp()), rounds=1, optimizer=kind)
+
+
+def test_a_scheduler_that_watches_a_value_goes_by_the_epoch(set_up_federation):
+    class Watches(Scheduled):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            config = {"scheduler": plateau, "interval": "step", "monitor": "loss"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    with pytest.raises(ConfigError, match=r"^model\.module: Watches's ReduceLROnPlateau must have interval: epoch"):
+        set_up_federation(lambda: FedAvg(wrapped(Watches())), rounds=1)
+
+
+def test_parts_that_a_module_is_made_with_in_eval_mode_stay_in_it(set_up_federation):
+    """As in Lightning's fit: batch norm of a network that was trained before must not move."""
+    modes = []
+
+    class Rests(Scheduled):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8).eval()
+
+        def forward(self, x):
+            return self.head(self.norm(self.net(x)))
+
+        def on_train_batch_start(self, batch, batch_idx):
+            modes.append((self.training, self.net.training, self.norm.training))
+
+    loop = set_up_federation(lambda: FedAvg(wrapped(Rests())), rounds=2)
+    loop.run()
+    assert set(modes) == {(True, True, False)}
+    (counted,) = (value for name, value in loop.runner.modules[0].entries.items() if "num_batches" in name)
+    assert counted == 0
+
+
+def test_the_end_of_a_mini_batch_is_told_its_loss_as_lightning_does(set_up_federation):
+    outputs = []
+
+    class Ends(Scheduled):
+        def on_train_batch_end(self, given, batch, batch_idx):
+            outputs.append(given)
+
+    trainer = {"accumulate_grad_batches": 2}
+    set_up_federation(lambda: FedAvg(wrapped(Ends())), rounds=1, trainer=trainer).run()
+    assert {tuple(own) for own in outputs} == {("loss",)}
+    assert all(0 < own["loss"] < 1.5 and not own["loss"].requires_grad for own in outputs)
+
+
+def test_a_limit_of_steps_is_refused_where_a_module_steps_by_itself(set_up_federation):
+    with pytest.raises(ConfigError, match=r"^trainer\.max_steps: must be left out: the module steps by itself"):
+        set_up_federation(lambda: FedAvg(wrapped(Sgd(manual=True))), rounds=1, trainer={"max_steps": 3})
+
+
 def test_module_resumes_exactly(assert_resumes):
     assert_resumes(lambda: FedRep(wrapped(Tabular())), stopped_after=1)
 
