@@ -23,8 +23,10 @@ class FitLog:
         Once an epoch: in its last step, since callbacks hear of its end before the module does, or at its end where it
         was cut short.
         """
-        here = meter, module.current_epoch
-        if is_last and module.trainer.callbacks and self._told != here:  # type: ignore[attr-defined]
+        here, trainer = (meter, module.current_epoch), module.trainer
+        if not trainer.callbacks or self._told == here:  # type: ignore[attr-defined]
+            return
+        if is_last or 0 < trainer.max_steps <= trainer.global_step:
             means = {loss_column(name): value for name, value in meter.means().items()}
             module.log_dict(means, on_step=False, on_epoch=True, batch_size=1)
             self._told = here

@@ -278,3 +278,23 @@ def test_to_overfit_is_to_see_the_same_mini_batches_again(run_federation, mlp):
     loop = run_federation(lambda: FedAvg(mlp()), 2, local_epochs=3, trainer=trainer)
     assert len(own.sums) == 2 * 3 * len(loop.data.clients)
     assert len(set(own.sums)) == len(loop.data.clients)
+
+
+class Reads(Callback):
+    """Notes the loss at the end of every epoch."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+
+@pytest.mark.parametrize("beyond", [-1, 2])
+def test_an_epoch_that_a_limit_of_steps_cuts_has_its_loss_too(beyond, run_federation, mlp, make_data):
+    """It had none, or the epoch's before it."""
+    data, own = make_data(((8, 8, 0, 0),) * 2), Reads()
+    steps = data.clients[0].num_steps(4)
+    trainer = {"callbacks": [own], "max_steps": steps + beyond}
+    run_federation(lambda: FedAvg(mlp()), 1, data=data, local_epochs=2, trainer=trainer)
+    assert len(own.losses) == len(set(own.losses)) == (2 if beyond < 0 else 4)
