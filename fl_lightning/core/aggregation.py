@@ -193,6 +193,8 @@ RuleFactory = Callable[[], ArtifactRule]
 class TensorMean(ArtifactRule):
     """Mean of tensors, weighted by samples; of whole numbers and truths (class counts, masks) a float32.
 
+    Whole numbers of more than 2²⁴ are refused.
+
     Args:
         uniform: all clients alike instead.
     """
@@ -210,7 +212,13 @@ class TensorMean(ArtifactRule):
         if odd or (value.is_floating_point() and value.element_size() < 2):
             kind = "sparse" if value.layout is not torch.strided else str(value.dtype).removeprefix("torch.")
             raise ValueError(f"tensors to be averaged must be dense and of real numbers that can be added, not {kind}")
-        value = value if value.is_floating_point() else value.float()  # a state's integers take the maximum
+        if not value.is_floating_point():  # a state's integers take the maximum
+            widest = max(abs(int(end)) for end in value.aminmax()) if value.numel() else 0
+            if widest > 2**24:
+                raise ValueError(
+                    f"whole numbers above 2**24, as {widest}, are rounded in float32; send them as float64"
+                )
+            value = value.float()
         self._mean.add({"value": value}, 1 if self._uniform else num_samples)
 
     @override

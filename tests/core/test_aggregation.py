@@ -303,6 +303,17 @@ def test_class_mean_rule_rejects_unknown_options(option):
         ClassMeanRule(**option)
 
 
+@pytest.mark.parametrize("value", [2**24 + 1, -(2**24) - 1, -(2**63)])
+def test_whole_numbers_that_float32_would_round_are_refused(value):
+    rule = TensorMean()
+    with pytest.raises(ValueError, match=rf"whole numbers above 2\*\*24, as {abs(value)}, are rounded in float32"):
+        rule.add(torch.tensor([1, value]), 1)
+    for fine in (torch.tensor([2**24]), torch.tensor([True, False]), torch.empty(0, dtype=torch.int32)):
+        one = TensorMean()
+        one.add(fine, 3)
+        assert one.result(None).tolist() == fine.float().tolist()
+
+
 def test_tensors_are_averaged_by_samples():
     rule = TensorMean()
     rule.add(torch.tensor([1.0, 3.0]), 1)
