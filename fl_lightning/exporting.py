@@ -75,7 +75,8 @@ def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
     known = client is not None and 0 <= client < loop.num_clients and len(loop.data.clients[client].test)
     indices = loop.data.clients[client or 0].test if known else loop.data.server_test
     indices = indices if len(indices) else torch.arange(len(loop.data.store.x))
-    return loop.data.store.gather(torch.as_tensor(indices[:SAMPLES]))[0].cpu()
+    x = loop.data.store.gather(torch.as_tensor(indices[:SAMPLES]))[0].cpu()
+    return x.repeat(-(-SAMPLES // len(x)), *[1] * (x.dim() - 1))[:SAMPLES]  # a batch of one or two proves nothing
 
 
 def _require_alike(model: Classifier, x: Tensor) -> None:

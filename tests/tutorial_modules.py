@@ -366,3 +366,14 @@ class Noisy(nn.Module):
     def forward(self, x):
         self.noise = 0.0 if len(x) == 2 else 1.0
         return self.fc((x + self.noise * torch.randn_like(x)).flatten(1))
+
+
+class Batchwise(nn.Module):
+    """Written down, it is for as many samples as it was written with."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.fc(torch.stack([one.flatten() for one in x]))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
+from fl_lightning.core.message import version_of
 from fl_lightning.core.method import Method, Seen
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.flags import limits
@@ -56,7 +57,8 @@ def check_whole_epochs(modules: Sequence[ClientModule], settings: Federation) ->
 def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """Predict one of the data set's samples by every model, so that one that cannot take them is refused at once.
 
-    So is one whose embedding or logits have other sizes than it says, with which classes would be missing.
+    So is one whose embedding or logits have other sizes than it says, with which classes would be missing, and one that
+    a prediction changes: testing it would train it.
 
     Args:
         modules: a client of each architecture.
@@ -64,6 +66,7 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """
     for index, module in enumerate(modules):
         key = "model" if len(modules) == 1 else f"model.{index}"
+        before = _versions(module.method.model)
         with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
             try:
                 made = {name: way.scores(Seen(x)) for name, way in module.predictors.items()}
@@ -74,6 +77,15 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
             _try_model(module.method.model, x, key)
             for name, scores in made.items():
                 _check_scores(module.method, name, scores, len(x))
+        moved = next((name for name, now in _versions(module.method.model).items() if now != before.get(name)), None)
+        what = "changes in eval mode, so that every test would train it (as an embedding's max_norm does)"
+        require(moved is None, key, f"{type(module.method.model).__name__}'s {moved} {what}")
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor stands under a name, and how often it has been changed in place."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in named}
 
 
 def _check_scores(method: Method, name: str, scores: Any, size: int) -> None:

@@ -107,6 +107,21 @@ def test_a_model_that_draws_random_numbers_is_refused(runs, tmp_path):
         run.export(tmp_path / "model.pt")
 
 
+def test_a_file_is_compared_on_a_batch_though_a_client_has_one_sample(runs, tmp_path):
+    """A file that holds for one sample alone was written as one for any number."""
+    run = runs(
+        "FedAvg",
+        model={"class_path": "WrappedModel", "init_args": {"module": "tutorial_modules.Batchwise", "head": "fc"}},
+        data={
+            "dataset": {"class_path": "Sample", "init_args": {"dataset": {"class_path": "Digits"}, "samples": 240}},
+            "partition": {"class_path": "IID"},
+            "num_clients": 40,
+        },
+    )
+    with pytest.raises(ConfigError, match=r"cannot be written as \.pt"):
+        run.export(tmp_path / "model.pt", client=1)
+
+
 def test_a_model_that_gives_nan_is_not_said_to_draw_random_numbers():
     class Broken(SimpleNamespace):
         def __call__(self, x):

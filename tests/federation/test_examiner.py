@@ -426,3 +426,36 @@ def test_a_model_that_makes_other_sizes_than_it_says_is_refused(set_up_federatio
     said = rf"an embedding \(1, {embedding}\) and logits \(1, 4\), got '\(1, 5\) and \(1, {classes}\)'"
     with pytest.raises(ConfigError, match=rf"^model: SplitModel must make what it says of 1 sample, {said}"):
         set_up_federation(method, data=make_data())
+
+
+class Renormalises(nn.Module):
+    """An embedding whose rows torch scales in place whenever they are looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(17, 5, max_norm=1.0), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.rows((x.flatten(1).abs() * 3).long().clamp(max=16)).mean(1))
+
+
+class Notes(nn.Module):
+    """Keeps the largest number it has seen, whatever its mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 5), nn.Linear(5, 4)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.max().detach())
+        return self.head(self.hidden(x.flatten(1)))
+
+
+@pytest.mark.parametrize(("kind", "moved"), [(Renormalises, "rows.weight"), (Notes, "largest")])
+def test_a_model_that_a_test_would_train_is_refused(set_up_federation, make_data, kind, moved):
+    """What is evaluated changed what was trained, and test samples went into what was averaged."""
+    with pytest.raises(
+        ConfigError, match=rf"^model: WrappedModel's .*{moved} changes in eval mode, so that every test"
+    ):
+        set_up_federation(lambda: FedAvg(WrappedModel((1, 8, 8), 4, kind(), "head")), data=make_data())
