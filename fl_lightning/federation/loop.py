@@ -300,8 +300,9 @@ class FederatedLoop:
         """What models score after one more receive, without a fit: `final_received`."""
         if not self.settings.evaluate.received:
             return {}
-        holders = self.holders.of(self.board.clients.tolist())
         again = self.round + 1
+        there = self.calendar.num_present(again)
+        holders = self.holders.of([client for client in self.board.clients.tolist() if client < there])
         with at_server(again):
             self.exchange.address(holders)
         self.final_scores = self.examiner.receive_once_more(holders, partial(self._inbox, again), again)

@@ -56,7 +56,8 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
 
 def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
-    if not folder.is_dir() or not loop.settings.evaluate.trained:
+    lost = not folder.is_dir() and loop.board.took_part.any()
+    if lost or not loop.settings.evaluate.trained:
         return {}
     scores = {
         name: np.full(len(loop.board.clients), np.nan) for name in loop.examiner.columns if "_received" not in name
@@ -69,8 +70,10 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             found = loop.runner.evaluator.client(module, client, "trained")
         elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
             found = {name: float(values[place]) for name, values in loop.scores.items() if name in scores}
-        else:
+        elif client < loop.calendar.num_present(loop.round):
             found = loop.runner.evaluate_resting(client)
+        else:  # it has not joined yet
+            continue
         for name, value in found.items():
             scores[name][place] = value
     return loop.board.spreads(scores)

@@ -112,7 +112,7 @@ class Runner:
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
         self._checkups = [Checkups(module, settings.max_growth) for module in self.modules]
-        self._inbound = Inbound(settings.max_growth)
+        self._inbound = Inbound()
         data.store.serve(self.device)
         data.store.dtype = self.trainer.precision_plugin.convert_input(torch.zeros(1)).dtype  # bf16-true and the like
         data.store.channels_last = settings.channels_last and any(_has_convolution(module) for module in self.modules)

@@ -133,7 +133,8 @@ class ScoreBoard:
         figures = {name + suffix: value for suffix, value in found.items() if suffix in wanted}
         if "_undefined" in wanted:
             tested = (self.scores if others is None else others)[name.partition("/")[2]]
-            figures[f"{name}_undefined"] = int((np.isnan(values) & ~np.isnan(tested))[founders].sum())
+            if not np.isnan(tested[founders]).all():  # else nobody was tested, which is no figure
+                figures[f"{name}_undefined"] = int((np.isnan(values) & ~np.isnan(tested))[founders].sum())
         share = hurt(values[founders], alone[founders]) if HURT in wanted else None
         figures |= {} if share is None else {name + HURT: share}
         joined = spread(values[later], num_samples[later])

@@ -138,7 +138,7 @@ class Ward:
         self._before = {}
         for _, message in () if self.exchange.between_clients else self.exchange.outgoing():
             for name, tensor in tensors_of(message).items():
-                if name in self.trained and tensor.numel():
+                if tensor.numel():
                     most, known = tensor.detach().abs().max(), self._before.get(name)
                     self._before[name] = most if known is None else torch.maximum(most, known)
 

@@ -15,6 +15,7 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.local import Local
+from fl_lightning.report.record import num_evaluated
 
 MANY = tuple((4, 4, 3, 3) for _ in range(10))
 
@@ -374,3 +375,13 @@ def test_a_callback_whose_state_is_not_plain_is_named(mlp, run_federation, tmp_p
         run_federation(lambda: FedAvg(mlp()), rounds=1, callbacks=[Keeps(what)], folder=tmp_path)
     plain = {"a": [1, 2.0, None, "b", torch.zeros(2)], "c": (True, {3})}
     run_federation(lambda: FedAvg(mlp()), rounds=1, callbacks=[Keeps(plain)], folder=tmp_path / "plain")
+
+
+def test_rounds_in_which_nobody_was_tested_are_not_evaluated_ones(run_federation, mlp):
+    """That no value was undefined there was a figure of the round."""
+    policy = EvaluationPolicy(clients="participants", server=False)
+    options = {"participation": 0.2, "sampling": "poisson", "evaluate": policy}
+    rows = run_federation(lambda: FedAvg(mlp()), 8, **options).diary.rows
+    tested = [row for row in rows if row.get("Local-T") is not None]
+    assert 0 < len(tested) < len(rows)
+    assert num_evaluated(rows) == len(tested)

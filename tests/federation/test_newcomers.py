@@ -140,3 +140,15 @@ def test_clients_are_told_who_joins_later(mlp, run_federation):
 def test_federation_of_newcomers_alone_is_refused(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"federation\.newcomers\.clients: must be < data\.num_clients \(4\), got 4"):
         set_up_federation(lambda: FedAvg(mlp()), newcomers=Newcomers(4, 1))
+
+
+def test_who_has_never_joined_has_no_figure_after_the_last_receive(set_up_federation, mlp):
+    """An early end left newcomers outside, and `final_received` said how well they were."""
+    loop = set_up_federation(lambda: FedAvg(mlp()), 6, newcomers=Newcomers(clients=1, after=3))
+    for _ in range(2):
+        loop.advance()
+    early = loop.receive_once_more()
+    assert early
+    assert not [name for name in early if name.endswith("_newcomers")]
+    loop.advance()
+    assert [name for name in loop.receive_once_more() if name.endswith("_newcomers")]  # the next round is its first

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -416,3 +417,30 @@ def test_a_wish_to_stop_passes_whatever_it_meets_on_its_way_out(place, wish):
     """The run ended as if a client were sick."""
     with pytest.raises(type(wish)), place():
         taken_down(wish)
+
+
+@pytest.mark.parametrize("bound", [1.3, 2.0])
+def test_a_healthy_run_goes_on_under_a_tight_bound(run_federation, mlp, bound):
+    """What clients heard was held to the bound's third power, whatever it had been the round before."""
+
+    def method():
+        model = mlp()
+        with torch.no_grad():
+            model.head.weight.mul_(30 / model.head.weight.abs().max())
+        return FedAvg(model)
+
+    loop = run_federation(method, 3, max_growth=bound, optimizer=partial(torch.optim.SGD, lr=1e-5))
+    assert [row["round"] for row in loop.diary.rows] == [1, 2, 3]
+    assert float(loop.exchange.global_message().weights["model.head.weight"].abs().max()) > bound**3
+
+
+def test_a_statistic_of_the_servers_may_grow_from_where_it_was(run_federation, conv_net):
+    def method():
+        model = conv_net()
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_var"):
+                buffer.fill_(20.0)
+        return FedAvg(model)
+
+    loop = run_federation(method, 2, max_growth=2.0)
+    assert len(loop.diary.rows) == 2
