@@ -105,7 +105,7 @@ def read_metrics(folder: Path) -> list[Row]:
 
 
 def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) -> dict[str, Any]:
-    """The last evaluated round, the best round and the mean of the last ten evaluated rounds, by column.
+    """The last evaluated round, the best round and the mean of the last ten rounds with a value, by column.
 
     Where there are figures on validation parts, ``best`` is the round in which one of them, ``best_by``, is best: its
     test figures are honest. Without, it is each column's own best round, chosen on what it is reported on.
