@@ -165,7 +165,7 @@ def data_folders(config: Mapping[str, Any]) -> set[str]:
 
     Those of published data sets are not among them.
     """
-    named, found = dict(_flatten(config.get("data"), "data")), set(folders(config).values())
+    named, found = dict(_flatten(config.get("data"), "data")), set[str]()
     for key, value in named.items():
         owner, inner, argument = key.rpartition(".init_args.")
         if inner and isinstance(value, str) and "\0" not in value:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fl_lightning.core.coding import Coding, deviations, of_groups
 from fl_lightning.core.message import Message
 from fl_lightning.core.private_mean import CLIPPED, Clipped
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.exchange import Star
@@ -31,6 +31,7 @@ from fl_lightning.federation.privacy import Account, ClipAndNoise
 from fl_lightning.seeding import numpy_generator, torch_generator
 
 CONFIDENCE = 0.999
+NOBODY = "nobody takes part in any round"
 LARGEST = 200.0  # no ε above it is told apart from it
 
 
@@ -163,15 +164,14 @@ def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str
     if settings.where == "server":
         _run(loop)
         found, drawn = watch.found, watch.directions
-        require(found is not None and drawn is not None, "audit --canaries", "nobody takes part in any round")
-        assert found is not None
-        assert drawn is not None
+        if found is None or drawn is None:
+            raise ConfigError("audit --canaries", NOBODY)
         dimensions = drawn.shape[1]
         cosines = (drawn.double() @ found) / (drawn.double().norm(dim=1) * found.norm())
     else:
         _run(loop, until=lambda: settings.coding is not None)  # how a message is laid out, the first one tells
-        require(settings.coding is not None, "audit --canaries", "nobody takes part in any round")
-        assert settings.coding is not None
+        if settings.coding is None:
+            raise ConfigError("audit --canaries", NOBODY)
         dimensions = settings.coding.size
         cosines = _messages(loop, settings, settings.coding, number)
     accounted = loop.account.epsilon(loop.settings.rounds)

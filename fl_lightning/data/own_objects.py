@@ -207,7 +207,8 @@ class HuggingFace(Dataset):
         names, *others = (getattr(part.features[self.label], "names", None) or None for part in parts)
         for other in others:
             _require_same_classes(self.train, names, other)
-        labels, classes = as_labels([v for part in parts for v in part[self.label]], "HuggingFace", names or (), True)
+        given = [v for part in parts for v in part[self.label]]
+        labels, classes = as_labels(given, "HuggingFace", names or (), are_places=True)
         groups = None if self.group is None else [v for part in parts for v in part[self.group]]
         grouped = None if groups is None else as_groups(groups, "HuggingFace")
         values = [value for part in parts for value in _column(part, self.input)]

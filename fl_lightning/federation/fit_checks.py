@@ -123,21 +123,22 @@ def check_optimizer(module: ClientModule, device: torch.device, max_steps: int |
     """
     rule = "must be left out: the module steps by itself (manual optimization)"
     require(not module.own.steps_itself or max_steps in (-1, None), "trainer.max_steps", rule, max_steps)
+    must_call = module.settings is not None and not module.settings.clips_itself
     try:
         found = module.configure_optimizers()
         for optimizer in found if module.own.has_optimizer and not module.own.steps_itself else ():
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             rule = f"{type(optimizer).__name__} cannot step in a fit: its step needs a closure, which a fit has none of"
             require(closure is None or closure.default is not inspect.Parameter.empty, "model.module", rule)
-            if not type(optimizer).__module__.startswith("torch.optim."):
-                _try_own_step(optimizer)
+            if not _is_torchs(optimizer):
+                _try_own_step(optimizer, must_call)
         if module.settings is not None and not module.own.has_optimizer:
             made = [(torch.zeros(2, 2, device=device), is_sparse) for is_sparse in _kinds_of_gradients(module)]
             parameters = [nn.Parameter(value) for value, _ in made]
             optimizer = module.settings.optimizer(parameters)
             for parameter, (value, is_sparse) in zip(parameters, made, strict=True):
                 parameter.grad = value.to_sparse() if is_sparse else torch.zeros_like(value)
-            _try_step(optimizer, not module.settings.clips_itself)
+            _try_step(optimizer, must_call)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
@@ -151,16 +152,15 @@ def _kinds_of_gradients(module: ClientModule) -> list[bool]:
     return sorted({id(parameter) in sparse for parameter in module.parameters() if parameter.requires_grad}) or [False]
 
 
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _try_step(optimizer: Optimizer, must_call: bool) -> None:
-    """Step once, without its hooks, as a fit does; what an optimizer refuses only then would end every fit."""
-    own = not type(optimizer).__module__.startswith("torch.optim.")
-    _clear_hooks(optimizer)
-    closure = _WatchedClosure(optimizer)
+    """Step once as a fit does; what an optimizer refuses only then would end every fit."""
+    own = not _is_torchs(optimizer)
     try:
-        if own:
-            optimizer.step(closure=closure)  # type: ignore[arg-type]
-        else:
-            optimizer.step()
+        closure = _stepped(optimizer)
     except Exception as error:  # an assertion, a missing argument, a runtime error
         said = f"{error}" if str(error) else type(error).__name__
         needs = "; it must define step(closure=None)" if own else ""
@@ -168,23 +168,15 @@ def _try_step(optimizer: Optimizer, must_call: bool) -> None:
     closure.check("optimizer", own and must_call)
 
 
-def _clear_hooks(optimizer: Optimizer) -> None:
-    """Steps that are tried out are not counted."""
-    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-        hooks.clear()
-
-
-def _try_own_step(optimizer: Optimizer) -> None:
+def _try_own_step(optimizer: Optimizer, must_call: bool) -> None:
     """Step an optimizer of a module's own once, on gradients of zeros, and put its parameters back."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    _clear_hooks(optimizer)
-    closure = _WatchedClosure(optimizer)
     try:
         with isolated_streams(0, "inputs"):
-            optimizer.step(closure=closure)  # type: ignore[arg-type]
+            closure = _stepped(optimizer)
     except Exception:  # a fit says it, with the step at which it happens
         return
     finally:
@@ -192,7 +184,19 @@ def _try_own_step(optimizer: Optimizer) -> None:
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
                 parameter.grad = None
-    closure.check("model.module")
+    closure.check("model.module", must_call)
+
+
+def _stepped(optimizer: Optimizer) -> _WatchedClosure:
+    """Step once, without the hooks that count steps, and say what became of the closure."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        hooks.clear()
+    closure = _WatchedClosure(optimizer)
+    if _is_torchs(optimizer):
+        optimizer.step()
+    else:
+        optimizer.step(closure=closure)  # type: ignore[arg-type]
+    return closure
 
 
 class _WatchedClosure:

@@ -138,7 +138,7 @@ class Ward:
         self._before = {}
         for _, message in () if self.exchange.between_clients else self.exchange.outgoing():
             for name, tensor in tensors_of(message).items():
-                if tensor.numel():
+                if tensor.is_floating_point() and tensor.numel():
                     most, known = tensor.detach().abs().max(), self._before.get(name)
                     self._before[name] = most if known is None else torch.maximum(most, known)
 

@@ -5,11 +5,13 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from tutorial_modules import Tabular
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.models.lightning_module import WrappedLightningModule
 
 
 class Decays(Callback):
@@ -205,6 +207,14 @@ def test_callbacks_see_gradients_before_they_are_clipped(run_federation, mlp):
 
     with pytest.raises(ConfigError, match=r"^optimizer: Silent must call its step's closure: callbacks look at"):
         run_federation(lambda: FedAvg(mlp()), 1, optimizer=Silent, trainer={**trainer, "callbacks": [Looks()]})
+
+    class Own(Tabular):
+        def configure_optimizers(self):
+            return Silent(self.parameters(), lr=0.1)
+
+    options = {**trainer, "callbacks": [Looks()]}
+    with pytest.raises(ConfigError, match=r"^model\.module: Silent must call its step's closure"):
+        run_federation(lambda: FedAvg(WrappedLightningModule((1, 8, 8), 4, Own())), 1, trainer=options)
 
 
 class Reckons(Callback):

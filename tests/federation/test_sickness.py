@@ -444,3 +444,14 @@ def test_a_statistic_of_the_servers_may_grow_from_where_it_was(run_federation, c
 
     loop = run_federation(method, 2, max_growth=2.0)
     assert len(loop.diary.rows) == 2
+
+
+class Masks(FedAvg):
+    """Its server sends truths, too."""
+
+    def make_server(self, initial, facts):
+        return Server(replace(initial, artifacts={"mask": torch.tensor([True, False])}))
+
+
+def test_truths_of_a_server_have_no_size(run_federation, mlp):
+    assert len(run_federation(lambda: Masks(mlp()), 2).diary.rows) == 2
