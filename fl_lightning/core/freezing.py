@@ -88,16 +88,29 @@ class Trained:
 def set_mode(module: nn.Module, mode: bool = True) -> None:
     """`module.train(mode)`, in a fraction of the time: evaluations and teachers ask for it hundreds of times a round.
 
-    A module with a `train` of its own, or one that takes its attributes by itself, is asked as ever.
+    A module with a `train` of its own is asked as ever, and so is one that takes its attributes by itself for this one.
     """
-    kind = type(module)
-    if kind.train is not nn.Module.train or kind.__setattr__ is not nn.Module.__setattr__:
+    if type(module).train is not nn.Module.train:
         module.train(mode)
-        return
-    vars(module)["training"] = mode
+    else:
+        set_modes(module, mode)
+
+
+def set_modes(module: nn.Module, mode: bool, resting: Sequence[nn.Module] = ()) -> None:
+    """What `nn.Module.train` does, for a `train` of one's own.
+
+    Args:
+        module: what is put into train (or eval) mode with all that it holds.
+        mode: True for train.
+        resting: those of its children that are put into eval mode whatever is asked.
+    """
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        vars(module)["training"] = mode
+    else:
+        module.training = mode
     for child in module._modules.values():
         if child is not None:
-            set_mode(child, mode)
+            set_mode(child, mode and all(child is not other for other in resting))
 
 
 @contextmanager

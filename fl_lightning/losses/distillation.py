@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import set_modes
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require, require_choices
@@ -255,10 +256,7 @@ class FeatureDistillation(Term):
 
     def train(self, mode: bool = True) -> FeatureDistillation:
         """The teacher stays in eval mode."""
-        super().train(mode)
-        if self.weight:
-            self.teacher.eval()
-            self.teacher_cbam.eval()
+        set_modes(self, mode, (self.teacher, self.teacher_cbam) if self.weight else ())
         return self
 
     @override

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import set_modes
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require
@@ -117,10 +118,7 @@ class ModelContrast(Term):
 
     def train(self, mode: bool = True) -> ModelContrast:
         """The frozen models stay in eval mode."""
-        super().train(mode)
-        if self.weight:
-            self.received.eval()
-            self.previous.eval()
+        set_modes(self, mode, (self.received, self.previous) if self.weight else ())
         return self
 
     @torch.no_grad()
