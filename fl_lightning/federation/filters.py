@@ -86,6 +86,10 @@ class Quantize(WireFilter):
     keeps e ← x − x̂, so that messages add up to what was meant. Running statistics and artifacts have none: they are no
     sums over rounds.
 
+    With `updates`, on the way up, a client's codes are of x − r, what the weight changed by since it was received, whose
+    range is a hundredth of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server knows; of what
+    the client did not receive, and of artifacts, the values themselves are quantised.
+
     A code counts as one value of 1 or 2 bytes; scale and offset are 8 bytes a tensor (16 for float64), and no values. A
     tensor that this makes no smaller crosses as it is, among them scalars and empty ones, and so does one that holds
     NaN or infinity. Constant tensors arrive exactly. Of structured artifacts the lossy fields are quantised; counts,
@@ -96,23 +100,34 @@ class Quantize(WireFilter):
         error_feedback: add what the message before left out; needs the way up.
         ways: ``up``, ``down`` or ``both``. Down, every client hears the server's one message quantised; the server
             keeps the exact one.
+        updates: quantise what a client's weights changed by; needs the way up. None is false.
 
     Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
     Encoding", NeurIPS 2017; error feedback: Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its
-    Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014.
+    Application to Data-Parallel Distributed Training of Speech DNNs", Interspeech 2014; updates: Reisizadeh, Mokhtari,
+    Hassani, Jadbabaie, Pedarsani, "FedPAQ: A Communication-Efficient Federated Learning Method with Periodic Averaging
+    and Quantization", AISTATS 2020.
     """
 
-    paper = "Alistarh et al., NeurIPS 2017; Seide et al., Interspeech 2014"
+    paper = "Alistarh et al., NeurIPS 2017; Seide et al., Interspeech 2014; Reisizadeh et al., AISTATS 2020"
 
-    def __init__(self, bits: Literal[8, 16] = 8, error_feedback: bool = False, ways: Ways = "both") -> None:
+    def __init__(
+        self,
+        bits: Literal[8, 16] = 8,
+        error_feedback: bool = False,
+        ways: Ways = "both",
+        updates: bool | None = None,
+    ) -> None:
         require(bits in (8, 16), f"{KEY}.bits", "must be 8 or 16", bits)
         require_choices(KEY, ways=(ways, Ways))
         up = ways != "down" or not error_feedback
         require(up, f"{KEY}.error_feedback", "must be false where ways is down: only clients remember", error_feedback)
+        require(ways != "down" or not updates, f"{KEY}.updates", "must be false where ways is down", updates)
         self.bits = bits
         self.error_feedback = error_feedback
         self.ways = ways
-        self.needs_server = ways == "down"
+        self.updates = bool(updates)
+        self.needs_server = ways == "down" or self.updates
 
     @override
     def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
@@ -133,8 +148,9 @@ class Quantize(WireFilter):
         """The values in codes where that is smaller, else as they are."""
         whole, extra = packed.carrying(wanted), 2 * _wide(wanted).itemsize
         if wanted.numel() * self.bits // 8 + extra < -(-wanted.numel() * packed.bits // 8) + packed.extra:
-            codes = quantised(wanted, self.bits)
-            return whole if codes is None else packed.carrying(codes.decoded(), self.bits, extra)
+            known = packed.known_there.to(_wide(wanted)) if self.updates and packed.known is not None else 0
+            codes = quantised(wanted - known, self.bits)
+            return whole if codes is None else packed.carrying(codes.decoded() + known, self.bits, extra)
         return packed if packed.num_bytes < whole.num_bytes else whole
 
 

@@ -20,7 +20,8 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
     wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None
-    if steps and any(isinstance(own, Quantize) and own.ways != "down" and not own.error_feedback for own in wire):
+    rounds = [own for own in wire if isinstance(own, Quantize) and own.ways != "down" and not own.updates]
+    if steps and any(not own.error_feedback for own in rounds):
         yield "federation.wire: Quantize rounds all alike, which a server optimizer adds up; say error_feedback: true"
     noisy = any(isinstance(own, ClipAndNoise) for own in wire)
     moved = [name for name in loop.runner.modules[0].division.shared if name.endswith("running_var")]

@@ -39,6 +39,7 @@ def test_a_modules_loss_that_does_not_count_is_remarked(set_up_federation):
 def test_rounding_that_a_server_optimizer_adds_up_is_remarked(set_up_federation, mlp):
     line = "federation.wire: Quantize rounds all alike, which a server optimizer adds up; say error_feedback: true"
     cases = ((Quantize(), [line]), (Quantize(error_feedback=True, ways="up"), []), (Quantize(ways="down"), []))
+    cases += ((Quantize(updates=True), []),)
     for own, said in cases:
         loop = set_up_federation(lambda: FedAvg(mlp()), wire=[own], server_optimizer=ServerMomentum(momentum=0.9))
         assert list(remarks(loop)) == said

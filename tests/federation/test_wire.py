@@ -55,6 +55,18 @@ def test_codes_match_hand_computed_ones():
     assert (float(scale), float(offset)) == (pytest.approx(3 / 255), -1.0)
 
 
+def test_an_update_is_quantised_in_steps_of_its_own_range_and_as_it_is_where_nothing_was_received():
+    """Of weights in thousands that changed by -1..2, as above, the codes are the change's; steps are of 3/255."""
+    received = torch.cat([torch.arange(4) * 1000.0, torch.zeros(36)])
+    change = torch.cat([torch.tensor([-1.0, 0.0, 0.25, 2.0]), torch.zeros(36)])
+    message = Message({"w": received + change, "new": received + change})
+    there = up([Quantize(updates=True)], message, Message({"w": received}))
+    expected = received + torch.cat([torch.tensor([-1.0, 0.0, -1 + 106 * 3 / 255, 2.0]), torch.zeros(36)])
+    torch.testing.assert_close(there.weights["w"], expected, rtol=0, atol=2e-4)
+    assert torch.equal(there.weights["new"], up([Quantize()], message).weights["new"])
+    assert there.num_bytes == 2 * (40 + 8) == up([Quantize()], message).num_bytes
+
+
 def test_values_arrive_within_half_a_step():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     for bits in (8, 16):
@@ -307,10 +319,12 @@ def test_values_that_are_sent_are_quantised_and_counted_with_their_places():
     assert (there.weights["w"][sent] - message.weights["w"][sent]).abs().max() <= 99 / 255 / 2 * 1.001
 
 
-def test_filters_of_one_chain_remember_apart():
+@pytest.mark.parametrize("updates", [False, True])
+def test_filters_of_one_chain_remember_apart(updates):
     """What neither sent is all that is missing: both residuals and what arrived are what was meant."""
     generator = torch.Generator().manual_seed(3)
-    chain, memory, sent, meant = [TopK(0.3), Quantize(error_feedback=True)], {}, torch.zeros(60), torch.zeros(60)
+    chain = [TopK(0.3), Quantize(error_feedback=True, updates=updates)]
+    memory, sent, meant = {}, torch.zeros(60), torch.zeros(60)
     for _ in range(6):
         received = torch.randn(60, generator=generator)
         x = received + torch.randn(60, generator=generator)
@@ -318,6 +332,20 @@ def test_filters_of_one_chain_remember_apart():
         sent += up(chain, Message({"w": x}), Message({"w": received}), memory).weights["w"] - received
     assert sorted(memory) == [f"{MEMORY}0.w", f"{MEMORY}1.w"]
     torch.testing.assert_close(sent + sum(memory.values()), meant, rtol=0, atol=1e-4)
+
+
+def test_quantised_updates_are_nearer_than_quantised_weights(run_federation, fedavg):
+
+    def off(**options):
+        loop = run_federation(fedavg, rounds=1, wire=[Quantize(ways="up", **options)] if options else [])
+        return loop.exchange.global_message().weights
+
+    exact = off()
+    by_values, by_updates = (
+        max(float((own[name] - exact[name]).abs().max()) for name in exact if exact[name].is_floating_point())
+        for own in (off(updates=None), off(updates=True))
+    )
+    assert 0 < by_updates < by_values / 3
 
 
 def test_values_changed_after_quantisation_take_their_full_size_again():
@@ -380,6 +408,7 @@ def test_packet_comes_back_as_it_was(assert_identical):
             lambda: Quantize(error_feedback=True, ways="down"),
             "federation.wire.error_feedback: must be false where ways",
         ),
+        (lambda: Quantize(ways="down", updates=True), "federation.wire.updates: must be false where ways is down"),
         (lambda: TopK(0.0), "federation.wire.share: must be in"),
         (lambda: TopK(1.1), "federation.wire.share: must be in"),
     ],
@@ -397,7 +426,7 @@ def fedavg(conv_net):
     return lambda: FedAvg(conv_net())
 
 
-@pytest.mark.parametrize("own", [TopK(), Quantize(ways="down")])
+@pytest.mark.parametrize("own", [TopK(), Quantize(ways="down"), Quantize(updates=True)])
 @pytest.mark.parametrize("exchange", [Ring(), Ring("sequential"), RandomPeers(2), DirectedGraph(2)])
 def test_filter_that_needs_a_server_is_refused_without_one(set_up_federation, fedavg, exchange, own):
     rule = (
