@@ -40,7 +40,8 @@ def check_message(message: Message, expected: Expected, num_train: int, received
     """Refuse what a client sends if it cannot be what its method means to send.
 
     A method may leave out a whole submodule that it shares (or send it as artifacts), but no part of one. The message
-    gets its weights as one vector, in which they are looked at.
+    gets its weights as one vector, in which they are looked at. An artifact that the client did not receive has grown
+    from nothing, and may be a count of steps or samples: of it a bound that is tighter than the usual one says nothing.
 
     Args:
         message: as it arrives.
@@ -60,9 +61,12 @@ def check_message(message: Message, expected: Expected, num_train: int, received
         raise Unsound(f"num_samples is {message.num_samples!r}, and it has {num_train} training samples")
     message.flat = Flat(message.weights)  # the sum that it goes into will take it, too
     if not (message.flat.square <= _bound(growth) and _all_small(_of_artifacts(message), growth)):
-        sent = tensors_of(message)
+        sent, before = tensors_of(message), tensors_of(received)
         trained = {f"weight {name}" for name in message.weights if name in expected.parameters}
-        check_values(sent, tensors_of(received), growth, trained)
+        weights = tensors_of(Message(message.weights, {}))
+        new = {name: sent.pop(name) for name in [*sent] if name not in weights and name not in before}
+        check_values(sent, before, growth, trained)
+        check_values(new, {}, max(growth, _USUAL), ())
 
 
 def check_values(
@@ -98,6 +102,7 @@ def check_values(
         _require(most <= bound, f"{name} holds {most:g}, {rule}")
 
 
+_USUAL = 1e4  # `federation.max_growth` where nothing is said
 _SMALL = 1 << 20  # values that are copied together faster than they are looked at one tensor after another
 
 

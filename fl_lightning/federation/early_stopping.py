@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from fl_lightning.errors import ConfigError, require, require_choices, suggest
 from fl_lightning.report.columns import is_score, less_is_better, validated
+from fl_lightning.report.record import WATCHED
 
 KEY = "federation.early_stopping"
 
@@ -99,14 +100,10 @@ def monitored(settings: EarlyStopping, columns: Sequence[str], on_validation: bo
         if any(map(is_score, columns)):
             raise ConfigError(KEY, rule)
         raise ConfigError(KEY, "watches evaluations, and federation.evaluate switches all of them off")
-    wanted = settings.monitor or next((name for name in DEFAULTS if name in allowed), allowed[0])
+    wanted = settings.monitor or next((name for name in WATCHED if name in allowed), allowed[0])
     if wanted in columns and is_score(wanted) and wanted not in allowed:
         there = validated(wanted) if validated(wanted) in allowed else "Local-V"
         rule = f"is on the test parts, on which nothing is chosen; take {there}"
         raise ConfigError(f"{KEY}.monitor", rule, wanted)
     require(wanted in allowed, f"{KEY}.monitor", f"there is no such column; {suggest(wanted, allowed)}", wanted)
     return wanted
-
-
-DEFAULTS = ("Local-V", "Local-V_received", "Server-V", "Local-T", "Local-T_received", "Server-T")
-"""What is watched where nothing is said: the first that there is; the latter where test parts are laid aside."""

@@ -53,7 +53,8 @@ class Examiner:
         follows, hostile = self.policy.clients == "participants", runner.attackers.clients
         self.board = ScoreBoard(self.columns, samples, calendar.num_founders, hostile, follows)
         if self.policy.reference is not None:
-            found = read_reference(self.policy.reference, data.partition_hash, data.samples_hash, len(data.clients))
+            who = data.partition_hash, data.samples_hash, len(data.clients), data.evaluate_on
+            found = read_reference(self.policy.reference, *who)
             self.board.alone = found
         some = torch.arange(len(data.store.x))[:1]  # any one will do
         sample = data.store.gather(some)[0] if len(some) else None

@@ -10,6 +10,7 @@ import numpy as np
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
 from fl_lightning.report.record import read_rows
+from fl_lightning.report.recorded_run import read_run
 
 KEY = "federation.evaluate.reference"
 
@@ -80,7 +81,9 @@ def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:
     return float((values[known] < alone[known]).mean()) if known.any() else None
 
 
-def read_reference(folder: str, partition_hash: str, samples_hash: str, num_clients: int) -> np.ndarray:
+def read_reference(
+    folder: str, partition_hash: str, samples_hash: str, num_clients: int, evaluate_on: str = "test"
+) -> np.ndarray:
     """Each client's last Local-T in another run, [N], NaN where it has none: what clients reach alone.
 
     Args:
@@ -88,15 +91,21 @@ def read_reference(folder: str, partition_hash: str, samples_hash: str, num_clie
         partition_hash: of this run's clients, who must be that run's.
         samples_hash: of the samples as clients see them, likewise; runs of earlier versions did not write theirs down.
         num_clients: N.
+        evaluate_on: this run's `data.evaluate_on`, likewise.
 
     Raises:
-        ConfigError: if it is no such run.
+        ConfigError: if it is no such run, or not finished.
     """
     there = Path(folder)
     require((there / "partition.json").is_file(), KEY, "there is no run in that folder", folder)
     other = read_json(there / "partition.json", KEY)
     same = other.get("hash") == partition_hash and other.get("samples", samples_hash) == samples_hash
     require(same, KEY, "that run's clients hold other samples: take the same data, shift and seed", folder)
+    parts = other.get("evaluate_on", evaluate_on)
+    rule = f"that run was evaluated on {parts} parts, and data.evaluate_on is {evaluate_on}"
+    require(parts == evaluate_on, KEY, rule, folder)
+    left = read_run(there, KEY).unfinished if (there / "metrics.csv").is_file() else ""
+    require(not left, KEY, f"must name a run that is over: {left}", folder)
     rows = [row for row in read_rows(there / "clients.csv") if row.get("Local-T") is not None]
     require(bool(rows), KEY, "that run has no Local-T", folder)
     alone = np.full(num_clients, np.nan)

@@ -86,9 +86,9 @@ class Quantize(WireFilter):
     keeps e ← x − x̂, so that messages add up to what was meant. Running statistics and artifacts have none: they are no
     sums over rounds.
 
-    With `updates`, on the way up, a client's codes are of x − r, what the weight changed by since it was received, whose
-    range is a hundredth of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server knows; of what
-    the client did not receive, and of artifacts, the values themselves are quantised.
+    With `updates`, on the way up, a client's codes are of x − r, what the weight has changed by since it was received,
+    whose range is a fraction of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server knows; of
+    what the client did not receive, and of artifacts, the values themselves are quantised.
 
     A code counts as one value of 1 or 2 bytes; scale and offset are 8 bytes a tensor (16 for float64), and no values. A
     tensor that this makes no smaller crosses as it is, among them scalars and empty ones, and so does one that holds

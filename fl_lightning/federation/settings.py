@@ -77,7 +77,8 @@ class Federation:
             ``skipped``.
         max_growth: how many times larger than what it started the round from (or than 1) the largest magnitude of a
             client's parameter may become in one round, > 1; that of a running statistic or an artifact, which may be
-            the square of something in the data's units, its third power. A client that exceeds it is sick, too.
+            the square of something in the data's units, its third power (of an artifact that it did not receive, a
+            count maybe, no less than 1e12). A client that exceeds it is sick, too.
         init: ``common`` starts all clients of an architecture from the same weights, ``own`` gives each its own
             private initial weights.
         share_buffers: whether batch norm's running statistics travel with the layers that are shared, and are averaged;

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fl_lightning.report.columns import less_is_better
-from fl_lightning.report.record import CHOOSERS, summarise
+from fl_lightning.report.record import CHOOSERS, best_round, summarise
 from fl_lightning.report.run_logger import Row
 
 BEST_IS_LOWEST = ("loss", "receive_drop", "seconds", "uplink_", "downlink_")
@@ -34,11 +34,13 @@ class BestSoFar:
         Returns:
             ``best/COLUMN`` and ``best_round/COLUMN`` of what has become better.
         """
-        summary = summarise([dict(row) for row in rows], self.monitor, self.less)
+        rows = [dict(row) for row in rows]
+        summary = summarise(rows, self.monitor, self.less)
         chooser, best = summary.get("best_by", ""), summary["best"]
         if chooser:
             falls = less_is_better(chooser) if chooser != self.monitor or self.less is None else self.less
-            best = best if self._improves(chooser, best[chooser]["value"], falls) else {}
+            chosen = best_round(rows, chooser, falls)
+            best = best if chosen is not None and self._improves(chooser, chosen[chooser], falls) else {}
         elif self.monitor or not self._merits.keys().isdisjoint(CHOOSERS):
             best = {}  # these rounds lack the figure that chooses
         else:

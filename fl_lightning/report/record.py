@@ -113,12 +113,12 @@ def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) 
     Args:
         rows: rows of `metrics.csv`.
         monitor: the column that chooses the best round; empty takes the first of `CHOOSERS` that there is.
-        less: whether less of it is better; None goes by its name.
+        less: whether less of `monitor` is better; None goes by its name.
     """
     names = [name for name in (rows[0] if rows else {}) if is_score(name)]
     summary: dict[str, Any] = {"last": {}, "best": {}, "mean_last_10": {}}
     chooser = monitor if monitor in names else chosen_by(rows)
-    chosen = best_round(rows, chooser, less) if chooser else None
+    chosen = best_round(rows, chooser, less if chooser == monitor else None) if chooser else None
     summary |= {"best_by": chooser} if chosen else {}
     for name in names:
         known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
@@ -149,6 +149,26 @@ CHOOSERS = ("Local-V", "Local-V_received", "Server-V")
 def chosen_by(rows: Sequence[Row]) -> str:
     """The column on validation parts that chooses a run's best round; empty where there is none."""
     return next((name for name in CHOOSERS if any(row.get(name) is not None for row in rows)), "")
+
+
+WATCHED = (*CHOOSERS, "Local-T", "Local-T_received", "Server-T")
+"""What early stopping watches where nothing is said: the first that there is; the latter where test parts are laid
+aside."""
+
+
+def watched_by(config: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, bool | None]:
+    """What a run's configuration says of its best round: `monitor` and `less` of `summarise`.
+
+    Args:
+        config: the run's, as it may be read back: of any form.
+        rows: of `metrics.csv`.
+    """
+    federation = config.get("federation")
+    stopping = federation.get("early_stopping") if isinstance(federation, Mapping) else None
+    if not isinstance(stopping, Mapping):
+        return "", None
+    usual = next((name for name in WATCHED if rows and name in rows[0]), "")
+    return str(stopping.get("monitor") or usual), {"min": True, "max": False}.get(str(stopping.get("mode")))
 
 
 def best_round(rows: Sequence[Row], column: str, less: bool | None = None) -> Row | None:

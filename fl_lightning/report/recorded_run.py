@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fl_lightning.files import content_of, fits_checksum, plain_json
 from fl_lightning.identity import course, folders, identity, rounding
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
-from fl_lightning.report.record import Row, read_metrics, read_rows
+from fl_lightning.report.record import Row, read_metrics, read_rows, summarise, watched_by
 from fl_lightning.terminal import printable
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -59,11 +59,18 @@ class RecordedRun:
         seed = self.summary.get("seed", self.config.get("seed"))
         return seed if isinstance(seed, int) else None
 
+    @cached_property
+    def figures(self) -> Mapping[str, Any]:
+        """The last, the best and the mean of the last ten rounds, and what chose the best, as `summarise` says them."""
+        monitor, less = watched_by(self.config, self.rows)
+        return summarise(self.rows, monitor or str(self.summary.get("best_by", "")), less)
+
     @property
-    def less_is_best(self) -> bool | None:
-        """Whether the best round is the one with least of what chooses it; None where that goes by its name."""
-        stopping = (self.config.get("federation") or {}).get("early_stopping") or {}
-        return {"min": True, "max": False}.get(str(stopping.get("mode")))
+    def unfinished(self) -> str:
+        """How far it is; empty where it is over, or nothing says how many rounds it is to have."""
+        done, planned = self.rows[-1]["round"], _entry(self.config, "federation", "rounds")
+        left = isinstance(planned, int) and done < planned and not has_ended(self.summary, planned, done)
+        return f"it is not finished: {done} of its {planned} rounds are done" if left else ""
 
     @property
     def partition_hash(self) -> str:
@@ -100,10 +107,9 @@ def read_run(path: Path, command: str) -> RecordedRun:
     partition = _mapping(path / "partition.json", notes, left_out="clients")
     if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
         notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
-    done, planned = rows[-1]["round"], _entry(config, "federation", "rounds")
-    if isinstance(planned, int) and done < planned and not has_ended(summary, planned, done):
-        notes.append(f"it is not finished: {done} of its {planned} rounds are done")
-    return RecordedRun(path, config, summary, partition, rows, tuple(notes))
+    run = RecordedRun(path, config, summary, partition, rows)
+    notes += [run.unfinished] if run.unfinished else []
+    return replace(run, notes=tuple(notes))
 
 
 def has_ended(summary: Mapping[str, Any], planned: int, done: int = 0) -> bool:

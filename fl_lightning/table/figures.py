@@ -108,7 +108,7 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     beside: dict[str, list[float]] = {}
     for run in runs:
         rows = run.rows()
-        known = moments(figure, rows, run.summary())
+        known = moments(figure, rows, run.summary(), run.watched)
         if figure.report not in known:
             continue
         value.seeds[run.seed] = scale * known[figure.report]
@@ -127,7 +127,7 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
 
 def figure_of(run: Cell, figure: Figure) -> float | None:
     """What one run has; None where it has no such figure (yet), or one that ran away to infinity or no number."""
-    return moments(figure, run.rows(), run.summary()).get(figure.report)
+    return moments(figure, run.rows(), run.summary(), run.watched).get(figure.report)
 
 
 def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
@@ -189,7 +189,7 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     rounds = [row["round"] for row in evaluated(figure, rows)]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
-    best = best_round(figure, rows, run.summary()) if figure.report == "best" else None
+    best = best_round(figure, rows, run.summary(), run.watched) if figure.report == "best" else None
     if best is not None:
         chosen = {best["round"]}
     else:

@@ -143,13 +143,19 @@ def read_figure(node: Any, key: str) -> Figure:
     return Figure(column, report, by)
 
 
-def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> dict[str, float]:
+Watched = tuple[str, bool | None]
+
+
+def moments(
+    figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any], watched: Watched = ("", None)
+) -> dict[str, float]:
     """A figure at each of the moments that it has; none of which a round is that ran away, to infinity or no number.
 
     Args:
         figure: what is asked for.
         rows: of `metrics.csv`.
         summary: what `summary.json` says.
+        watched: what the configuration says of the best round (`watched_by`).
     """
     if figure.report == SUMMARY:
         entry = _entry(summary, figure.column)
@@ -157,7 +163,7 @@ def moments(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) 
     known = [row[figure.column] for row in evaluated(figure, rows)]
     stretches = {"last": known[-1:], "mean_last_10": known[-10:], "mean": known}
     found = {moment: math.fsum(own) / len(own) for moment, own in stretches.items() if own and all(map(is_number, own))}
-    best = best_round(figure, rows, summary)
+    best = best_round(figure, rows, summary, watched)
     if best is not None and is_number(best.get(figure.column)):
         found["best"] = best[figure.column]
     final = _entry(summary.get("final_received") or {}, figure.column)
@@ -174,14 +180,19 @@ def ran_away(figure: Figure, rows: Sequence[Record]) -> bool:
     return not all(is_number(row[figure.column]) for row in evaluated(figure, rows))
 
 
-def best_round(figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any]) -> Record | None:
+def best_round(
+    figure: Figure, rows: Sequence[Record], summary: Mapping[str, Any], watched: Watched = ("", None)
+) -> Record | None:
     """The row of the round that ``best`` means, the earliest of equals; None before there is one.
 
-    A figure that names no column to choose by is best where the run says so, which knows `early_stopping.monitor`.
+    A figure that names no column to choose by is best where the run says so, or by what early stopping watches.
     """
     said = _entry(summary.get("best") or {}, f"{figure.column.removesuffix(STD)}.round")
     if said is not None and not figure.by:
         return next((row for row in rows if row["round"] == said), None)
+    monitor, less = watched
+    if not figure.by and any(row.get(monitor) is not None for row in rows):
+        return best_by(rows, monitor, less)
     by = figure.by or chosen_by(rows) or figure.column.removesuffix(STD)
     return best_by(rows, by, Figure(by, "best").less_is_better)
 

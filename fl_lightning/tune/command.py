@@ -293,7 +293,9 @@ class Tuning:
         search = self.search
         layers = [*search.base.layers(), *contender.overlay.layers()]
         known = search.seeds, search.trials, search.kind, search.validation, self.overrides, layers, contender.space
-        return hashlib.sha256(repr((known, str(search.monitor))).encode()).hexdigest()[:10]
+        usual = search.maximise != search.monitor.less_is_better and search.pruning == (search.kind == "optuna")
+        said = () if usual else (search.maximise, search.pruning)  # what is usual was once not written down
+        return hashlib.sha256(repr((known, str(search.monitor), *said)).encode()).hexdigest()[:10]
 
     def _fewer(self) -> str:
         """Which methods' grids are smaller than the budget."""

@@ -136,6 +136,13 @@ def test_trials_of_other_settings_do_not_stand_beside_todays(place):
     assert "started with" not in out + (folder / "fedavg.yaml").read_text()
     with (folder / "trials.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"FedAvg"}
+    place.write("small.yaml", both + "goal: min\n")
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedRep")
+    assert code == 0, err
+    assert "| FedAvg | – | – | searched with other settings before |" in out
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedAvg")
+    assert code == 0, err
+    assert "searched with other settings" not in out
 
 
 def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeypatch):

@@ -81,3 +81,16 @@ def test_growth_of_a_message_is_measured_by_what_was_received():
     check_message(sent, expected(), 10, received, 10.0)
     with pytest.raises(Unsound, match=r"weight model\.a holds 900, above 10 "):
         check_message(sent, expected(), 10, Message(), 10.0)
+
+
+def test_what_a_client_did_not_receive_may_be_a_count():
+    """FedNova's steps, FedGen's samples a class: a tight bound left out the clients that have the most."""
+    for growth in (2.0, 10.0):
+        check_message(Message({}, {"steps": torch.tensor([1050.0])}), expected(), 10, Message(), growth)
+        received = Message({}, {"steps": torch.tensor([1.0])})
+        with pytest.raises(Unsound, match=rf"artifact steps holds 1050, above {growth**3:g} \("):
+            check_message(Message({}, {"steps": torch.tensor([1050.0])}), expected(), 10, received, growth)
+        with pytest.raises(Unsound, match="artifact steps holds 1e\\+13, above 1e\\+12"):
+            check_message(Message({}, {"steps": torch.tensor([1e13])}), expected(), 10, Message(), growth)
+        with pytest.raises(Unsound, match="artifact steps holds nan"):
+            check_message(Message({}, {"steps": torch.tensor([torch.nan])}), expected(), 10, Message(), growth)

@@ -344,5 +344,17 @@ def test_hurt_is_measured_against_a_run_of_the_same_clients(mlp, data, set_up_fe
             ConfigError, match=r"^federation\.evaluate\.reference: that run's clients hold other samples"
         ):
             set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    write_json(tmp_path / "partition.json", {**data.partition_record(), "evaluate_on": "validation"})
+    rule = r"reference: that run was evaluated on validation parts, and data\.evaluate_on is test"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    write_json(tmp_path / "partition.json", data.partition_record())
+    (tmp_path / "metrics.csv").write_text("round,Local-T\n1,0.0\n2,0.5\n")
+    (tmp_path / "config.yaml").write_text("federation: {rounds: 80}\n")
+    rule = r"reference: must name a run that is over: it is not finished: 2 of its 80 rounds are done"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    (tmp_path / "config.yaml").write_text("federation: {rounds: 2}\n")
+    set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
     with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: there is no run in that folder"):
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference="nowhere"))

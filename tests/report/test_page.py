@@ -440,6 +440,27 @@ def test_best_round_is_the_one_that_the_run_has_chosen(mode, chosen, tmp_path):
     assert best.index(f"<td>{100 * chosen(figures):.2f}</td>") < best.index("</tr>")
 
 
+@pytest.mark.parametrize("mode", ["min", "auto"])
+def test_best_round_of_a_run_that_goes_on_is_the_one_that_it_would_choose(mode, tmp_path):
+    """Without a summary it was the worst: the direction of the loss that is watched was taken for Local-V's."""
+    run = make_run(tmp_path / "a", rounds=4)
+    names, *rows = (line.split(",") for line in (run / "metrics.csv").read_text().splitlines())
+    more = [("0.5", "0.9"), ("0.6", "0.7"), ("0.7", "0.3"), ("0.8", "0.4")]
+    lines = [[*names, "Local-V", "eval_loss/Local-V"], *([*row, *own] for row, own in zip(rows, more, strict=True))]
+    (run / "metrics.csv").write_text("".join(",".join(cells) + "\n" for cells in lines))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    stopping = {"monitor": "eval_loss/Local-V", "mode": mode}
+    config["federation"] = {**config.get("federation", {}), "early_stopping": stopping}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "summary.json").unlink()
+    read = read_run(run, "test")
+    assert {own["round"] for own in read.figures["best"].values()} == {3}
+    assert "the round in which eval_loss/Local-V is best" in moments(lines_of(run))
+    stopping["monitor"] = None  # the first of the figures on validation parts; mode is for it
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert read_run(run, "test").figures["best"]["Local-T"]["round"] == (1 if mode == "min" else 4)
+
+
 def test_numbers_that_are_not_finite_are_no_points(tmp_path):
     run = make_run(tmp_path / "a", rounds=2)
     text = (run / "metrics.csv").read_text().splitlines()

@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from fl_lightning.report.best_so_far import BestSoFar
 from fl_lightning.report.record import MetricsFile, num_evaluated, read_rows, summarise
 
 NAN = float("nan")
@@ -135,3 +136,17 @@ def test_column_that_never_applied_is_left_out():
 
 def test_summary_of_no_rounds_is_empty():
     assert summarise([]) == {"last": {}, "best": {}, "mean_last_10": {}}
+
+
+def test_best_so_far_goes_by_a_spread_that_is_watched_too():
+    """W&B was lost for the whole run: a spread has no best of its own."""
+    best = BestSoFar("Local-V_std", True)
+    assert best.see([{"round": 1, "Local-T": 0.5, "Local-V": 0.5, "Local-V_std": 0.2}])["best_round/Local-T"] == 1
+    assert best.see([{"round": 2, "Local-T": 0.9, "Local-V": 0.9, "Local-V_std": 0.3}]) == {}
+    assert best.see([{"round": 3, "Local-T": 0.4, "Local-V": 0.4, "Local-V_std": 0.1}])["best/Local-T"] == 0.4
+
+
+def test_direction_is_of_the_column_that_is_watched_alone():
+    rows = [{"round": 1, "Local-T": 0.1, "Local-V": 0.2}, {"round": 2, "Local-T": 0.3, "Local-V": 0.4}]
+    assert summarise(rows, "eval_loss/Local-V", True)["best"]["Local-T"] == {"value": 0.3, "round": 2}
+    assert summarise(rows, "Local-V", True)["best"]["Local-T"] == {"value": 0.1, "round": 1}

@@ -75,6 +75,15 @@ def test_best_round_is_the_one_that_the_run_says():
     assert moments(read_figure("Local-T.best@Local-V", "figure"), rows, said)["best"] == 0.3
 
 
+def test_best_round_of_a_run_that_does_not_say_is_the_one_of_what_it_watches():
+    """Of a cell that was extended since, the summary is of more rounds than the cell's."""
+    rows = [{"round": i, "Local-T": i / 10, "Local-V": i / 10, "odd": abs(i - 2)} for i in range(1, 4)]
+    watched = ("odd", True)
+    assert moments(read_figure("Local-T.best", "figure"), rows, {}, watched)["best"] == 0.2
+    assert moments(read_figure("Local-T.best@Local-V", "figure"), rows, {}, watched)["best"] == 0.3
+    assert moments(read_figure("Local-T.best", "figure"), rows, {}, ("nothing", True))["best"] == 0.3
+
+
 def test_what_is_less_and_what_is_of_clients():
     assert read_figure("Local-T_received_weighted.best", "f").of_clients == "Local-T_received"
     assert read_figure("Local-T/classifier.last", "f").of_clients == "Local-T/classifier"

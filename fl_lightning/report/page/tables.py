@@ -14,7 +14,6 @@ import numpy as np
 from fl_lightning.report.columns import FIGURES, is_spread
 from fl_lightning.report.page.figure import known
 from fl_lightning.report.page.ranking import RankedRow
-from fl_lightning.report.record import chosen_by, summarise
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
@@ -111,7 +110,7 @@ def moments(lines: Sequence[Series]) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = []
     for line in lines:
-        said = [summarise(run.rows, str(run.summary.get("best_by", "")), run.less_is_best) for run in line.runs]
+        said = [run.figures for run in line.runs]
         for way in ("", *_ways(line)):
             small = [f"by {way.removeprefix('/')}"] if way else []
             small += [line.setting] if many else []
@@ -152,7 +151,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def _best_is_chosen(lines: Sequence[Series]) -> str:
     runs = [run for line in lines for run in line.runs]
-    choosers = [str(run.summary.get("best_by") or chosen_by(run.rows)) for run in runs]
+    choosers = [str(run.summary.get("best_by") or run.figures.get("best_by", "")) for run in runs]
     by = escape(" or ".join(sorted({*choosers} - {""})))
     others = [run for run, chooser in zip(runs, choosers, strict=True) if not chooser]
     on = escape(" or ".join(sorted({_evaluated_on(run) for run in others})))
