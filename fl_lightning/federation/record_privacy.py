@@ -133,6 +133,8 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     clip, many = flags.get("gradient_clip_val"), flags.get("accumulate_grad_batches") or 1
     require(clip is None, "trainer.gradient_clip_val", f"must be null under {KEY}, which clips each sample's", clip)
     require(many == 1, "trainer.accumulate_grad_batches", f"must be 1 under {KEY}: each mini-batch is noised", many)
+    again = flags.get("overfit_batches") or 0
+    require(not again, "trainer.overfit_batches", f"must be 0 under {KEY}, which draws each mini-batch anew", again)
     require(num_devices(flags) == 1, "trainer.devices", f"must be 1 under {KEY}", flags.get("devices"))
     precision = str(flags.get("precision") or "32-true")
     wide = precision in ("32", "64", "32-true", "64-true")
@@ -235,6 +237,8 @@ def _compare(module: ClientModule, planned: Planned, private: PrivateFit, x: Ten
     assert module.settings is not None
     catching = descent(machine, {}, module.settings)
     bench = Bench(method, machine, [], planned.phase, terms, weights, catching)
+    buffers = dict(method.named_buffers())
+    travelling = {name: buffers[name].clone() for name in module.division.shared if name in buffers}
     try:
         private.enter(method)
         _loss(bench, x, y).backward()
@@ -245,6 +249,10 @@ def _compare(module: ClientModule, planned: Planned, private: PrivateFit, x: Ten
     finally:
         private.leave()
         method.zero_grad()
+    for name, before in travelling.items():
+        who = f"{type(method.model).__name__} allows no DP-SGD"
+        rule = f"a pass over samples changes {name}, which travels without noise; choose another model"
+        require(torch.equal(buffers[name], before), KEY, f"{who}: {rule}")
     names = {id(parameter): name for name, parameter in method.named_parameters()}
     for index in range(PROBED):
         loss = _loss(bench, x[index : index + 1], y[index : index + 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fl_lightning.core.host import Parts
 from fl_lightning.federation.filters import Quantize
@@ -11,6 +11,14 @@ from fl_lightning.federation.privacy import ClipAndNoise
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederatedLoop
+
+
+@runtime_checkable
+class Remarking(Protocol):
+    """A method that has something to say of a precision."""
+
+    def remark(self, precision: str) -> str:
+        """What a user should know of the method under a precision (``bf16-true``), in one line; empty if nothing."""
 
 
 def remarks(loop: FederatedLoop) -> Iterator[str]:
@@ -29,6 +37,8 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         yield f"federation.wire: noise may make {moved[0]} negative, whose model gives nan; say share_buffers: false"
     if method.model.own.has_loss and (method.terms.has_instead or isinstance(method.network(), Parts)):
         yield f"model: {type(method).__name__} has a loss of its own, where what training_step returns does not count"
+    if isinstance(method, Remarking) and (said := method.remark(str(loop.runner.trainer.precision))):
+        yield f"method: {type(method).__name__}: {said}"
     if chosen is not None and type(chosen).__name__ != method.exchange:
         own, name = method.exchange, type(method).__name__
         yield f"federation.exchange: {type(chosen).__name__}, where {name} is defined on {own}"

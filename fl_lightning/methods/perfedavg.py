@@ -83,6 +83,14 @@ class PerFedAvg(Method):
         self.weighting = weighting
         self.batches_a_step = 2 if approximation == "FO" else 3
 
+    def remark(self, precision: str) -> str:
+        """See `federation.remarks.Remarking`."""
+        if self.batches_a_step == 3 and self.delta < 0.01 and precision.startswith(("bf16", "16")):
+            return f"HF's difference of gradients drowns in {precision}'s rounding; take FO, delta: 0.01 or 32-true"
+        if precision in ("bf16-true", "16-true") and self.alpha:
+            return f"the step of alpha, in a fit and in what is tested, is rounded to {precision}; take bf16-mixed"
+        return ""
+
     # --- the local fit ------------------------------------------------------------------------------------------------
 
     def phases(self) -> list[Phase]:

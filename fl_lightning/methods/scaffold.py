@@ -85,6 +85,11 @@ class SCAFFOLD(Method):
         message.copy_to(self.control, "control")
         self.start.copy_(self._y())
 
+    def remark(self, precision: str) -> str:
+        """See `federation.remarks.Remarking`."""
+        loses = self.correction == "step" and precision in ("bf16-true", "16-true")
+        return f"{precision} rounds the steps of correction: step away; take gradient" if loses else ""
+
     @override
     def on_fit_start(self) -> None:
         self.model.own.one_optimizer()  # η stands for all of a fit, or c_i⁺ is no mean gradient

@@ -34,12 +34,12 @@ class BestSoFar:
         Returns:
             ``best/COLUMN`` and ``best_round/COLUMN`` of what has become better.
         """
-        rows = [dict(row) for row in rows]
-        summary = summarise(rows, self.monitor, self.less)
+        table = [dict(row) for row in rows]
+        summary = summarise(table, self.monitor, self.less)
         chooser, best = summary.get("best_by", ""), summary["best"]
         if chooser:
             falls = less_is_better(chooser) if chooser != self.monitor or self.less is None else self.less
-            chosen = best_round(rows, chooser, falls)
+            chosen = best_round(table, chooser, falls)
             best = best if chosen is not None and self._improves(chooser, chosen[chooser], falls) else {}
         elif self.monitor or not self._merits.keys().isdisjoint(CHOOSERS):
             best = {}  # these rounds lack the figure that chooses

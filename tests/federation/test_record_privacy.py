@@ -21,6 +21,7 @@ from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.models.wrapped import WrappedModel
 from fl_lightning.seeding import derive_seed
 
 HUGE = RecordPrivacy(noise_multiplier=0.0, max_grad_norm=1e6)
@@ -312,9 +313,37 @@ def test_layers_that_opacus_refuses_are_named(set_up_federation, conv_net, make_
     set_up_federation(lambda: FedAvg(group_norm(conv_net)), record_privacy=RecordPrivacy())
 
 
+class Averaging(nn.Module):
+    """Keeps a running mean of what it sees, as layers do that Opacus does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 0.1 * (x.detach().mean() - self.seen)
+        return x
+
+
+@pytest.mark.parametrize("layer", [Averaging, lambda: nn.InstanceNorm2d(1, track_running_stats=True)])
+def test_a_statistic_of_samples_that_would_travel_is_refused(set_up_federation, layer):
+    """They were sent bare, whatever the noise, beside a small epsilon."""
+
+    def build():
+        return FedAvg(WrappedModel((1, 8, 8), 4, nn.Sequential(layer(), nn.Flatten(), nn.Linear(64, 4)), head="2"))
+
+    rule = r"WrappedModel allows no DP-SGD: a pass over samples changes model\.\S+, which travels without noise"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(build, record_privacy=RecordPrivacy())
+    if layer is not Averaging:  # a layer of norms keeps its own
+        set_up_federation(build, record_privacy=RecordPrivacy(), share_buffers=False)
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
+        ("overfit_batches", 2),
         ("gradient_clip_val", 1.0),
         ("accumulate_grad_batches", 2),
         ("devices", 2),

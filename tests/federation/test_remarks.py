@@ -1,5 +1,6 @@
 import copy
 
+import pytest
 from tutorial_modules import DigitClassifier
 
 from fl_lightning.core.server_optimizer import ServerMomentum
@@ -10,6 +11,8 @@ from fl_lightning.federation.remarks import remarks
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedlc import FedLC
 from fl_lightning.methods.gpfl import GPFL
+from fl_lightning.methods.perfedavg import PerFedAvg
+from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.lightning_module import WrappedLightningModule
 
 
@@ -44,6 +47,24 @@ def test_rounding_that_a_server_optimizer_adds_up_is_remarked(set_up_federation,
         loop = set_up_federation(lambda: FedAvg(mlp()), wire=[own], server_optimizer=ServerMomentum(momentum=0.9))
         assert list(remarks(loop)) == said
     assert list(remarks(set_up_federation(lambda: FedAvg(mlp()), wire=[Quantize()]))) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "said"),
+    [
+        (lambda model: PerFedAvg(model, approximation="HF"), "bf16-mixed", "HF's difference of gradients drowns in"),
+        (lambda model: PerFedAvg(model, approximation="HF", delta=0.01), "bf16-mixed", ""),
+        (lambda model: PerFedAvg(model, approximation="HF"), "32-true", ""),
+        (PerFedAvg, "bf16-mixed", ""),
+        (PerFedAvg, "bf16-true", "the step of alpha, in a fit and in what is tested, is rounded to bf16-true"),
+        (lambda model: SCAFFOLD(model, correction="step"), "bf16-true", "bf16-true rounds the steps of correction"),
+        (lambda model: SCAFFOLD(model, correction="step"), "bf16-mixed", ""),
+        (SCAFFOLD, "bf16-true", ""),
+    ],
+)
+def test_what_a_precision_does_to_a_method_is_remarked(make, precision, said, set_up_federation, mlp):
+    found = list(remarks(set_up_federation(lambda: make(mlp()), trainer={"precision": precision})))
+    assert [own.partition(": ")[2].partition(": ")[2].startswith(said) for own in found] == [True] * bool(said)
 
 
 def test_noise_on_running_variances_is_remarked(set_up_federation, conv_net):
