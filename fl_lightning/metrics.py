@@ -76,18 +76,23 @@ def column_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tried(metric: Metric, key: str, num_classes: int) -> Reading:
-    """The metric, if it is one of classification and gives one number for made-up predictions."""
+    """The metric, if it is one of classification that gives one number for made-up predictions, and again the same."""
     kind = type(metric)
     ours = kind.__module__.partition(".")[0] != "torchmetrics"
     fits = ours or (kind.__module__.startswith("torchmetrics.classification") and kind.__name__ not in _others())
     require(fits, key, f"must be a metric of single-label classification ({', '.join(_USUAL)}, …)", kind.__name__)
     reading = Reading(metric, num_classes)
-    with isolated_streams(0, "metrics"), torch.no_grad(), warnings.catch_warnings():
+    measures = Measures(num_classes, loss=False, balanced=False, metrics={key: reading})
+    values = []
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        measures = Measures(num_classes, loss=False, balanced=False, metrics={key: reading})
         try:
-            y = torch.arange(_TRIED) % num_classes
-            measures.of(measures.outcome(torch.randn(_TRIED, num_classes), y), measures.balance(y))
+            for tried in (_TRIED, _TRIED // 2, _TRIED):
+                with isolated_streams(0, "metrics"):
+                    y = torch.arange(tried) % num_classes
+                    values.append(
+                        measures.of(measures.outcome(torch.randn(tried, num_classes), y), measures.balance(y))
+                    )
         except Exception as error:  # whatever somebody's metric raises
             said = " ".join(str(error).split())
             rule = "must give one number for class scores [n, C] and classes [n]"
@@ -96,6 +101,8 @@ def _tried(metric: Metric, key: str, num_classes: int) -> Reading:
             raise ConfigError(key, f"{kind.__name__} {rule}") from error
         finally:
             metric.reset()
+    rule = "keeps something that reset() does not clear, so that clients' samples add up; use add_state"
+    require(str(values[0]) == str(values[2]), key, f"{kind.__name__} {rule}")
     return reading
 
 

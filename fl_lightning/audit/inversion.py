@@ -144,7 +144,7 @@ def _one_step(loop: FederatedLoop, victim: Victim) -> tuple[ClientModule, dict[s
     loop.exchange.open(FIRST, [client])
     module = runner.load(client)
     facts = replace(runner.facts, round=FIRST, participants=(client,))
-    received = loop.wire.down(loop.exchange.inbox(client))
+    received = loop.wire.down(loop.exchange.inbox(client), FIRST)
     runner.receive(module, received, victim.data, facts)
     believed = copy.deepcopy(module)
     settings = FitSettings(lambda parameters: torch.optim.SGD(parameters, lr=STEP), local_epochs=1)

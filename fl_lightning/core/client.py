@@ -29,13 +29,13 @@ from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_callbacks
 from fl_lightning.core.planning import Plan, plan_of
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
-from fl_lightning.core.running_on import RunningOn
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import own_code, require
 from fl_lightning.models.split import SplitModel
+from fl_lightning.running_on import RunningOn
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision

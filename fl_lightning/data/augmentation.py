@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require, suggest
 from fl_lightning.reading import plain
+from fl_lightning.running_on import RunningOn
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import Trust, is_known
 
@@ -64,7 +65,7 @@ class Augmentation:
         return x
 
     def check(self, x: Tensor) -> None:
-        """Try a few images, so that what cannot work is refused before training.
+        """Try a few images, so that what cannot work is refused before training, and what counts on is said.
 
         Args:
             x: [n, ...] some of the inputs.
@@ -75,8 +76,15 @@ class Augmentation:
         """
         if x.ndim != 4:
             raise ConfigError(KEY, f"needs images [C, H, W], but a sample of this data set is {_kind(x)}")
+        owners = (part for own in self.transforms for part in (own.modules() if isinstance(own, nn.Module) else [own]))
+        running_on = RunningOn(
+            owners, "an image's augmentation may rest on the image and the global streams alone", True
+        )
         try:
+            running_on.begin()
             augmented, again = self(x, 0), self(x, 0)
+            running_on.end()
+            running_on.begin()
         except Exception as error:  # whatever a transform raises
             reason = str(error).split("\n")[0]
             raise ConfigError(KEY, f"{self} fails on images of {_kind(x)}: {reason}") from error

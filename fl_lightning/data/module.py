@@ -260,7 +260,7 @@ class FederatedData:
 
     def _group_record(self) -> dict[str, Any]:
         """The groups of each client, by name, where none is torn apart."""
-        if self._decoded.groups is None:
+        if self._decoded.groups is None or self.overlaps:
             return {}
         groups, names = self._decoded.groups.numpy(), self._decoded.group_names
         own = [np.unique(groups[np.concatenate([part.train, part.validation, part.test])]) for part in self._held]

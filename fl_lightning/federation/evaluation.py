@@ -128,6 +128,8 @@ class Evaluator:
         self.measures = measures
         self.parts = parts_of(data, policy.globally, policy.validation)
         self._positions, self._balances = Recent(), Recent()
+        self.draws = False
+        """Whether a model draws random numbers when it predicts: each mini-batch then has a stream of its own."""
         self._embeddings = Embeddings()
         self._of_unions: dict[tuple[str, int], Tensor] = {}
         self._measured: dict[tuple[str, str, str], tuple[Outcome, dict[str, float]]] = {}
@@ -263,10 +265,12 @@ class Evaluator:
                     embeddings = self._embeddings.of(module, x[:1])
                 if embeddings is not None:
                     embeddings.show(seen, module, (str(keeps), index))
-                for name, own in found.items():
-                    scores = ways[name].scores(seen)
-                    own.append(self.measures.outcome(scores, y))
-                    broken[name].append(scores.isnan().any())
+                place = first + index * step  # who tests it, and what came before, changes nothing
+                with isolated_streams(self.seed, "evaluate", place) if self.draws else nullcontext():
+                    for name, own in found.items():
+                        scores = ways[name].scores(seen)
+                        own.append(self.measures.outcome(scores, y))
+                        broken[name].append(scores.isnan().any())
                 if embeddings is not None:
                     embeddings.keep(seen, module, (str(keeps), index))
         for name, flags in broken.items():

@@ -20,7 +20,7 @@ from fl_lightning.federation.evaluation import Batches, Outcomes, Scores, join_b
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.fairness import read_reference
 from fl_lightning.federation.fit_checks import check_inputs
-from fl_lightning.federation.resting import rests_on_what_travels
+from fl_lightning.federation.resting import draws, rests_on_what_travels
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard, is_received
 from fl_lightning.federation.sickness import ServerError, Ward, at
@@ -60,6 +60,7 @@ class Examiner:
         sample = data.store.gather(some)[0] if len(some) else None
         if sample is not None:
             check_inputs(runner.modules, sample)
+            runner.evaluator.draws = any(draws(module, sample) for module in runner.modules)
             if NAME in template.predictors:
                 check_tunable(template.method, sample)
         ways = list(template.predictors.values())

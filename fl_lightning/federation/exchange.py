@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +22,7 @@ from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.guarding import Guard
 from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state
+from fl_lightning.seeding import streams_of_own_code
 
 
 class Hop(NamedTuple):
@@ -222,7 +224,8 @@ class Star(Exchange):
 
     @override
     def inbox(self, client: int) -> Message:
-        message = self.server.message_for(client)
+        with self._streams("message", client):
+            message = self.server.message_for(client)
         if not isinstance(message, Message):
             who, given = type(self.server).__name__, type(message).__name__
             raise Unsound(f"{who}.message_for() gives {given}, and must give a Message")
@@ -231,7 +234,8 @@ class Star(Exchange):
     @override
     def open(self, round: int, participants: Sequence[int]) -> None:
         self.server.facts = replace(self.facts, round=round, participants=tuple(participants))
-        self.server.open_round()
+        with self._streams("open"):
+            self.server.open_round()
         for unsaved, owner in zip(self._unsaved, self._keeping(), strict=True):
             if owner is not None:
                 unsaved.look(owner)
@@ -243,6 +247,10 @@ class Star(Exchange):
     def _keeping(self) -> tuple[Kept | None, ...]:
         """What remembers something from round to round, and may be somebody's own."""
         return self.server, self.server.optimizer, None if self.guarded is None else self.guarded.aggregator
+
+    def _streams(self, purpose: str, client: int = -1) -> AbstractContextManager[None]:
+        """What a server, an optimizer or a rule of one's own draws from, whoever has fitted last in this process."""
+        return streams_of_own_code(self._keeping(), self.facts.seed, f"server/{purpose}", self.server.round, client)
 
     @override
     def withdraw(self, clients: Sequence[int]) -> None:
@@ -256,16 +264,18 @@ class Star(Exchange):
         elif self.guarded is not None:
             self.guarded.add(client, message)
         else:
-            self.server.collect(client, message)
+            with self._streams("collect", client):
+                self.server.collect(client, message)
 
     @override
     def close(self) -> None:
-        if self.mean is not None:
-            self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
-        elif self.guarded is not None:
-            for client, message in self.guarded.release(self.server.round, self.server.message):
-                self.server.collect(client, message)
-        self.server.close_round()
+        with self._streams("close"):
+            if self.mean is not None:
+                self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
+            elif self.guarded is not None:
+                for client, message in self.guarded.release(self.server.round, self.server.message):
+                    self.server.collect(client, message)
+            self.server.close_round()
 
     @override
     def outgoing(self) -> Iterable[tuple[str, Message]]:

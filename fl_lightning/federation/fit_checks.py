@@ -57,8 +57,8 @@ def check_whole_epochs(modules: Sequence[ClientModule], settings: Federation) ->
 def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """Predict one of the data set's samples by every model, so that one that cannot take them is refused at once.
 
-    So is one whose embedding or logits have other sizes than it says, with which classes would be missing, and one that
-    a prediction changes: testing it would train it.
+    So is one whose embedding or logits have other sizes than it says, with which classes would be missing, one that
+    changes what it is given, and one that a prediction changes: testing it would train it.
 
     Args:
         modules: a client of each architecture.
@@ -66,7 +66,7 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
     """
     for index, module in enumerate(modules):
         key = "model" if len(modules) == 1 else f"model.{index}"
-        before = _versions(module.method.model)
+        before, given = _versions(module.method.model), version_of(x)
         with isolated_streams(0, "inputs"), torch.no_grad(), training(module.method, False):
             try:
                 made = {name: way.scores(Seen(x)) for name, way in module.predictors.items()}
@@ -77,6 +77,8 @@ def check_inputs(modules: Sequence[ClientModule], x: Tensor) -> None:
             _try_model(module.method.model, x, key)
             for name, scores in made.items():
                 _check_scores(module.method, name, scores, len(x))
+        what = "changes its inputs in place, which others read after it; begin with a copy"
+        require(version_of(x) == given, key, f"{type(module.method.model).__name__} {what}")
         moved = next((name for name, now in _versions(module.method.model).items() if now != before.get(name)), None)
         what = "changes in eval mode, so that every test would train it (as an embedding's max_norm does)"
         require(moved is None, key, f"{type(module.method.model).__name__}'s {moved} {what}")

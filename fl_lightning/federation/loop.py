@@ -128,7 +128,7 @@ class FederatedLoop:
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
         exchange = EXCHANGES[template.method.exchange]() if settings.exchange is None else settings.exchange
-        self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names)
+        self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names, self.seed)
         exchange.setup(template, facts)
         self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:
@@ -294,7 +294,7 @@ class FederatedLoop:
 
     def _inbox(self, round: int, client: int) -> Message:
         with at_server(round):
-            return self.wire.down(self.exchange.inbox(client))
+            return self.wire.down(self.exchange.inbox(client), round)
 
     def receive_once_more(self) -> dict[str, float]:
         """What models score after one more receive, without a fit: `final_received`."""

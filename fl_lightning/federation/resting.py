@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,21 @@ def rests_on_what_travels(client: ClientModule, way: Predictor, x: Tensor) -> bo
         way: the predictor.
         x: [1, …] an input.
     """
-    return _unmoved(client, _not_travelling(client), lambda: way.scores(Seen(x)), (0, 0))
+    return _unmoved(client, _not_travelling(client), partial(_scores, way, x), (0, 0))
+
+
+def draws(client: ClientModule, x: Tensor) -> bool:
+    """Whether a prediction rests on the random streams, as dropout that stays on does.
+
+    Args:
+        client: any client of its architecture.
+        x: [1, …] an input.
+    """
+    return not all(_unmoved(client, (), partial(_scores, way, x), (0, 1)) for way in client.predictors.values())
+
+
+def _scores(way: Predictor, x: Tensor) -> Tensor:
+    return way.scores(Seen(x))
 
 
 def embeds_by_a_body_that_travels(client: ClientModule, x: Tensor) -> bool:

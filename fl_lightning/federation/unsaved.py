@@ -10,11 +10,11 @@ from torch import Tensor
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
-from fl_lightning.core.running_on import mark_of
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import shortened
 from fl_lightning.files import require_readable
+from fl_lightning.running_on import mark_of
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Message
-from fl_lightning.core.running_on import RunningOn
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.packing import Packet
+from fl_lightning.running_on import RunningOn
+from fl_lightning.seeding import streams_of_own_code
 
 MEMORY = "wire."
 """What names in a client's private state begin with that a filter keeps there."""
@@ -27,7 +28,8 @@ class WireFilter(ABC):
 
     It changes the values that are sent, which of them are sent (`Packed.only`), and what they take
     (`Packed.carrying`). Random numbers may come from torch's global streams: on the way up these depend on seed, round
-    and client alone. Filters hold no state of their own, because one object serves all clients.
+    and client alone, on the way down on seed and round. Filters hold no state of their own, because one object serves
+    all clients.
     """
 
     paper: ClassVar[str] = ""
@@ -77,15 +79,20 @@ class Wire:
         filters: in their order on the way up and down.
         exchange: what carries the messages.
         trained: names of the weights that are parameters; None for all.
+        seed: the run's.
 
     Raises:
         ConfigError: for a filter that needs a server where there is none, or that stands in the wrong place.
     """
 
     def __init__(
-        self, filters: Sequence[WireFilter], exchange: Exchange, trained: Collection[str] | None = None
+        self,
+        filters: Sequence[WireFilter],
+        exchange: Exchange,
+        trained: Collection[str] | None = None,
+        seed: int = 0,
     ) -> None:
-        self._trained = trained
+        self._trained, self._seed = trained, seed
         named = list(enumerate(filters))
         for _, own in named:
             if own.needs_server and exchange.between_clients:
@@ -95,9 +102,9 @@ class Wire:
         self._up = [(index, own) for index, own in named if own.ways != "down" and own not in self._whole]
         _check_order([own for _, own in named if own.ways != "down"])
         self._down = [own for _, own in named if own.ways != "up" and not exchange.between_clients]
-        self._last: tuple[Message, Message] | None = None
-        remedy = "keep it in the `memory` that the filter is given"
-        self._running_on = RunningOn([own for _, own in self._up], remedy, tensors=True)
+        self._last: tuple[Message, int, Message] | None = None
+        remedy = "keep it in the `memory` that `apply` is given"
+        self._running_on = RunningOn([*self._whole, *(own for _, own in self._up)], remedy, tensors=True)
 
     @torch.no_grad()
     def up(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
@@ -108,31 +115,34 @@ class Wire:
             received: what the client received in this round, which both ends know.
             memory: what filters keep for this client from round to round; changed in place.
         """
+        self._running_on.begin()
         for whole in self._whole:
             message = whole.change(message, received)
-        if not self._up:
-            return message
+        message = self._packed(message, received, memory) if self._up else message
+        self._running_on.end()
+        return message
+
+    def _packed(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
         packet = Packet.of(message, received, self._trained)
-        self._running_on.begin()
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
             packet = own.apply(packet, kept)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
-        self._running_on.end()
         return packet.unpacked(message)
 
     @torch.no_grad()
-    def down(self, message: Message) -> Message:
-        """What a client gets of what it is sent."""
+    def down(self, message: Message, round: int = 0) -> Message:
+        """What a client gets of what it is sent in a round; random numbers are the same for all clients."""
         if not self._down:
             return message
-        if self._last is None or self._last[0] is not message:  # mostly one message for all clients
+        if self._last is None or self._last[0] is not message or self._last[1] != round:  # mostly one for all clients
             packet = Packet.of(message)
-            for own in self._down:
-                packet = own.apply(packet, {})
-            self._last = message, packet.unpacked(message)
-        return self._last[1]
+            with streams_of_own_code(self._down, self._seed, "wire/down", round):
+                for own in self._down:
+                    packet = own.apply(packet, {})
+            self._last = message, round, packet.unpacked(message)
+        return self._last[2]
 
 
 def _check_order(filters: Sequence[WireFilter]) -> None:

@@ -255,6 +255,31 @@ def test_draws_that_no_seed_reaches_are_refused(make_data):
         make_data(edit=make_uint8, augmentation=[Noisy()])
 
 
+class Warming:
+    """Begins to do something after so many images, which another worker reaches at another client."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, image):
+        self.calls += 1
+        return image if self.calls < 200 else image.flip(-1)
+
+
+class Remembering(Warming):
+    """Has a number that it does not change."""
+
+    def __call__(self, image):
+        return image
+
+
+@pytest.mark.parametrize("kind", [Warming, Remembering])
+def test_a_transform_that_counts_on_is_said(make_data, kind, capsys):
+    make_data(edit=make_uint8, augmentation=[kind()])
+    said = "Warming.calls runs on from one client to the next and is saved nowhere"
+    assert (said in capsys.readouterr().err) == (kind is Warming)
+
+
 def test_data_without_images_is_refused(make_data):
     def tokens(arrays):
         arrays.x, arrays.vocabulary_size = (arrays.x.flatten(1) > 0).long(), 2

@@ -59,6 +59,16 @@ def test_nothing_is_made_of_clients_that_nobody_looks_at(drawn, monkeypatch):
         data.clients[MILLION]
 
 
+def test_data_with_groups_can_be_drawn_from(drawn):
+    """It ended in a traceback; whose groups a client has would be listed for a million of them."""
+    arrays = drawn(clients=50).arrays
+    groups = torch.arange(len(arrays.y)) % 7
+    data = FederatedData(Made(replace(arrays, groups=groups)), Population(20), 50, batch_size=4)
+    data.setup(0)
+    assert "groups" not in data.partition_record()
+    assert data.partition_record()["hash"] == data.partition_hash
+
+
 @pytest.mark.parametrize("beta", [None, 0.1, 100.0])
 @pytest.mark.parametrize("split", ["holdout", "matched", "global"])
 def test_client_is_the_same_whenever_and_among_however_many(drawn, split, beta):

@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method, Predictor, Seen
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.examiner import holds
 from fl_lightning.federation.resting import rests_on_what_travels
 from fl_lightning.federation.settings import EvaluationPolicy
@@ -450,6 +452,50 @@ class Notes(nn.Module):
     def forward(self, x):
         self.largest = torch.maximum(self.largest, x.max().detach())
         return self.head(self.hidden(x.flatten(1)))
+
+
+class Samples(SplitModel):
+    """Drops out in eval mode, too, as Monte Carlo dropout does."""
+
+    def __init__(self):
+        super().__init__(Body([nn.Flatten()], nn.Linear(64, 16)), nn.Linear(16, 4), 16, 4, (1, 8, 8))
+
+    def embed(self, x):
+        return F.dropout(super().embed(x), 0.5, training=True)
+
+
+def test_a_model_that_draws_in_eval_mode_is_tested_by_streams_of_the_mini_batches_own(
+    run_federation, outcome, assert_identical, make_data
+):
+    """Figures were of what the last client had left of the streams: other workers, or a resumption, other figures."""
+
+    class Draws(FederationCallback):
+        def on_client_fit_end(self, loop, report):
+            torch.rand(7)
+
+    plain, other = (
+        run_federation(lambda: FedAvg(Samples()), rounds=2, data=make_data(), callbacks=own) for own in ([], [Draws()])
+    )
+    assert plain.runner.evaluator.draws
+    assert_identical(outcome(plain), outcome(other))
+
+
+class Halves(nn.Module):
+    """Changes what it is given."""
+
+    def forward(self, x):
+        return x.mul_(0.5)
+
+
+def test_a_model_that_changes_its_inputs_is_refused(set_up_federation, mlp, make_data):
+    def method():
+        model = mlp()
+        model.body.stages.insert(0, Halves())
+        return FedAvg(model)
+
+    assert not set_up_federation(lambda: FedAvg(mlp()), data=make_data()).runner.evaluator.draws
+    with pytest.raises(ConfigError, match=r"^model: MLP changes its inputs in place, which others read after it"):
+        set_up_federation(method, data=make_data())
 
 
 @pytest.mark.parametrize(("kind", "moved"), [(Renormalises, "rows.weight"), (Notes, "largest")])

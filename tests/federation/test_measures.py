@@ -197,6 +197,41 @@ def test_a_metric_s_name_must_say_what_its_class_does_of_more_or_less():
         assert build_metrics([{"class_path": path}], CLASSES)
 
 
+class CountsOn(Metric):
+    """Counts in attributes, which `reset` knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrong, self.all = 0, 0
+
+    def update(self, scores, y):
+        self.wrong += int((scores.argmax(1) != y).sum())
+        self.all += len(y)
+
+    def compute(self):
+        return torch.tensor(self.wrong / self.all)
+
+
+class Draws(Metric):
+    """Draws, and keeps nothing."""
+
+    full_state_update = False
+
+    def update(self, scores, y):
+        pass
+
+    def compute(self):
+        return torch.rand(())
+
+
+def test_a_metric_that_counts_on_over_clients_is_refused():
+    """Its column said 0.735 where the error was 0.3."""
+    rule = r"^metrics\.0: CountsOn keeps something that reset\(\) does not clear"
+    with pytest.raises(ConfigError, match=rule):
+        build_metrics([{"class_path": f"{__name__}.CountsOn"}], 4)
+    assert list(build_metrics([{"class_path": f"{__name__}.Draws"}], 4)) == ["Draws"]
+
+
 def test_names_are_resolved_and_what_the_data_say_is_filled_in():
     base = {"method": "FedAvg", "model": "MLP", "data": {"dataset": "Digits", "partition": "IID"}}
     nodes = ["Accuracy", {"class_path": "F1Score", "init_args": {"average": "macro"}}, OWN]

@@ -1,0 +1,104 @@
+"""What somebody's own code at the server draws from the global streams: it depends on the seed and the round alone."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.core.aggregator import Aggregator
+from fl_lightning.core.server import Server
+from fl_lightning.core.server_optimizer import ServerOptimizer
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.wire import WireFilter
+from fl_lightning.methods.fedavg import FedAvg
+
+
+class RandomHalf(Aggregator):
+    """The mean of a random half of the clients."""
+
+    def selected(self, messages):
+        return sorted(np.random.permutation(len(messages))[: max(1, len(messages) // 2)].tolist())
+
+    def combine(self, vectors):
+        return vectors.each(lambda block: block.mean(0))
+
+
+class Noisy(ServerOptimizer):
+    """Langevin's."""
+
+    def __init__(self, lr=1.0):
+        super().__init__(lr)
+
+    def direction(self, name, delta):
+        return delta + 0.01 * torch.randn_like(delta)
+
+
+class NoiseDown(WireFilter):
+    """Noise on what clients are sent."""
+
+    ways = "down"
+
+    def apply(self, packet, memory):
+        def noisy(own):
+            return own.carrying(own.values + 0.01 * torch.randn_like(own.values))
+
+        return replace(packet, weights={name: noisy(own) for name, own in packet.weights.items()})
+
+
+class Picking(Server):
+    """Forgets a part of the model in every round, and for every client another one."""
+
+    def open_round(self):
+        super().open_round()
+        self.keeps = random.random()
+
+    def message_for(self, client):
+        message = super().message_for(client).clone()
+        for tensor in message.weights.values():
+            if tensor.is_floating_point():
+                tensor *= torch.rand(()) < self.keeps
+        return message
+
+    def state_dict(self):
+        return {**super().state_dict(), "keeps": getattr(self, "keeps", 0.0)}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.keeps = state["keeps"]
+
+
+class Picked(FedAvg):
+    """FedAvg with such a server."""
+
+    def make_server(self, initial, facts):
+        return Picking(initial)
+
+
+class Drawing(FederationCallback):
+    """Leaves other streams behind after every fit, as another worker's last client does."""
+
+    def on_client_fit_end(self, loop, report):
+        torch.rand(7)
+        np.random.rand(3)
+        random.random()
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        ({"aggregator": RandomHalf()}, FedAvg),
+        ({"server_optimizer": Noisy()}, FedAvg),
+        ({"wire": [NoiseDown()]}, FedAvg),
+        ({}, Picked),
+    ],
+    ids=["a rule", "an optimizer", "a filter on the way down", "a server"],
+)
+def test_draws_at_the_server_are_the_rounds_own(options, method, run_federation, outcome, assert_identical, mlp):
+    """They were of what the last client of the main process had left: other workers, or a resumption, other numbers."""
+    runs = [
+        run_federation(lambda: method(mlp()), rounds=3, participation=0.8, callbacks=own, **options)
+        for own in ([], [Drawing()])
+    ]
+    assert_identical(*map(outcome, runs))
