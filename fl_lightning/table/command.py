@@ -32,7 +32,7 @@ from fl_lightning.table.definition import Definition, read_definition
 from fl_lightning.table.figures import Values, left_out, of_fewer_seeds, on_validation, values_of
 from fl_lightning.table.overlays import split_options
 from fl_lightning.table.page import CELLS, cells_as_csv, write_table_page
-from fl_lightning.table.progress import Pace, Progress, duration
+from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import Command, Crew, distinct
 from fl_lightning.table.writing import markdown, write
@@ -76,7 +76,7 @@ def table(argv: Sequence[str], command: Command) -> int:
         return 0
     console = PlainConsole(quiet=options.quiet)
     if options.dry_run:
-        _forecast(console, distinct(shard), options.jobs)
+        forecast(console, [(cell.title, cell) for cell in distinct(shard)], options.jobs)
         return 0
     if choice.laid_over:  # whoever reads the table must know that its runs are not the file's
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
@@ -211,28 +211,6 @@ def _without_data(cells: Sequence[Cell]) -> dict[str, str]:
         if lacks.get(key) and not cell.finished:
             found[cell.title] = lacks[key]
     return found
-
-
-def _forecast(console: Console, cells: Sequence[Cell], jobs: int) -> None:
-    pace, total, unknown = Pace(cells), 0.0, 0
-    for cell in cells:
-        done, seconds = len(cell.rows()), pace.seconds(cell)
-        state = "finished" if cell.finished else f"{done} of {cell.rounds} rounds"
-        left = 0.0 if cell.finished or seconds is None else seconds * (cell.rounds - done)
-        unknown += not cell.finished and seconds is None
-        total += left
-        rest = "" if cell.finished or seconds is None else f", {duration(left)} left"
-        console.print(f"{cell.title}: {state}{rest}", highlight=False, soft_wrap=True)
-    begun, todo = len(cells) - unknown, [cell for cell in cells if not cell.finished]
-    at_once = f" with {jobs} at once" if jobs > 1 else ""
-    if not todo:
-        said = "all are finished"
-    elif not total:
-        said = f"{len(todo)} to do; how long is known once one of them has done a round"
-    else:
-        more = f" for {begun} of them; of the other {unknown} no round is known yet" if unknown else ""
-        said = f"{len(todo)} to do, {duration(total / jobs)} left{at_once}{more}"
-    console.print(f"{len(cells)} runs: {said}", highlight=False)
 
 
 def _parser() -> Any:

@@ -146,3 +146,33 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def forecast(console: Console, named: Sequence[tuple[str, Cell]], jobs: int) -> None:
+    """Say how far each run is, and how long the rest will take.
+
+    Args:
+        console: where.
+        named: runs, and what they are called.
+        jobs: runs at once.
+    """
+    cells = [cell for _, cell in named]
+    pace, total, unknown = Pace(cells), 0.0, 0
+    for title, cell in named:
+        done, seconds = len(cell.rows()), pace.seconds(cell)
+        state = "finished" if cell.finished else f"{done} of {cell.rounds} rounds"
+        left = 0.0 if cell.finished or seconds is None else seconds * (cell.rounds - done)
+        unknown += not cell.finished and seconds is None
+        total += left
+        rest = "" if cell.finished or seconds is None else f", {duration(left)} left"
+        console.print(f"{title}: {state}{rest}", highlight=False, soft_wrap=True)
+    begun, todo = len(cells) - unknown, [cell for cell in cells if not cell.finished]
+    at_once = f" with {jobs} at once" if jobs > 1 else ""
+    if not todo:
+        said = "all are finished"
+    elif not total:
+        said = f"{len(todo)} to do; how long is known once one of them has done a round"
+    else:
+        more = f" for {begun} of them; of the other {unknown} no round is known yet" if unknown else ""
+        said = f"{len(todo)} to do, {duration(total / jobs)} left{at_once}{more}"
+    console.print(f"{len(cells)} runs: {said}", highlight=False)

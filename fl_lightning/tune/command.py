@@ -8,7 +8,7 @@ import io
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, left_out, trained_nobody
 from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
-from fl_lightning.table.progress import Progress
+from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
@@ -93,6 +93,14 @@ class Tuning:
             words.append(f"--data.validation_fraction={data.get('validation_fraction') or self.search.validation}")
         words.append("--data.evaluate_on=validation")
         return [cell_of(row, COLUMN, words, seed, self.cells) for seed in self.search.seeds]
+
+    def grid(self) -> Iterator[tuple[str, Cell]]:
+        """The runs of a search that is a grid, and what they are called."""
+        for contender in self.contenders:
+            sampler = Grid(self.search, contender)
+            while (asked := sampler.ask()) is not None:
+                for cell in self.cells_at(contender, asked[0]):
+                    yield f"{contender.name}, {_said(asked[0])}, seed {cell.seed}", cell
 
     def run(self) -> tuple[int, dict[str, list[Trial]]]:
         """All methods' trials.
@@ -357,6 +365,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     parser.add_argument("--only", default="", help="methods (rows of the file), separated by commas")
     parser.add_argument("--output", type=str, default="runs", help="folder of runs")
     parser.add_argument("--print-commands", action="store_true", help="print one command a run of a grid, and run none")
+    parser.add_argument("--dry-run", action="store_true", help="say what there is to do of a grid, and how long")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     own, overrides = split_options(argv, "a search's file names them")
     options = parser.parse_args(own)
@@ -368,13 +377,15 @@ def tune(argv: Sequence[str], command: Command) -> int:
         require(name in known, "--only", f"the search has none of that name; {suggest(name, known)}", name)
     console = PlainConsole(quiet=options.quiet)
     tuning = Tuning(search, Path(options.output), options.jobs, command, console, overrides, only)
+    for asked, name in ((options.print_commands, "--print-commands"), (options.dry_run, "--dry-run")):
+        kind = search.kind
+        require(not asked or kind == "grid", name, "needs search: grid; Optuna chooses as it goes", kind)
     if options.print_commands:
-        require(search.kind == "grid", "--print-commands", "needs search: grid; Optuna chooses as it goes", search.kind)
-        for contender in tuning.contenders:
-            sampler = Grid(search, contender)
-            while (asked := sampler.ask()) is not None:
-                for cell in tuning.cells_at(contender, asked[0]):
-                    print(shlex.join(["fl-lightning", *cell.words]))
+        for _, cell in tuning.grid():
+            print(shlex.join(["fl-lightning", *cell.words]))
+        return 0
+    if options.dry_run:
+        forecast(console, list(tuning.grid()), options.jobs)
         return 0
     code, found = tuning.run()
     if tuning.refusal:  # what an earlier search has written stays

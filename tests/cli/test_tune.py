@@ -119,6 +119,23 @@ def test_options_of_a_configuration_are_laid_over_every_run(place):
     assert (code, err.strip()) == (2, "fl-lightning: error: --seed: each run has its own; a search's file names them")
 
 
+def test_a_dry_run_says_what_there_is_to_do(place):
+    place.write("small.yaml", TUNE)
+    code, out, err = place.call("tune", "small.yaml", "--dry-run", "--federation.rounds", "1")
+    assert (code, err) == (0, "")
+    assert not (place.path / "runs/cells").exists()
+    cells = [line for line in out.splitlines() if line.startswith("FedRep, lr ")]
+    assert len(cells) == 2
+    assert all(line.endswith(", seed 0: 0 of 1 rounds") for line in cells)
+    assert "2 runs: 2 to do; how long is known once one of them has done a round" in out
+    assert place.call("tune", "small.yaml", "--quiet", "--federation.rounds", "1")[0] == 0
+    code, out, _ = place.call("tune", "small.yaml", "--dry-run", "--federation.rounds", "1")
+    assert (code, out.count(": finished"), "2 runs: all are finished" in out) == (0, 2, True)
+    place.write("small.yaml", TUNE + "search: optuna\n")
+    code, _, err = place.call("tune", "small.yaml", "--dry-run")
+    assert (code, "--dry-run: needs search: grid" in err) == (2, True)
+
+
 def test_trials_of_other_settings_do_not_stand_beside_todays(place):
     """Six trials of one round stood above six of four, under one heading."""
     both = TUNE + "  FedAvg: {space: {optimizer.init_args.lr: [0.01]}}\n"
