@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def run_audit(
     tell: Callable[[str], None] = lambda text: None,
     trust: Trust | None = None,
 ) -> dict[str, Any]:
-    """Audit runs, and write `audit.json`, pictures and a page.
+    """Audit runs, and write `audit.json`, pictures and a page: of what was found, too, if something then breaks off.
 
     Args:
         runs: folders of runs; of each its configuration is read, and nothing is written.
@@ -59,24 +59,44 @@ def run_audit(
     require(images + canaries > 0, "audit", "there is nothing to do without images and canaries")
     _check_output(output)
     trust = Trust() if trust is None else trust
+    asked = {"runs": [str(run) for run in runs], "attack": asdict(attack), "images": images, "noise": noise}
+    victims: list[Victim] = []
     found: list[Inversion] = []
-    truth: Victim | None = None
-    if images:
-        found, truth = _inversions(_experiments(runs, trust), attack, images, noise, tell)
-    estimates = _estimates(_experiments(runs, trust), canaries, tell) if canaries else {}
+    estimates: dict[str, Estimate | None] = {}
+    try:
+        if images:
+            for victim, own in _inversions(_experiments(runs, trust), attack, images, noise, tell):
+                victims.append(victim)
+                found += own
+        if canaries:
+            for name, estimate in _estimates(_experiments(runs, trust), canaries, tell):
+                estimates[name] = estimate
+    except BaseException:
+        if found or estimates:
+            _write(output, asked, victims, found, estimates)
+            tell(f"what was found before is in {output}")
+        raise
+    return _write(output, asked, victims, found, estimates)
+
+
+def _write(
+    output: Path,
+    asked: Mapping[str, Any],
+    victims: Sequence[Victim],
+    found: Sequence[Inversion],
+    estimates: Mapping[str, Estimate | None],
+) -> dict[str, Any]:
+    """Write what was found; all victims have the same images."""
     said = {
-        "runs": [str(run) for run in runs],
-        "attack": asdict(attack),
-        "images": images,
-        "noise": noise,
+        **asked,
         "inversion": [_as_dict(own) for own in found],
         "canaries": {name: None if own is None else own.as_dict() for name, own in estimates.items()},
     }
     output.mkdir(parents=True, exist_ok=True)
-    if truth is not None:
-        draw_reconstructions(truth.images, found, output / "reconstructions.png")
+    if victims:
+        draw_reconstructions(victims[0].images, found, output / "reconstructions.png")
         draw_curves(found, output / "psnr.png")
-    write_page(said, None if truth is None else truth.images, found, output / "index.html")
+    write_page(said, victims[0].images if victims else None, found, output / "index.html")
     write_text(output / "audit.json", json.dumps(said, indent=2) + "\n")
     return said
 
@@ -105,9 +125,8 @@ def _experiments(runs: Sequence[Path], trust: Trust) -> list[BuiltExperiment]:
 
 def _inversions(
     experiments: Sequence[BuiltExperiment], attack: Attack, images: int, noise: float, tell: Callable[[str], None]
-) -> tuple[list[Inversion], Victim]:
+) -> Iterator[tuple[Victim, list[Inversion]]]:
     """The attacks on every run, all on the same images."""
-    found: list[Inversion] = []
     first: Victim | None = None
     for experiment in experiments:
         experiment.setup(in_memory=True)
@@ -121,9 +140,7 @@ def _inversions(
         for each in own:
             end = "sends nothing that can be followed"
             tell(f"{each.label}: {end if each.found is None else f'{float(each.found.curves[-1].mean()):.1f} dB'}")
-        found += own
-    assert first is not None
-    return found, first
+        yield victim, own
 
 
 def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int], None]:
@@ -134,11 +151,12 @@ def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int]
     return report
 
 
-def _estimates(experiments: Sequence[BuiltExperiment], canaries: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    estimates: dict[str, Estimate | None] = {}
+def _estimates(
+    experiments: Sequence[BuiltExperiment], canaries: int, tell: Callable[[str], None]
+) -> Iterator[tuple[str, Estimate | None]]:
     for experiment in experiments:
         try:
-            own = estimates[experiment.name] = audit_canaries(experiment, canaries, tell)
+            own = audit_canaries(experiment, canaries, tell)
         except RoundError as error:
             raise ConfigError("audit --canaries", f"{experiment.name}: {' '.join(str(error).split())}") from error
         if own is None:
@@ -146,7 +164,7 @@ def _estimates(experiments: Sequence[BuiltExperiment], canaries: int, tell: Call
         else:
             accounted = "infinite" if own.epsilon_accounted is None else f"{own.epsilon_accounted:.2f}"
             tell(f"{experiment.name}: epsilon is at least {own.epsilon_at_least:.2f}, at most {accounted}")
-    return estimates
+        yield experiment.name, own
 
 
 def _as_dict(own: Inversion) -> dict[str, Any]:

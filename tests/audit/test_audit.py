@@ -209,6 +209,20 @@ def test_other_images_are_not_compared(run_folder, tmp_path):
         run_audit(runs, tmp_path / "audit", Attack(1))
 
 
+def test_what_was_found_before_a_later_part_breaks_off_is_written(run_folder, tmp_path, monkeypatch):
+    """Hours of search were lost with it."""
+    monkeypatch.setattr("fl_lightning.audit.command.audit_canaries", lambda *_: 1 / 0)
+    said = []
+    with pytest.raises(ZeroDivisionError):
+        run_audit([run_folder("a")], tmp_path / "audit", Attack(1), 2, 0.0, 20, said.append)
+    assert said[-1] == f"what was found before is in {tmp_path / 'audit'}"
+    written = json.loads((tmp_path / "audit" / "audit.json").read_text())
+    assert ([own["label"] for own in written["inversion"]], written["canaries"]) == (["FedAvg (a)"], {})
+    with pytest.raises(ZeroDivisionError):
+        run_audit([run_folder("b")], tmp_path / "none", Attack(1), 0, 0.0, 20)
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
