@@ -249,6 +249,7 @@ def _compare(module: ClientModule, planned: Planned, private: PrivateFit, x: Ten
     finally:
         private.leave()
         method.zero_grad()
+    buffers = dict(method.named_buffers())  # once more: a pass may have put others in their place
     for name, before in travelling.items():
         who = f"{type(method.model).__name__} allows no DP-SGD"
         rule = f"a pass over samples changes {name}, which travels without noise; choose another model"

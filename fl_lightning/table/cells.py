@@ -32,7 +32,6 @@ from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
-from fl_lightning.report.record import watched_by
 from fl_lightning.report.recorded_run import has_ended, rows_of
 from fl_lightning.table.definition import Column, Definition, Row
 from fl_lightning.table.overlays import Overlay
@@ -137,11 +136,6 @@ class Cell:
         """What the run says of itself; empty before its end, and where it is of more rounds than the cell has."""
         summary = self._said()
         return {} if self._extended_to(summary) else summary
-
-    @property
-    def watched(self) -> tuple[str, bool | None]:
-        """What chooses its best round, where its summary does not say which that was."""
-        return watched_by(self.config, self.rows())
 
     @property
     def finished(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fl_lightning.files import content_of, plain_json
 from fl_lightning.report.record import Row as Record
+from fl_lightning.report.record import watched_by
 from fl_lightning.report.recorded_run import counting, rows_of
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Definition, Published
@@ -108,7 +109,7 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
     beside: dict[str, list[float]] = {}
     for run in runs:
         rows = run.rows()
-        known = moments(figure, rows, run.summary(), run.watched)
+        known = moments(figure, rows, run.summary(), watched_by(run.config, rows))
         if figure.report not in known:
             continue
         value.seeds[run.seed] = scale * known[figure.report]
@@ -127,7 +128,8 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
 
 def figure_of(run: Cell, figure: Figure) -> float | None:
     """What one run has; None where it has no such figure (yet), or one that ran away to infinity or no number."""
-    return moments(figure, run.rows(), run.summary(), run.watched).get(figure.report)
+    rows = run.rows()
+    return moments(figure, rows, run.summary(), watched_by(run.config, rows)).get(figure.report)
 
 
 def of_fewer_seeds(values: Values, seeds: Set[int]) -> list[str]:
@@ -189,7 +191,8 @@ def _of_clients(run: Cell, figure: Figure, rows: Sequence[Record]) -> dict[int, 
     rounds = [row["round"] for row in evaluated(figure, rows)]
     if figure.report == "final_received" or not figure.of_clients or not rounds:
         return {}  # the final receive is a mean alone
-    best = best_round(figure, rows, run.summary(), run.watched) if figure.report == "best" else None
+    watched = watched_by(run.config, rows)
+    best = best_round(figure, rows, run.summary(), watched) if figure.report == "best" else None
     if best is not None:
         chosen = {best["round"]}
     else:
