@@ -80,18 +80,25 @@ def mark_of(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), values.sum().item(), values.square().sum().item()
 
 
-def _mark(value: Any, tensors: bool) -> Hashable:
-    """What tells a number, a flag, a generator or a container of them from another; None for anything else."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, Tensor):
-        return mark_of(value) if tensors and not value.is_complex() else None
+def mark_of_generator(value: Any) -> Hashable:
+    """What tells a random generator's state from another; None for what is none."""
     if isinstance(value, _TORCHS):
         return bytes(value.get_state().tolist())
     if isinstance(value, _NUMPYS):
         return repr(value.bit_generator.state)
     if isinstance(value, _OTHERS):
         return repr(value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))
+    return None
+
+
+def _mark(value: Any, tensors: bool) -> Hashable:
+    """What tells a number, a flag, a generator or a container of them from another; None for anything else."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Tensor):
+        return mark_of(value) if tensors and not value.is_complex() else None
+    if (state := mark_of_generator(value)) is not None:
+        return state
     if isinstance(value, Mapping):
         return tuple((str(key), _mark(own, tensors)) for key, own in value.items())
     if isinstance(value, (list, tuple)):

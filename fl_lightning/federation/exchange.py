@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +21,9 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.guarding import Guard
-from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state
+from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state, names_of_ours
 from fl_lightning.seeding import streams_of_own_code
+from fl_lightning.trust import is_known
 
 
 class Hop(NamedTuple):
@@ -181,6 +182,36 @@ class Exchange(ABC):
         """The inverse of `state_dict`."""
 
 
+class Carriers:
+    """What carries messages where it is somebody's own, its random streams: of seed, round and client alone.
+
+    Args:
+        exchange: set up.
+        seed: the run's.
+    """
+
+    def __init__(self, exchange: Exchange, seed: int) -> None:
+        mixer = getattr(exchange, "mixer", None)
+        self._parts = (exchange, mixer, *(rule() for rule in getattr(mixer, "rules", {}).values()))
+        self._exchange, self._seed = exchange, seed
+        self._unsaved, self._ours = Unsaved(), names_of_ours(type(exchange))
+        self.round = 0
+        """The one that is open, 1-based."""
+
+    def streams(self, hook: str, client: int = -1) -> AbstractContextManager[None]:
+        """For the length of one of the exchange's hooks."""
+        return streams_of_own_code(self._parts, self._seed, f"exchange/{hook}", self.round, client)
+
+    @contextmanager
+    def opening(self, round: int) -> Iterator[None]:
+        """Open a round; then say, once, what an exchange of one's own remembers and no checkpoint does."""
+        self.round = round
+        with self.streams("open"):
+            yield
+        if not is_known(type(self._exchange).__module__):
+            self._unsaved.look(self._exchange, self._ours)
+
+
 class Star(Exchange):
     """A server in the middle: every participant sends to it and hears from it."""
 
@@ -196,6 +227,7 @@ class Star(Exchange):
         self.server = template.make_server(facts)
         with own_code("method", self.server, "setup()"):
             self.server.setup(facts)
+        self._rules = [rule() for rule in self.server.rules.values()]
         self.increments = self.server.increments
 
     @override
@@ -250,7 +282,8 @@ class Star(Exchange):
 
     def _streams(self, purpose: str, client: int = -1) -> AbstractContextManager[None]:
         """What a server, an optimizer or a rule of one's own draws from, whoever has fitted last in this process."""
-        return streams_of_own_code(self._keeping(), self.facts.seed, f"server/{purpose}", self.server.round, client)
+        parts = (*self._keeping(), *self._rules)
+        return streams_of_own_code(parts, self.facts.seed, f"server/{purpose}", self.server.round, client)
 
     @override
     def withdraw(self, clients: Sequence[int]) -> None:

@@ -25,6 +25,7 @@ from fl_lightning.federation.collusion import Collusion, Held
 from fl_lightning.federation.compiling import compile_steps
 from fl_lightning.federation.early_stopping import Patience
 from fl_lightning.federation.examiner import Examiner
+from fl_lightning.federation.exchange import Carriers
 from fl_lightning.federation.graphs import EXCHANGES
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
@@ -137,9 +138,9 @@ class FederatedLoop:
             exchange.guard(settings.aggregator, template, max(1, int(self.calendar.expected(1))))
         self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
         self.workers = of_one_kind(Workers.present(spread=self.runner.single_device), self.data)
-        self.exchange = exchange
+        self.exchange, self.carriers = exchange, Carriers(exchange, self.seed)
         if self.workers.size > 1:
-            self.exchange = shared_exchange(exchange, self.workers, self.runner.device)
+            self.exchange = shared_exchange(exchange, self.workers, self.runner.device, self.carriers)
         if settings.compile:
             compile_steps(self.runner, self.workers.is_main)
         self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main, settings.graph)
@@ -201,7 +202,7 @@ class FederatedLoop:
         self.stopwatch.start()
         round = self.round + 1
         self.participants = self.calendar.participants(round)
-        with self.stopwatch.part("exchange"), at_server(round):
+        with self.stopwatch.part("exchange"), at_server(round, self.carriers.opening(round)):
             self.ward.note_outgoing()
             self.exchange.open(round, self.participants)
             owners = self._share_out(round)
@@ -225,7 +226,7 @@ class FederatedLoop:
             reports = self._gather(reports)
             if self.collusion is not None:
                 self.collusion.release(round)
-            with at_server(round):
+            with at_server(round, self.carriers.streams("close")):
                 self.exchange.close()
                 self.ward.check_outgoing(round)
         self.examiner.forget()
@@ -243,8 +244,8 @@ class FederatedLoop:
             if self.collusion is not None:
                 self.collusion.hold(client, Held(report.message, visit.began, job.message))
                 return report
-            with at(round, client, "message", ServerError):  # half of it may be in the sums already
-                self.exchange.post(client, report.message)
+            with at(round, client, "message", ServerError), self.carriers.streams("post", client):
+                self.exchange.post(client, report.message)  # if it fails, half of it may be in the sums already
         return report
 
     def _share_out(self, round: int) -> dict[int, int]:
@@ -293,14 +294,14 @@ class FederatedLoop:
         )
 
     def _inbox(self, round: int, client: int) -> Message:
-        with at_server(round):
+        with at_server(round, self.carriers.streams("inbox", client)):
             return self.wire.down(self.exchange.inbox(client), round)
 
     def receive_once_more(self) -> dict[str, float]:
         """What models score after one more receive, without a fit: `final_received`."""
         if not self.settings.evaluate.received:
             return {}
-        again = self.round + 1
+        again = self.carriers.round = self.round + 1
         there = self.calendar.num_present(again)
         holders = self.holders.of([client for client in self.board.clients.tolist() if client < there])
         with at_server(again):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -198,17 +198,19 @@ def at(round: int, client: int, step: str, kind: type[RoundError] = ClientError)
 
 
 @contextmanager
-def at_server(round: int) -> Iterator[None]:
+def at_server(round: int, streams: AbstractContextManager[None] | None = None) -> Iterator[None]:
     """Say of a failure that it happened to the server, as it made something of a round.
 
     Args:
         round: 1-based.
+        streams: of random numbers for the block; None leaves the present ones.
 
     Raises:
         ServerError: the original error chained. What befalls the whole run, or refuses what it is told, passes.
     """
     try:
-        yield
+        with nullcontext() if streams is None else streams:
+            yield
     except (RoundError, ConfigError, WorkerLost):
         raise
     except Exception as error:

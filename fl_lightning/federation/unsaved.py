@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from types import FunctionType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import shortened
 from fl_lightning.files import require_readable
-from fl_lightning.running_on import mark_of
+from fl_lightning.running_on import mark_of, mark_of_generator
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
@@ -45,18 +46,19 @@ class Unsaved:
         self._said = False
         self._rounds = 0
 
-    def look(self, owner: Kept) -> None:
+    def look(self, owner: Kept, ours: frozenset[str] = frozenset()) -> None:
         """Say which attribute a resumed run would lack, once.
 
         Args:
-            owner: the server, its optimizer or the rule that guards it, of the round that was just opened.
+            owner: exchange, server, optimizer or the rule that guards it, of the round that was just opened.
+            ours: names of attributes that are passed over, beside those that the bases have.
         """
         self._rounds += 1
         if self._rounds == 2:  # what is kept of a round is there: a long run must not end without a checkpoint
             checked_state(owner)
         if self._said or _saves_by_itself(owner):
             return
-        known = next((names for kind, names in _KNOWN.items() if isinstance(owner, kind)), frozenset())
+        known = next((names for kind, names in _KNOWN.items() if isinstance(owner, kind)), ours)
         now = {name: _mark(value) for name, value in vars(owner).items() if name not in known}
         before, self._before = self._before, now
         lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
@@ -68,6 +70,13 @@ class Unsaved:
                 "a resumed run differs: override state_dict and load_state_dict"
             )
             self._said = True
+
+
+def names_of_ours(kind: type) -> frozenset[str]:
+    """The attributes that the code of this package's own classes among a class's bases speaks of."""
+    bases = (base for base in kind.__mro__ if is_known(base.__module__))
+    functions = (function for base in bases for function in vars(base).values() if isinstance(function, FunctionType))
+    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def checked_state(owner: Kept) -> dict[str, Any]:
@@ -96,11 +105,11 @@ def _saves_by_itself(owner: Kept) -> bool:
 
 
 def _mark(value: Any) -> Hashable:
-    """What tells a value from another: of numbers, texts, tensors and what holds them; nothing of other objects."""
+    """What tells a value from another: of numbers, texts, tensors, random generators and what holds them."""
     if isinstance(value, Tensor):
         return mark_of(value)  # by value: a tensor of zeros may be made anew for every round
     if isinstance(value, Mapping):
         return tuple((str(key), _mark(own)) for key, own in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
         return tuple(map(_mark, value))
-    return value if isinstance(value, (bool, int, float, complex, str, bytes)) else None
+    return value if isinstance(value, (bool, int, float, complex, str, bytes)) else mark_of_generator(value)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fl_lightning.core.message import Message, Size
 from fl_lightning.errors import require
 from fl_lightning.federation import transport
-from fl_lightning.federation.exchange import Exchange, Hop
+from fl_lightning.federation.exchange import Carriers, Exchange, Hop
 from fl_lightning.federation.unsaved import checked_state
 
 MAIN = 0
@@ -139,7 +139,7 @@ def of_one_kind(workers: Workers, data: Any) -> Workers:
     return workers
 
 
-def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) -> Exchange:
+def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device, carriers: Carriers) -> Exchange:
     """Carry messages between clients of several workers: the exchange itself is on the main one.
 
     Where messages only meet in means, each worker folds in its own clients and the sums are merged; otherwise the main
@@ -149,15 +149,17 @@ def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device) 
         exchange: how messages travel; set up on every process, its later state is the main one's.
         workers: the processes.
         device: where messages are, on either side.
+        carriers: whose random streams the exchange has.
     """
-    return _SharedExchange(exchange, workers, device)
+    return _SharedExchange(exchange, workers, device, carriers)
 
 
 class _SharedExchange(Exchange):
     """What `shared_exchange` returns."""
 
-    def __init__(self, exchange: Exchange, workers: Workers, device: torch.device) -> None:
+    def __init__(self, exchange: Exchange, workers: Workers, device: torch.device, carriers: Carriers) -> None:
         self.exchange = exchange
+        self.streams = carriers.streams
         self.workers = workers
         self.device = device
         self.keeps_shared = exchange.keeps_shared  # type: ignore[misc]
@@ -188,7 +190,8 @@ class _SharedExchange(Exchange):
         if self.workers.is_main:
             index: dict[int, int] = {}
             for client in owners:
-                message = self.exchange.inbox(client)
+                with self.streams("inbox", client):
+                    message = self.exchange.inbox(client)
                 if message is self._global:
                     places[client] = -1
                     continue
@@ -269,11 +272,12 @@ class _SharedExchange(Exchange):
         by_worker = self.workers.gather(list(self._outbox))
         senders = {client: worker for worker, clients in enumerate(by_worker) for client in clients}
         for client in sorted(senders):
-            if self.workers.is_main and senders[client] == MAIN:
-                self.exchange.post(client, self._outbox[client])
-            elif self.workers.is_main:
-                state = transport.receive(senders[client], self.device)
-                self.exchange.post(client, Message.from_state_dict(state))
+            if self.workers.is_main:
+                here = senders[client] == MAIN
+                state = None if here else transport.receive(senders[client], self.device)
+                message = self._outbox[client] if state is None else Message.from_state_dict(state)
+                with self.streams("post", client):
+                    self.exchange.post(client, message)
             elif senders[client] == self.workers.rank:
                 transport.send(self._outbox[client].state_dict(), MAIN, self.device)
         self._outbox = {}

@@ -227,9 +227,10 @@ def try_out(module: nn.Module, input_shape: tuple[int, ...], key: str = "model.m
     dtype = next((tensor.dtype for tensor in made if tensor.is_floating_point()), torch.float32)
     # Noise of its own generator: zeros could hide what stands behind the head, and the run's streams stay untouched.
     noise = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0))
-    samples = [noise.to(device, dtype), torch.zeros((2, *input_shape), dtype=torch.int64, device=device)]
+    floats, tokens = noise.to(device, dtype), torch.zeros((2, *input_shape), dtype=torch.int64, device=device)
+    samples = [floats, tokens, tokens + 1]  # 0 is padding, and of a text that is nothing else some make no sequence
     if len(input_shape) == 1 and any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in module.modules()):
-        samples.reverse()
+        samples = [tokens, tokens + 1, floats]
     errors: list[Exception] = []
     for x in samples:
         try:

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core.aggregation import ArtifactRule
 from fl_lightning.core.aggregator import Aggregator
+from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.graphs import Ring
+from fl_lightning.federation.peers import Peers
 from fl_lightning.federation.wire import WireFilter
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -76,6 +81,77 @@ class Picked(FedAvg):
         return Picking(initial)
 
 
+class Gossip(Peers):
+    """Everybody hears one other, drawn."""
+
+    def connect(self, round, live):
+        rows = {}
+        for client in live:
+            sender = int(np.random.choice([other for other in live if other != client]))
+            rows[client] = {sender: 0.5, client: 0.5}
+        return rows
+
+    def sponsors(self, round, client, there):
+        return [random.choice(there)]
+
+
+class NoisyStar(Star):
+    """Noise on what everybody is sent."""
+
+    def inbox(self, client):
+        message = super().inbox(client).clone()
+        for tensor in message.weights.values():
+            if tensor.is_floating_point():
+                tensor += 0.01 * torch.randn_like(tensor)
+        return message
+
+
+class DroppingMixer(MeanMixer):
+    """Forgets some of what it hears."""
+
+    def mix(self, own, neighbours, previous):
+        return super().mix(own, [part for part in neighbours if torch.rand(()) < 0.5], previous)
+
+
+class OneOf(ArtifactRule):
+    """One client's value, drawn."""
+
+    def __init__(self):
+        self.values = []
+
+    def add(self, value, num_samples):
+        self.values.append(value)
+
+    def result(self, previous):
+        return self.values[int(torch.randint(len(self.values), ()))] if self.values else previous
+
+
+class Shifts(FedAvg):
+    """Sends a number that its server merges by such a rule, and starts from what it hears."""
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        if "shift" in message.artifacts:
+            self.model.head.bias.data += message.artifacts["shift"].to(self.model.head.bias)
+
+    def send(self, data):
+        message = super().send(data)
+        message.artifacts["shift"] = self.model.head.bias.detach().mean().reshape(1)
+        return message
+
+    def make_server(self, initial, facts):
+        return Server(initial, rules={"shift": OneOf})
+
+
+class Drops(FedAvg):
+    """FedAvg whose clients mix by themselves."""
+
+    def make_server(self, initial, facts):
+        server = Server(initial)
+        server.mixer = DroppingMixer
+        return server
+
+
 class Drawing(FederationCallback):
     """Leaves other streams behind after every fit, as another worker's last client does."""
 
@@ -92,8 +168,21 @@ class Drawing(FederationCallback):
         ({"server_optimizer": Noisy()}, FedAvg),
         ({"wire": [NoiseDown()]}, FedAvg),
         ({}, Picked),
+        ({}, Shifts),
+        ({"exchange": Gossip()}, FedAvg),
+        ({"exchange": NoisyStar()}, FedAvg),
+        ({"exchange": Ring()}, Drops),
     ],
-    ids=["a rule", "an optimizer", "a filter on the way down", "a server"],
+    ids=[
+        "a robust rule",
+        "an optimizer",
+        "a filter on the way down",
+        "a server",
+        "an artifact's rule",
+        "an exchange of peers",
+        "an exchange with a server",
+        "a mixer",
+    ],
 )
 def test_draws_at_the_server_are_the_rounds_own(options, method, run_federation, outcome, assert_identical, mlp):
     """They were of what the last client of the main process had left: other workers, or a resumption, other numbers."""

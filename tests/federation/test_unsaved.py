@@ -9,6 +9,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.peers import Peers
 from fl_lightning.federation.sickness import ServerError
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -159,6 +160,44 @@ def test_what_follows_or_guards_the_mean_is_held_to_the_same(own, lost, mlp, set
     set_up_federation(lambda: FedAvg(mlp()), rounds=3, **own).run()
     said = f"fl-lightning: {lost} changes from round to round and is not in {lost.partition('.')[0]}.state_dict()"
     assert capsys.readouterr().err.count(said) == 1
+
+
+class Rolling(Peers):
+    """Everybody hears one other, drawn by a generator that is its own."""
+
+    def setup(self, template, facts):
+        super().setup(template, facts)
+        self.rng = np.random.default_rng(0)
+        self.drawn = {}
+
+    def connect(self, round, live):
+        if round not in self.drawn:
+            self.drawn[round] = int(self.rng.integers(1, len(live)))
+        step = self.drawn[round] % len(live)
+        return {client: {client: 0.5, live[place - step]: 0.5} for place, client in enumerate(live)}
+
+    def sponsors(self, round, client, there):
+        return [there[0]]
+
+
+class RollingSaved(Rolling):
+    def state_dict(self):
+        return {**super().state_dict(), "rng": self.rng.bit_generator.state, "drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.rng.bit_generator.state, self.drawn = state["rng"], state["drawn"]
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Rolling, 1), (RollingSaved, 0)])
+def test_an_exchange_of_ones_own_is_held_to_the_same(kind, times, mlp, set_up_federation, capsys):
+    """A resumed run began the generator anew, without a word."""
+    set_up_federation(lambda: FedAvg(mlp()), rounds=3, exchange=kind()).run()
+    err = capsys.readouterr().err
+    assert (
+        err.count("fl-lightning: Rolling.rng changes from round to round and is not in Rolling.state_dict()") == times
+    )
+    assert err.count("changes from round to round") == times
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,22 @@ def test_an_embedding_of_places_makes_no_tokens_of_images():
     assert model.feature_shapes() == [(4, 2, 2)]
 
 
+class CutsPadding(TextNet):
+    """Cuts a batch to its longest text, as recurrent networks do."""
+
+    def forward(self, x):
+        longest = int((x != 0).sum(1).max())
+        if longest == 0:
+            raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+        return super().forward(x[:, :longest])
+
+
+def test_a_network_that_cuts_padding_away_is_tried_on_a_text():
+    """Every real text has a token; of the zeros that it was tried on nothing was left, and the network was blamed."""
+    model = WrappedModel((7,), 3, CutsPadding(), head="fc")
+    assert model(torch.tensor([[3, 1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0]])).shape == (2, 3)
+
+
 def test_wrapped_model_takes_tokens():
     model = WrappedModel((7,), 3, TextNet(), head="fc", features=["tokens"])
     maps, z = model.forward_features(torch.randint(0, 10, (2, 7)))
