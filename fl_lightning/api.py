@@ -18,7 +18,7 @@ from typing_extensions import Self
 from fl_lightning.configuration import Config
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.experiment import BuiltExperiment
+from fl_lightning.experiment import BuiltExperiment, name_of
 from fl_lightning.federation import launch
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.sickness import RoundError
@@ -61,9 +61,26 @@ class Experiment:
         self._trust = Trust(own=True)
         with self._given.speaking():
             self.config: Config = resolve(self._given.tree, self._trust)
-            """The resolved configuration, in plain containers."""
-            built = BuiltExperiment(self.config)
-        self.name, self.folder, self.seed = built.name, built.folder, built.seed
+            """The resolved configuration, in plain containers; what is changed in it is checked by the next `fit`."""
+            BuiltExperiment(self.config)
+
+    @property
+    def name(self) -> str:
+        """The run's; change it in `config`."""
+        return name_of(self.config)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is written."""
+        return Path(self.config["output"]) / self.name
+
+    @property
+    def seed(self) -> int:
+        """The run's; change it in `config`, or make another `Experiment(…, seed=1)`."""
+        return int(self.config["seed"])
+
+    def _built(self) -> BuiltExperiment:
+        return BuiltExperiment(resolve(self.config, self._trust))
 
     @classmethod
     def from_yaml(cls, *sources: Source, **overrides: Any) -> Self:
@@ -76,9 +93,9 @@ class Experiment:
     def data(self) -> FederatedData:
         """The data, loaded and shared out: who holds what before anything is trained."""
         with undisturbed(), self._given.speaking():
-            data = BuiltExperiment(self.config).data
-            data.setup(self.config["seed"])
-            return data
+            built = self._built()
+            built.data.setup(built.seed)
+            return built.data
 
     def fit(
         self,
@@ -100,7 +117,8 @@ class Experiment:
 
         Raises:
             ConfigError: for anything that would stop the run, before it starts.
-            KeyboardInterrupt: after Ctrl-C; the folder holds the rounds that were done, for ``resume="auto"``.
+            KeyboardInterrupt: after Ctrl-C, in the last round, too; the folder holds the rounds that were done, for
+                ``resume="auto"``.
             RoundError: if a client or the server fell sick (`federation.on_client_error`).
             WriteError: if the folder cannot be written any more.
             RuntimeError: if one of several processes was lost; its error is on stderr.
@@ -109,7 +127,7 @@ class Experiment:
         for callback in callbacks:
             require(isinstance(callback, FederationCallback), "callbacks", "must be FederationCallbacks", callback)
         with undisturbed(), self._given.speaking():
-            built = BuiltExperiment(self.config)
+            built = self._built()
             team = built.team()
             if team.size == 1 or team.outside:
                 self._fit_here(built, team, again, overwrite, verbose, callbacks)
@@ -140,6 +158,8 @@ class Experiment:
             atexit.register(launch.leave)  # not yet: the script may fit once more
         if built.stopped_by:
             raise KeyboardInterrupt(f"stopped after round {built.loop.round}; {built.advice}")
+        if built.asked_by:
+            raise KeyboardInterrupt(f"in the last round; the run is whole, in {built.folder}")
 
     def _fit_in(
         self,
@@ -155,7 +175,7 @@ class Experiment:
         torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
         with TemporaryDirectory() as folder:
             told = Path(folder, "callbacks")
-            arguments = self.config, resume, overwrite, verbose, tuple(callbacks), told
+            arguments = built.config, resume, overwrite, verbose, tuple(callbacks), told
             code = launch.launch(_work, team, *arguments, advice=built.advice)
             _take_back(callbacks, told)
         if code == exit_code(signal.SIGINT):
@@ -198,8 +218,7 @@ def _work(
     except WriteError as error:
         say(f"fl-lightning: error: {error}; {' '.join(built.advice.split())}")
         return launch.end_all()
-    loop = built.loop
-    return exit_code(loop.agreement.asked_by) if built.stopped_by else 0
+    return exit_code(built.asked_by) if built.asked_by else 0
 
 
 @contextmanager

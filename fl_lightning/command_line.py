@@ -111,7 +111,7 @@ class CommandLine:
         self._parts: list[Part] = []
         self._named: dict[str, str] = {}  # section -> its class
         self._is_list = False  # the section model
-        for part in self._read([*_variables(environment), *argv]):
+        for part in self._read([*variables(environment), *argv]):
             self._add(part)
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
@@ -199,7 +199,11 @@ def _is(given: Any, value: object) -> bool:
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _variables(prefix: str) -> Iterator[str]:
+VARIABLES = "FL_LIGHTNING_FIT__"
+"""What the names of variables begin with that reach the runs of tables and searches, too."""
+
+
+def variables(prefix: str = VARIABLES) -> Iterator[str]:
     """The environment's variables as options, files first: ``FL_LIGHTNING_FIT__DATA__BATCH_SIZE=32``."""
     found = {
         name.removeprefix(prefix): value for name, value in os.environ.items() if prefix and name.startswith(prefix)

@@ -53,6 +53,12 @@ LOGGERS = "loggers.json"
 """In the run's folder: the versions of loggers, so that a resumed run goes on in the same ones."""
 
 
+def name_of(config: Config) -> str:
+    """A run's name: its own, or that of its method, data set and seed."""
+    usual = f"{short_name(config['method'])}-{short_name(config['data']['dataset'])}-{config['seed']}".lower()
+    return str(config["name"] or usual)
+
+
 class BuiltExperiment:
     """Everything that one configuration says, built.
 
@@ -64,9 +70,7 @@ class BuiltExperiment:
         self.config = config
         self.seed: int = config["seed"]
         self.method_name = short_name(config["method"])
-        self.name: str = (
-            config["name"] or f"{self.method_name}-{short_name(config['data']['dataset'])}-{self.seed}".lower()
-        )
+        self.name = name_of(config)
         check_name(self.name)
         self.folder = Path(config["output"]) / self.name
         self.data = build_data(config["data"])
@@ -87,6 +91,8 @@ class BuiltExperiment:
         """What asks the run to stop."""
         self.stopped_by = 0
         """The signal that stopped it; 0 for none."""
+        self.asked_by = 0
+        """The signal that came while it ran; where it came in the last round, nothing was left to be stopped."""
 
     def setup(self, in_memory: bool = False, anew: bool = False, fits: bool = True) -> None:
         """Load the data, build clients and Trainer. Writes nothing into the run's folder.
@@ -256,7 +262,9 @@ class BuiltExperiment:
             return None
         self.loop.callbacks += callbacks() if callbacks is not None else ()
         with self.recorder, stop_on_signals(self.loop, self.signals) as stopping:
-            if self.loop.run() is None:
+            final = self.loop.run()
+            self.asked_by = stopping.first
+            if final is None:
                 self.recorder.stop(self.loop)
                 self.stopped_by = stopping.first
         return read_json(self.folder / "summary.json", "output")
@@ -340,7 +348,8 @@ def stop_on_signals(loop: FederatedLoop, numbers: tuple[int, ...]) -> StopSignal
     def ask(number: int) -> None:
         loop.stop(number)
         done = "saved" if loop.checkpoints is not None else "done"
-        when = f"once round {loop.round + 1} is {done}" if loop.participants else f"before round {loop.round + 1}"
+        round = min(loop.round + 1, loop.settings.rounds)
+        when = f"once round {round} is {done}" if loop.participants else f"before round {round}"
         say(f"stopping {when}; again to stop at once")
 
     return StopSignals(ask, stop_at_once, numbers)

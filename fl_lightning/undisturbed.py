@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -32,8 +33,8 @@ def undisturbed() -> Iterator[None]:
 
     That is: random streams, torch's threads, deterministic algorithms and default type, filters of warnings, levels of
     Lightning's logs, and variables of the environment. Signals are put back by who takes them. Memory that a run has
-    freed goes back to the system. Gradients, autocast, torch's default type and device are torch's own in the block: of
-    what somebody has made of them the run's configuration says nothing.
+    freed goes back to the system. Gradients, autocast, torch's default type and device, and how exact its products are,
+    are torch's own in the block: of what somebody has made of them the run's configuration says nothing.
     """
     with _TURN:
         yield from _undisturbed()
@@ -70,8 +71,12 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _plain_torch() -> Iterator[None]:
-    """Gradients, no autocast, float32, and tensors on the CPU; what there was comes back with the grad mode."""
+    """Gradients, no autocast, whole float32, and tensors on the CPU; what there was comes back with the grad mode."""
     with ExitStack() as stack:
+        stack.callback(_whole_products())
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device in ("cpu", "cuda"):
@@ -81,3 +86,26 @@ def _plain_torch() -> Iterator[None]:
             stack.enter_context(torch.device("cpu"))
         torch.set_default_dtype(torch.float32)
         yield
+
+
+def _whole_products() -> Callable[[], None]:
+    """Let products of float32 be of float32 (`torch.set_float32_matmul_precision`), and return what puts it back.
+
+    Torch keeps one setting for all, or one a backend, and refuses to say the one where it has the others.
+    """
+    backends: list[Any] = []
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        named: Any = torch.backends
+        backends, before = [named.cuda.matmul, named.mkldnn.matmul], ""
+    each = [own.fp32_precision for own in backends]
+
+    def back() -> None:
+        if before:
+            torch.set_float32_matmul_precision(before)
+        for own, value in zip(backends, each, strict=True):
+            own.fp32_precision = value
+
+    torch.set_float32_matmul_precision("highest")
+    return back

@@ -257,6 +257,55 @@ def test_what_is_around_a_fit_does_not_reach_into_it(name, trial):
     assert evaluated == plain.evaluate()
 
 
+class Exactness(FederationCallback):
+    """What torch makes of products, and of modules that are moved, in a round."""
+
+    def on_round_end(self, loop, row):
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        self.seen = torch.get_float32_matmul_precision(), overwrites
+
+
+@pytest.mark.parametrize("a_backend_each", [False, True])
+def test_how_exact_products_are_does_not_reach_into_a_fit(a_backend_each, trial):
+    """Of bfloat16 they moved figures, and the run's folder said nothing of them."""
+    matmul = torch.backends.mkldnn.matmul if hasattr(torch.backends.mkldnn, "matmul") else None
+    if a_backend_each and not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch keeps one setting for all backends")
+    watch = Exactness()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        if a_backend_each:
+            torch.set_float32_matmul_precision("highest")
+            matmul.fp32_precision = "bf16"
+        trial(name=f"exact-{a_backend_each}", federation__rounds=1).fit(callbacks=[watch])
+        assert watch.seen == ("highest", False)
+        assert torch.__future__.get_overwrite_module_params_on_conversion()
+        now = matmul.fp32_precision if a_backend_each else torch.get_float32_matmul_precision()
+        assert now == ("bf16" if a_backend_each else "medium")
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        torch.set_float32_matmul_precision("highest")
+
+
+class LateInterrupt(FederationCallback):
+    """Ctrl-C as the last round ends."""
+
+    def on_round_end(self, loop, row):
+        if loop.round == loop.settings.rounds:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupt_in_the_last_round_ends_a_row_of_fits(workers, trial, capfd):
+    """It was swallowed, and the next fit began."""
+    own = trial(name=f"late-{workers}", federation__rounds=2, federation__workers=workers)
+    with pytest.raises(KeyboardInterrupt):
+        own.fit(callbacks=[LateInterrupt()])
+    assert Run(own.folder).finished
+    assert "stopping once round 2 is saved" in capfd.readouterr().err
+
+
 class Interrupt(FederationCallback):
     """Ctrl-C in a round, so many times."""
 
@@ -354,6 +403,22 @@ def test_a_run_is_of_the_configuration_that_was_fitted(trial):
     own = trial(name="before", federation__rounds=1)
     own.config["name"] = "after"
     assert own.fit().folder.name == "after"
+
+
+def test_name_and_seed_are_the_configuration_s(trial):
+    """They could be set, and nothing came of it: three seeds were three times the same run."""
+    own = trial(name="before", federation__rounds=1)
+    own.config["seed"] = 7
+    assert (own.seed, own.folder.name) == (7, "before")
+    own.config["name"] = "after"
+    assert (own.name, own.folder.name) == ("after", "after")
+    for key, value in (("seed", 3), ("name", "b"), ("folder", Path("c"))):
+        with pytest.raises(AttributeError, match=key):
+            setattr(own, key, value)
+    own.config["federation"]["rounds"] = "many"
+    with pytest.raises(ConfigError, match=r"^federation\.rounds: ") as refused:
+        own.fit()
+    assert "\n" not in str(refused.value)
 
 
 def test_fit_shows_rounds_only_if_asked(trial, capsys):

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from fl_lightning.command_line import variables
 from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import content_of, write_text
@@ -294,7 +295,9 @@ class Tuning:
 
     def _laid_over(self) -> str:
         """What the command line has changed in every run."""
-        return f" Every run was started with {shlex.join(self.overrides)}." if self.overrides else ""
+        said = f" Every run was started with {shlex.join(self.overrides)}." if self.overrides else ""
+        around = shlex.join(variables())
+        return f"{said} Variables of the environment said {around} where no file did." if around else said
 
     def _settings(self, contender: Contender) -> str:
         """What a method's trials rest on, but for their choices, as a few digits; others are not compared."""
@@ -303,7 +306,7 @@ class Tuning:
         known = search.seeds, search.trials, search.kind, search.validation, self.overrides, layers, contender.space
         usual = search.maximise != search.monitor.less_is_better and search.pruning == (search.kind == "optuna")
         said = () if usual else (search.maximise, search.pruning)  # what is usual was once not written down
-        return hashlib.sha256(repr((known, str(search.monitor), *said)).encode()).hexdigest()[:10]
+        return hashlib.sha256(repr((known, str(search.monitor), *said, *variables())).encode()).hexdigest()[:10]
 
     def _fewer(self) -> str:
         """Which methods' grids are smaller than the budget."""
@@ -315,7 +318,7 @@ class Tuning:
         path = self.folder / contender.file
         head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
         head += "" if ended.isdigit() else f"# So far: {ended}.\n"
-        head += f"# {' '.join(self._laid_over().split())}\n" if self.overrides else ""
+        head += f"# {' '.join(beside.split())}\n" if (beside := self._laid_over()) else ""
         config = best.cells[0].config
         whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole

@@ -159,6 +159,7 @@ def test_a_cell_that_fails_and_a_data_set_that_is_missing_are_said(place):
     code, out, err = place.call("table", "tables/small.yaml", "--seeds", "0", "--jobs", "2", "--rounds", "1")
     assert code == 1, err + out
     assert "Every run was started with --federation.rounds=1 over what the file says." in out
+    assert "Variables of the environment" not in out
     assert "column MNIST: " in out
     assert "train-images-idx3-ubyte" in out
     assert "FedBN, Digits, seed 0: " in out

@@ -162,6 +162,25 @@ def test_trials_of_other_settings_do_not_stand_beside_todays(place):
     assert "searched with other settings" not in out
 
 
+def test_variables_of_the_environment_are_noted(place):
+    """They changed every run of a search or a table without a word."""
+    variables = {"FL_LIGHTNING_FIT__FEDERATION__PARTICIPATION": "0.5"}
+    words = ["tune", "small.yaml", "--federation.rounds", "1"]
+    code, out, err = place.call(*words, env=variables)
+    assert code == 0, err
+    said = "Variables of the environment said --federation.participation=0.5 where no file did."
+    assert said in out
+    assert said in (place.path / "runs/tunes/small/fedrep.yaml").read_text()
+    place.write(
+        "table.yaml", "rows: {FedAvg: {}}\ncolumns: {Digits: {files: [exp.yaml]}}\nfigures: {acc: Local-T.last}\n"
+    )
+    code, out, err = place.call("table", "table.yaml", "--rounds", "1", env=variables)
+    assert code == 0, err
+    assert said in out
+    code, out, _ = place.call("table", "table.yaml", "--rounds", "1")
+    assert (code, "Variables of the environment" in out) == (0, False)
+
+
 def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeypatch):
     """It went by the trials begun, all of which had ended."""
     monkeypatch.chdir(place.path)
