@@ -245,7 +245,7 @@ def _why(code: int | None, said: str) -> str:
     """
     number = -code if code is not None and code < 0 else (code or 0) - 128
     if number not in set(signal.Signals):
-        return said or f"ended with exit code {code}"
+        return said or f"ended with exit code {code} and wrote nothing, as where the disk is full"
     name = signal.Signals(number).name
     if code == exit_code(number):  # it has saved its round, and its last line is how to go on
         return f"stopped by {name}"

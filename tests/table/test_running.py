@@ -97,6 +97,10 @@ def test_a_run_that_a_signal_ended_is_said_to_be_so(code, said):
     assert running._why(code, "round 3/9") == said
 
 
+def test_a_run_that_could_not_even_write_its_line_is_explained():
+    assert running._why(2, "") == "ended with exit code 2 and wrote nothing, as where the disk is full"
+
+
 def test_a_cell_whose_files_were_edited_after_the_start_is_not_run_under_its_name(cell, tmp_path):
     """What it read of them was another run's, and its figures stood under the first one's name."""
     (tmp_path / "table.json").write_text("[1]")
