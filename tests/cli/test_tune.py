@@ -177,8 +177,6 @@ def test_variables_of_the_environment_are_noted(place):
     code, out, err = place.call("table", "table.yaml", "--rounds", "1", env=variables)
     assert code == 0, err
     assert said in out
-    code, out, _ = place.call("table", "table.yaml", "--rounds", "1")
-    assert (code, "Variables of the environment" in out) == (0, False)
 
 
 def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeypatch):

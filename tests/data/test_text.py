@@ -45,7 +45,9 @@ def test_imdb_takes_the_folder_itself_as_root(reviews):
     assert a.x.tolist() == b.x.tolist()
 
 
-def test_missing_imdb_says_where_it_looked_and_how_to_get_it(tmp_path):
+def test_missing_imdb_says_where_it_looked_and_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a long path would push the end out of the line
+    monkeypatch.setenv("FL_LIGHTNING_DATA", "default-data")
     with pytest.raises(
         ConfigError, match=r"data.dataset: IMDB: .*default-data/train/neg.*aclImdb_v1.tar.gz from https://"
     ):

@@ -97,7 +97,7 @@ def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
 
 def run(name, values, rounds=10, column="Local-T"):
     rows = [{"round": n + 1, column: value} for n, value in enumerate(values)]
-    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows)
+    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={})
 
 
 def test_what_lies_below_the_median_of_the_others_is_ended(search):
@@ -163,7 +163,7 @@ def test_a_figure_that_ran_away_ends_a_trial_and_not_the_search(search, tmp_path
 def test_a_run_that_trained_nobody_ends_a_trial_and_not_the_search(search, tmp_path, participants, lacks):
     tuning = Tuning(search, tmp_path, 1, None, None)
     rows = [{"round": n + 1, "Local-T": None, "participants": own} for n, own in enumerate(participants)]
-    own = SimpleNamespace(name="a", rounds=2, rows=lambda: rows, summary=dict)
+    own = SimpleNamespace(name="a", rounds=2, rows=lambda: rows, summary=dict, config={})
     assert tuning._lacks_monitor(own) == lacks
     trial = Trial(0, {}, [own])
     tuning._judge(trial, ["finished"])
