@@ -153,12 +153,15 @@ class Drops(FedAvg):
 
 
 class Drawing(FederationCallback):
-    """Leaves other streams behind after every fit, as another worker's last client does."""
+    """Leaves other streams behind after every fit and round, as another worker's last client does."""
 
     def on_client_fit_end(self, loop, report):
         torch.rand(7)
         np.random.rand(3)
         random.random()
+
+    def on_round_end(self, loop, row):
+        self.on_client_fit_end(loop, None)
 
 
 @pytest.mark.parametrize(
