@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -225,13 +226,35 @@ class PulledOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        self._training.pull([p for group in self.optimizer.param_groups for p in group["params"]])
+        self._training.pull(_trained_by(self.optimizer))
         self._training.before_step(self.optimizer)
         stepped = self.optimizer.step()
         return value if stepped is None else stepped
 
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Within it, of all that the module's optimizers train, only what this one trains has gradients.
+
+        Args:
+            sync_grad: does nothing: gradients of devices that share a fit are brought together in any case.
+        """
+        own = {id(parameter) for parameter in _trained_by(self.optimizer)}
+        others = [p for optimizer in self._training.present.optimizers for p in _trained_by(optimizer)]
+        resting = [p for p in others if p.requires_grad and id(p) not in own]
+        try:
+            for parameter in resting:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in resting:
+                parameter.requires_grad_(True)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
+
+
+def _trained_by(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class FitView:

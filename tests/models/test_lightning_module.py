@@ -1,5 +1,6 @@
 """LightningModules of tutorials, unmodified, federated by methods that know nothing of them."""
 
+import contextlib
 import copy
 import math
 
@@ -144,6 +145,44 @@ def test_training_step_and_optimizer_are_the_modules_own(kind, manual, run_feder
     for own, other in rows:
         assert own["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert own["Local-T"] == other["Local-T"]
+
+
+class InTurn(Sgd):
+    """Two optimizers in turn, each with the other's parameters at rest, by Lightning's hooks or by its context."""
+
+    def __init__(self, context):
+        super().__init__(manual=True)
+        self.context = context
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for optimizer, learns, rests in zip(self.optimizers(), ("fc", "hidden"), ("hidden", "fc"), strict=True):
+            optimizer.zero_grad()
+            with optimizer.toggle_model() if self.context else self.toggled(optimizer):
+                assert all(parameter.requires_grad for parameter in getattr(self, learns).parameters())
+                assert not any(parameter.requires_grad for parameter in getattr(self, rests).parameters())
+                loss = F.cross_entropy(self(x), y)
+                self.manual_backward(loss)
+            assert all(parameter.requires_grad for parameter in self.parameters())
+            optimizer.step()
+        return loss
+
+    @contextlib.contextmanager
+    def toggled(self, optimizer):
+        self.toggle_optimizer(optimizer)
+        yield
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.2) for part in (self.fc, self.hidden)]
+
+
+def test_optimizers_rest_in_turn_as_in_lightning(run_federation):
+    make = lambda context: lambda: FedAvg(wrapped(InTurn(context), "fc"))  # noqa: E731
+    by_context, by_hooks = (run_federation(make(own), rounds=2) for own in (True, False))
+    assert_runs(by_context)
+    for name, own in weights(by_context).items():
+        assert torch.equal(own, weights(by_hooks)[name]), name
 
 
 class ByBatch(Sgd):
