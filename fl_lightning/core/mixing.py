@@ -95,7 +95,7 @@ class MeanMixer(Mixer):
             return value
         for part in having:
             if rule.takes_own or part is not own:
-                rule.add(part.message.artifacts[name], part.message.num_samples)
+                rule.add(part.message.artifacts[name], part.message.num_samples if self.takes_shares else 1)
         return rule.result(previous)
 
 

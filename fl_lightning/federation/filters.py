@@ -86,14 +86,15 @@ class Quantize(WireFilter):
     keeps e ← x − x̂, so that messages add up to what was meant. Running statistics and artifacts have none: they are no
     sums over rounds.
 
-    With `updates`, on the way up, a client's codes are of x − r, what the weight has changed by since it was received,
-    whose range is a fraction of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server knows; of
-    what the client did not receive, and of artifacts, the values themselves are quantised.
+    With `updates`, on the way up, a client's codes are of x − r, what a trained weight has changed by since it was
+    received, whose range is a fraction of the weight's own (FedPAQ): x̂ = r + (min + s · code). What r is, the server
+    knows; of what the client did not receive, of artifacts and of running statistics, among them variances that must
+    not fall below 0, the values themselves are quantised.
 
     A code counts as one value of 1 or 2 bytes; scale and offset are 8 bytes a tensor (16 for float64), and no values. A
     tensor that this makes no smaller crosses as it is, among them scalars and empty ones, and so does one that holds
-    NaN or infinity. Constant tensors arrive exactly. Of structured artifacts the lossy fields are quantised; counts,
-    masks and integer entries never are.
+    NaN or infinity. Constant tensors arrive exactly (with `updates`, constant changes do, but for rounding). Of
+    structured artifacts the lossy fields are quantised; counts, masks and integer entries never are.
 
     Args:
         bits: of a code, 8 or 16.
@@ -127,7 +128,7 @@ class Quantize(WireFilter):
         self.error_feedback = error_feedback
         self.ways = ways
         self.updates = bool(updates)
-        self.needs_server = ways == "down" or self.updates
+        self.needs_server = "ways: down" if ways == "down" else "updates: true" if updates else False
 
     @override
     def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
@@ -148,7 +149,8 @@ class Quantize(WireFilter):
         """The values in codes where that is smaller, else as they are."""
         whole, extra = packed.carrying(wanted), 2 * _wide(wanted).itemsize
         if wanted.numel() * self.bits // 8 + extra < -(-wanted.numel() * packed.bits // 8) + packed.extra:
-            known = packed.known_there.to(_wide(wanted)) if self.updates and packed.known is not None else 0
+            changes = self.updates and packed.adds_up and packed.known is not None
+            known = packed.known_there.to(_wide(wanted)) if changes else 0
             codes = quantised(wanted - known, self.bits)
             return whole if codes is None else packed.carrying(codes.decoded() + known, self.bits, extra)
         return packed if packed.num_bytes < whole.num_bytes else whole

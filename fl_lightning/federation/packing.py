@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Artifact, Message, Size, Structured
@@ -132,13 +133,20 @@ class Packet:
         return cls(weights, artifacts)
 
     def unpacked(self, message: Message) -> Message:
-        """What arrives of the message that was packed, with what it cost."""
+        """What arrives of the message that was packed, with what it cost.
+
+        A method may have made its weights of fewer numbers (FedKD's factors): of those none is what arrives once a
+        filter has changed a weight, and all of the weights count.
+        """
         weights = {name: self._weight(name, tensor) for name, tensor in message.weights.items()}
         artifacts = {name: self._artifact(name, value) for name, value in message.artifacts.items()}
+        if message.sent is not None and any(not torch.equal(weights[n], t) for n, t in message.weights.items()):
+            message = replace(message, sent=None)
         there, here, whole = self._size, Packet.of(message)._size, message.size
         saved = Size(here.num_params - there.num_params, here.num_bytes - there.num_bytes)
         sent = Size(whole.num_params - saved.num_params, whole.num_bytes - saved.num_bytes)
-        return Message(weights, artifacts, message.num_samples, None if sent == whole else sent)
+        unchanged = message.sent if sent == whole else sent
+        return Message(weights, artifacts, message.num_samples, unchanged)
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
         return _shaped(self.weights[name], tensor) if name in self.weights else tensor

@@ -35,8 +35,8 @@ class WireFilter(ABC):
     paper: ClassVar[str] = ""
     ways: Ways = "both"
     """On which way messages pass it."""
-    needs_server: bool = False
-    """Whether it makes no sense between clients that have no server."""
+    needs_server: bool | str = False
+    """Whether it makes no sense between clients that have no server; where an option of it does not, which one."""
 
     @abstractmethod
     def apply(self, packet: Packet, memory: dict[str, Tensor]) -> Packet:
@@ -97,7 +97,8 @@ class Wire:
         for _, own in named:
             if own.needs_server and exchange.between_clients:
                 rule = f"needs a server, which a federation on a {type(exchange).__name__} has not: leave it out"
-                raise ConfigError(KEY, f"{type(own).__name__} {rule}")
+                option = "" if own.needs_server is True else f" with {own.needs_server}"
+                raise ConfigError(KEY, f"{type(own).__name__}{option} {rule}")
         self._whole = [own for _, own in named if isinstance(own, MessageFilter)]
         self._up = [(index, own) for index, own in named if own.ways != "down" and own not in self._whole]
         _check_order([own for _, own in named if own.ways != "down"])

@@ -45,6 +45,17 @@ def weights(*values, **options):
     return Message({"w": torch.tensor(values, **options)}, num_samples=5)
 
 
+def test_factors_count_until_a_filter_changes_what_they_make():
+    """A message that its method made of fewer values (FedKD) costs those; narrowed one by one, its weights count."""
+    matrix = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    whole = Message({"w": matrix, "b": torch.zeros(4)}, num_samples=5)
+    factors = replace(whole, sent=Size(21, 84))
+    assert up([TopK(1.0)], factors, whole).size == Size(21, 84)
+    assert up([Quantize()], factors).size == up([Quantize()], whole).size == Size(68, (64 + 8) + (4 + 8))
+    received = Message({name: torch.zeros_like(tensor) for name, tensor in whole.weights.items()})
+    assert up([TopK(0.5)], factors, received).size == up([TopK(0.5)], whole, received).size
+
+
 # --- quantisation -----------------------------------------------------------------------------------------------------
 
 
@@ -65,6 +76,19 @@ def test_an_update_is_quantised_in_steps_of_its_own_range_and_as_it_is_where_not
     torch.testing.assert_close(there.weights["w"], expected, rtol=0, atol=2e-4)
     assert torch.equal(there.weights["new"], up([Quantize()], message).weights["new"])
     assert there.num_bytes == 2 * (40 + 8) == up([Quantize()], message).num_bytes
+
+
+def test_a_variance_is_never_quantised_below_zero_as_an_update():
+    """What it has changed by is off by half a step of the whole range of changes, which is more than a small one is."""
+    received = torch.cat([torch.full((20,), 1e-3), torch.linspace(1.0, 9.0, 20)])
+    change = torch.cat([torch.full((20,), -9e-4), torch.linspace(-0.695, 1.0, 20)])
+    message = Message({"w": received + change, "running_var": received + change})
+    chain = Wire([Quantize(updates=True)], Star(), trained=("w",))
+    there = chain.up(message, Message({"w": received, "running_var": received}), {})
+    assert there.weights["w"].min() < 0  # the test's point: of a weight this is only nearness
+    assert torch.equal(there.weights["running_var"], up([Quantize()], message).weights["running_var"])
+    assert there.weights["running_var"].min() > 0
+    assert there.num_bytes == 2 * (40 + 8)
 
 
 def test_values_arrive_within_half_a_step():
@@ -426,12 +450,17 @@ def fedavg(conv_net):
     return lambda: FedAvg(conv_net())
 
 
-@pytest.mark.parametrize("own", [TopK(), Quantize(ways="down"), Quantize(updates=True)])
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        (TopK(), "TopK"),
+        (Quantize(ways="down"), "Quantize with ways: down"),
+        (Quantize(updates=True), "Quantize with updates: true"),
+    ],
+)
 @pytest.mark.parametrize("exchange", [Ring(), Ring("sequential"), RandomPeers(2), DirectedGraph(2)])
-def test_filter_that_needs_a_server_is_refused_without_one(set_up_federation, fedavg, exchange, own):
-    rule = (
-        f"^federation.wire: {type(own).__name__} needs a server, which a federation on a {type(exchange).__name__} has"
-    )
+def test_filter_that_needs_a_server_is_refused_without_one(set_up_federation, fedavg, exchange, own, named):
+    rule = f"^federation.wire: {named} needs a server, which a federation on a {type(exchange).__name__} has"
     with pytest.raises(ConfigError, match=rule) as refused:
         set_up_federation(fedavg, exchange=exchange, wire=[own])
     assert "\n" not in str(refused.value)

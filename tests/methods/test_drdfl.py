@@ -336,6 +336,21 @@ def test_drdfl_parallel_averaging_keeps_the_sum_of_learngenes(small, run_federat
         torch.testing.assert_close(sum(m[name] for m in merged), sum(s[name] for s in sent))
 
 
+def test_drdfl_counts_all_neighbours_alike(small, make_data, run_federation):
+    """Of several neighbours, however many samples they have, learngenes and Gaussians count the same."""
+    data = make_data(counts=((9, 8, 7, 5), (20, 20, 20, 20), (4, 2, 3, 2)))
+    loop = run_federation(small, rounds=2, data=data, optimizer=adam, exchange=Ring(directions="both"))
+    one, other = (loop.diary.sent[1, client] for client in (1, 2))
+    heard = loop.diary.received[2, 0]
+    assert one.num_samples > 5 * other.num_samples
+    for name, received in heard.weights.items():
+        torch.testing.assert_close(received, (one.weights[name] + other.weights[name]) / 2)
+    means = [message.artifacts["class_mean"] for message in (heard, one, other)]
+    torch.testing.assert_close(means[0], (means[1] + means[2]) / 2)
+    logs = [message.artifacts["class_log_variance"] for message in (heard, one, other)]
+    torch.testing.assert_close(logs[0], ((logs[1].exp() + logs[2].exp()) / 2).log())
+
+
 def test_drdfl_class_absent_everywhere_keeps_its_first_gaussian(small, make_data, run_federation):
     data = make_data(counts=((9, 8, 0, 0), (0, 9, 0, 8)))
     loop = run_federation(small, rounds=3, data=data, optimizer=adam)

@@ -12,6 +12,7 @@ from fl_lightning.core.low_rank import LowRankServer, approximated, low_rank
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.filters import Quantize
 from fl_lightning.methods.fedkd import FedKD
 
 
@@ -109,6 +110,15 @@ def test_a_round_in_which_nobody_sends_makes_the_next_message_no_dearer(mlp, run
     idle = run_federation(lambda: FedKD(mlp()), rounds=4, failures=Failures(schedule={"3": [0, 1, 2, 3]}))
     bytes_down = [[row["downlink_bytes"] for row in loop.diary.rows] for loop in (plain, idle)]
     assert bytes_down[1] == [*bytes_down[0][:2], 0, bytes_down[0][2]]
+
+
+def test_what_is_quantised_costs_what_whole_matrices_do(mlp, run_federation):
+    def costs(energy, *filters):
+        loop = run_federation(lambda: FedKD(mlp(), energy_start=energy, energy_end=energy), rounds=2, wire=filters)
+        return [(row["uplink_bytes"], row["downlink_bytes"]) for row in loop.diary.rows]
+
+    assert costs(0.1, Quantize()) == costs(1.0, Quantize())
+    assert costs(0.1)[1] < costs(0.1, Quantize())[1]
 
 
 def test_it_resumes(mlp, assert_resumes):
