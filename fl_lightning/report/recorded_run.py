@@ -85,8 +85,23 @@ class RecordedRun:
 
     @cached_property
     def client_rows(self) -> Sequence[Row]:
-        """The rows of ``clients.csv`` that count in the means of ``metrics.csv``; empty where there are none."""
-        return counting(rows_of(self.path / "clients.csv"), self.config)
+        """The rows of ``clients.csv`` that count in the means of `rows`; empty where there are none."""
+        found = counting(rows_of(self.path / "clients.csv"), self.config)
+        return [row for row in found if row["round"] <= self.rows[-1]["round"]]
+
+    def first(self, rounds: int) -> RecordedRun:
+        """As it was with so many rounds, where somebody has extended it since.
+
+        Args:
+            rounds: at least 1.
+        """
+        rows = [row for row in self.rows if row["round"] <= rounds]
+        if len(rows) in (0, len(self.rows)):
+            return self
+        federation = self.config.get("federation")
+        federation = {**(federation if isinstance(federation, Mapping) else {}), "rounds": rounds}
+        notes = tuple(note for note in self.notes if note != self.unfinished)
+        return replace(self, config={**self.config, "federation": federation}, summary={}, rows=rows, notes=notes)
 
 
 def read_run(path: Path, command: str) -> RecordedRun:

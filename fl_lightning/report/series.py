@@ -148,10 +148,14 @@ def in_one_picture(runs: Iterable[RecordedRun], title: str) -> tuple[list[Series
 
 
 def _key(member: Member, groups: Mapping[tuple[Any, ...], Sequence[Member]]) -> tuple[Any, ...]:
-    """Of the line that a run belongs to; a seed that the line has already makes a line of its own."""
+    """Of the line that a run belongs to; a seed that the line has already makes a line of its own.
+
+    A table's cells say by their row and column which line it is: their seeds may be rounded otherwise.
+    """
     run = member.run
     what = tuple(sorted((key, repr(value)) for key, value in run.identity.items())) or (str(run.path),)
     key: tuple[Any, ...] = (member.setting, member.label, run.method, what)
+    key = key[:2] if member.setting and member.label else key
     while any(other.run.seed == run.seed for other in groups.get(key, ())):
         key = (*key, run.name)
     return key

@@ -33,13 +33,14 @@ PAGE = "report.html"
 def members_of(cells: Iterable[Cell]) -> list[Member]:
     """The cells that have a round to show, by row and column."""
     there = [cell for cell in cells if rows_of(cell.folder / "metrics.csv")]
-    return [Member(read_run(cell.folder, "report"), cell.row.name, cell.column.name) for cell in there]
+    runs = [(cell, read_run(cell.folder, "report").first(cell.rounds)) for cell in there]
+    return [Member(run, cell.row.name, cell.column.name) for cell, run in runs]
 
 
 def cells_as_csv(cells: Iterable[Cell], folder: Path) -> str:
-    """Row, column, seed and folder of every cell, as seen from `folder`."""
-    lines = [["row", "column", "seed", "folder"]]
-    lines += [[c.row.name, c.column.name, str(c.seed), os.path.relpath(c.folder, folder)] for c in cells]
+    """Row, column, seed, rounds and folder of every cell, as seen from `folder`."""
+    lines = [["row", "column", "seed", "rounds", "folder"]]
+    lines += [[c.row.name, c.column.name, str(c.seed), str(c.rounds), os.path.relpath(c.folder, folder)] for c in cells]
     return _as_text([list(map(in_spreadsheet, line)) for line in lines])
 
 
@@ -85,7 +86,8 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         run = Path(os.path.normpath(folder / out_of_spreadsheet(cell["folder"])))
         if rows_of(run / "metrics.csv"):
             named = (printable(out_of_spreadsheet(cell[name])) for name in ("row", "column"))
-            members.append(Member(read_run(run, "report"), *named))
+            found, rounds = read_run(run, "report"), cell.get("rounds") or ""  # which earlier versions do not say
+            members.append(Member(found.first(int(rounds)) if rounds.isdecimal() else found, *named))
         else:
             missing.append(run)
     gone = [run.name for run in missing if not run.is_dir()]

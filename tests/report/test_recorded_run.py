@@ -54,3 +54,19 @@ def test_a_run_that_was_extended_and_broken_off_is_not_finished(stopped, tmp_pat
     table.write_text(table.read_text() + table.read_text().splitlines()[-1].replace("3,", "4,", 1) + "\n")
     assert not Run(folder).finished
     assert "it is not finished: 4 of its 6 rounds are done" in read_run(folder, "report").notes
+
+
+def test_a_run_that_was_extended_is_shown_as_it_was(tmp_path):
+    folder = make_run(tmp_path / "run", rounds=5)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 7, "federation": {"rounds": 9, "cohort": 2}}))
+    run = read_run(folder, "report")
+    assert run.unfinished
+    first = run.first(3)
+    assert [row["round"] for row in first.rows] == [1, 2, 3]
+    assert {row["round"] for row in first.client_rows} == {1, 2, 3}
+    assert first.config == {"seed": 7, "federation": {"rounds": 3, "cohort": 2}}
+    assert (first.summary, first.unfinished, first.seed) == ({}, "", 7)
+    assert [note for note in run.notes if note not in first.notes] == [run.unfinished]
+    assert first.figures["last"]["Local-T"] == run.rows[2]["Local-T"]
+    assert run.first(5) is run
+    assert {row["round"] for row in run.client_rows} == {1, 2, 3, 4, 5}

@@ -1,5 +1,6 @@
 """Which runs are one line, and what a line is called and drawn like."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,17 @@ def test_keys_of_one_last_word_are_told_apart_in_a_name():
 def test_runs_of_other_lengths_are_no_repeats(key, one, other, labels):
     lines = series_of([member(seed=0, **{key: one}), member(seed=2, **{key: other})])
     assert [line.label for line in lines] == labels
+
+
+@pytest.mark.parametrize(("key", "other"), [("rounds", 6), ("cohort", 4)])
+def test_a_tables_seeds_are_one_line_though_one_was_rounded_otherwise(key, other):
+    """They were torn apart, and the line had another name than the row, by which a ranking did not find it."""
+    cells = [replace(member(seed=s, **{key: v}), label="Row", setting="Column") for s, v in ((0, 3), (2, other))]
+    apart = replace(member(seed=0, lr=0.2, **{key: 3}), label="Other", setting="Column")
+    lines = series_of([*cells, apart])
+    assert [(line.label, [run.seed for run in line.runs]) for line in lines] == [("Row", [0, 2]), ("Other", [0])]
+    twice = series_of([cells[0], cells[0]])
+    assert [len(line.runs) for line in twice] == [1, 1]
 
 
 def test_a_run_that_is_under_way_is_a_repeat_of_those_that_are_done():

@@ -1,13 +1,15 @@
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from report.run_folders import make_run
 from scipy import stats
 
 from fl_lightning.table.definition import read_definition
 from fl_lightning.table.figures import Head, Value
-from fl_lightning.table.page import cells_as_csv, read_results, shown
+from fl_lightning.table.page import cells_as_csv, members_of, read_results, shown
 from fl_lightning.table.ranking import interval, ranked
 from fl_lightning.table.writing import write
 
@@ -83,3 +85,20 @@ def test_page_reads_back_who_is_ahead(tmp_path):
     file = tmp_path / "ranking.csv"
     file.write_text(file.read_text() + "Digits,received,odd,1,one,nan,inf,,\nDigits\n")
     assert read_results(tmp_path)[0].ranked == found
+
+
+def test_page_has_the_rounds_of_a_cell_and_no_others(tmp_path):
+    """By the definition's cells, and by the folder of results; of earlier versions `cells.csv` has no rounds."""
+    run = make_run(tmp_path / "run", rounds=5)
+    cell = SimpleNamespace(
+        row=SimpleNamespace(name="A"), column=SimpleNamespace(name="B"), seed=0, rounds=3, folder=run
+    )
+    (tmp_path / "t.yaml").write_text("{title: T, name: t, figure: Local-T.last, columns: {B: {}}, rows: {A: {}}}")
+    write(tmp_path, read_definition(tmp_path / "t.yaml"), {("A", Head("B", "")): value(50)}, [])
+    (shown_now,) = members_of([cell])
+    assert len(shown_now.run.rows) == 3
+    for text, rounds in ((cells_as_csv([cell], tmp_path), 3), ("row,column,seed,folder\nA,B,0,run\n", 5)):
+        (tmp_path / "cells.csv").write_text(text)
+        ((read_back,), _) = read_results(tmp_path)[1:]
+        assert len(read_back.run.rows) == rounds
+        assert (read_back.label, read_back.setting) == ("A", "B")
