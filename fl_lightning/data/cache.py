@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,16 @@ from fl_lightning.terminal import say
 
 ABSENT = "absent"
 """The stamp of a file that is not there."""
-FORMAT = 5
+FORMAT = 6
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors,
 or refuses what it took."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
 """Of the data set that is being decoded: one that it is drawn from is kept there, too."""
+
+
+def streams() -> AbstractContextManager[None]:
+    """Those that a data set is decoded under, whatever the run's seed is: one that draws has the same samples again."""
+    return isolated_streams(0, "dataset")
 
 
 def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
@@ -57,7 +63,7 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     before = _stamps(dataset) if identity is not None else {}
     outer = _FOLDER.set(folder)
     try:
-        with own_code(KEY, dataset, "arrays()"), isolated_streams(0, "dataset"):  # whatever the run's seed is
+        with own_code(KEY, dataset, "arrays()"), streams():
             arrays = dataset.arrays()
     finally:
         _FOLDER.reset(outer)

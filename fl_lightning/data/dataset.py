@@ -60,6 +60,21 @@ class Dataset(ABC):
             "DATA", f"{type(self).__name__} is no data set of tables or texts; give an array as .npz or .pt"
         )
 
+    def pictures(self, paths: Sequence[Path], shape: Sequence[int]) -> Tensor | None:
+        """New samples, as files of pictures and without labels, as `arrays` has them before it scales.
+
+        Args:
+            paths: the files.
+            shape: of the data set's samples.
+
+        Returns:
+            [N, …]; None where nothing but its shape says how one is read: then as `ImageFolder` reads it.
+
+        Raises:
+            ConfigError: if one cannot be read, or nobody knows how.
+        """
+        return None
+
 
 def default_data_dir() -> Path:
     """Where data sets are looked for: ``$FL_LIGHTNING_DATA``, else ``~/.cache/fl-lightning/datasets``."""

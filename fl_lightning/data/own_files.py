@@ -57,6 +57,12 @@ class ArrayFile(Dataset):
         found = self._read()
         whole = "x" in found and "y" in found
         names = ["x", "y"] if whole else ["x_train", "y_train"]
+        parts = [f"{name}_{part}" for name in ("x", "y", "groups") for part in ("train", "test")]
+        beside = [name for name in (parts if whole else ("x", "y", "groups")) if name in found]
+        rule = f"{self.path} must hold x, y and groups, or these with _train and _test, and not some of both"
+        require(not beside or not set(names) <= found.keys(), f"{KEY}.path", rule, ", ".join(found))
+        rule = "must be null where the file has parts of its own, x_train and x_test"
+        require(whole or self.num_train is None or "x_train" not in found, f"{KEY}.num_train", rule, self.num_train)
         for name in names:
             rule = f"{self.path} must hold x and y, or x_train, y_train, x_test and y_test"
             require(name in found, f"{KEY}.path", rule, ", ".join(found) or "nothing")

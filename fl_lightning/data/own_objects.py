@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import Dataset as TorchBase
 
 from fl_lightning.data.arrays import KEY, Arrays
@@ -60,6 +61,29 @@ class TorchDataset(Dataset):
         labels, classes = as_labels(given, "TorchDataset", are_places=names[0] is not None)
         inputs = as_inputs(x, "TorchDataset")
         return arrays_of(inputs, labels, len(pairs[0]), classes, self.normalize)
+
+    def pictures(self, paths: Sequence[Path], shape: Sequence[int]) -> Tensor | None:
+        """By the loader and the transform of `train`, where it is a folder's of torchvision.
+
+        Raises:
+            ConfigError: for transforms of another one, and for what is none of torchvision's.
+        """
+        from torchvision.datasets import DatasetFolder
+
+        part: Any = self.train
+        while isinstance(part, Subset | ConcatDataset):
+            part = part.dataset if isinstance(part, Subset) else part.datasets[0]
+        if not isinstance(part, DatasetFolder) or type(part).__getitem__ is not DatasetFolder.__getitem__:
+            theirs = type(part).__module__.startswith("torchvision.") and getattr(part, "transform", None) is None
+            rule = f"only {type(part).__name__} itself can read its pictures; give an array as .npz or .pt"
+            require(theirs, "DATA", rule, str(paths[0]))
+            return None
+
+        def read(path: Path) -> Any:
+            sample = part.loader(str(path))
+            return _of_size(sample, shape) if part.transform is None else part.transform(sample)
+
+        return _read_pictures(paths, read)
 
     def _pairs(self, part: TorchBase[Any], name: str) -> list[tuple[np.ndarray, Any]]:
         require(hasattr(part, "__len__"), f"{KEY}.{name}", "must have a length; a stream has none", type(part).__name__)
@@ -122,6 +146,38 @@ def _require_same_classes(train: str, names: list[str] | None, others: list[str]
     if names is not None and others is not None:
         rule = f"must have the classes of {train}, {', '.join(names)}, in their order: a class is its place there"
         require(others == names, f"{KEY}.test", rule, ", ".join(others))
+
+
+def _read_pictures(paths: Sequence[Path], read: Callable[[Path], Any]) -> Tensor:
+    """Pictures as a data set reads its own, one after another.
+
+    Raises:
+        ConfigError: about ``DATA``, naming the first that cannot be read, or has another shape than those before.
+    """
+    found: list[np.ndarray] = []
+    for index, path in enumerate(paths):
+        try:
+            sample = read(path)
+        except Exception as error:  # whatever a loader raises
+            said = " ".join(str(error).split())[:120]
+            raise ConfigError("DATA", f"{path} cannot be read ({type(error).__name__}: {said})") from error
+        values = as_array(sample) if isinstance(sample, Tensor) else _pixels(sample, "DATA", index)
+        found.append(values)
+        shapes = list(values.shape), list(found[0].shape)
+        rule = f"{path} must have the shape of those before it, {shapes[1]}"
+        require(shapes[0] == shapes[1], "DATA", rule, shapes[0])
+    return as_inputs(np.stack(found), "DATA")
+
+
+def _of_size(image: Any, shape: Sequence[int]) -> Any:
+    """A PIL image scaled to the rows and columns of samples [C, H, W], and of their channels; all else as it is."""
+    if not hasattr(image, "convert") or len(shape) != 3:
+        return image
+    image = as_bytes(image)
+    if len(image.getbands()) != shape[0]:
+        image = image.convert("L" if shape[0] == 1 else "RGB")
+    size = (shape[2], shape[1])
+    return image if image.size == size else image.resize(size, 2)  # bilinear
 
 
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:
@@ -234,6 +290,17 @@ class HuggingFace(Dataset):
         texts = _are_texts(training)
         require(texts, "DATA", "this data set holds no texts; give an array as .npz or .pt, or a folder of images")
         return self._words.encode([as_text(text) for text in columns[self.input]], training)
+
+    def pictures(self, paths: Sequence[Path], shape: Sequence[int]) -> Tensor | None:
+        """As the library decodes them, scaled to the data set's size and channels."""
+        feature = self._parts()[0].features[self.input]
+        if not hasattr(feature, "decode_example"):
+            return None
+
+        def read(path: Path) -> Any:
+            return _of_size(feature.decode_example({"path": str(path), "bytes": None}), shape)
+
+        return _read_pictures(paths, read)
 
     def _parts(self) -> list[Any]:
         if self._loaded is not None:

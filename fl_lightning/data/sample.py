@@ -52,6 +52,10 @@ class Sample(Dataset):
         """As the whole set does."""
         return self.dataset.encode(columns)
 
+    def pictures(self, paths: Sequence[Path], shape: Sequence[int]) -> Tensor | None:
+        """As the whole set does."""
+        return self.dataset.pictures(paths, shape)
+
     def sources(self) -> list[Path] | None:
         """The whole set's."""
         return self.dataset.sources()

@@ -52,11 +52,11 @@ class Words:
         return padded([[number.get(word, UNKNOWN) for word in tokenise(as_text(text))] for text in texts], self.length)
 
 
-def padded(texts: Sequence[Sequence[int]], length: int, pad: int = PAD) -> Tensor:
-    """[N, length] int64 of lists of numbers, cut and padded at the end."""
+def padded(texts: Sequence[Sequence[int]], length: int, pad: int = PAD, unknown: int = UNKNOWN) -> Tensor:
+    """[N, length] int64 of lists of numbers, cut and padded at the end; an empty one is an unknown word."""
     x = torch.full((len(texts), length), pad, dtype=torch.int64)
     for row, numbers in zip(x, texts, strict=True):
-        own = torch.tensor(list(numbers[:length]) or [UNKNOWN])
+        own = torch.tensor(list(numbers[:length]) or [unknown])
         row[: len(own)] = own
     return x
 
@@ -64,7 +64,8 @@ def padded(texts: Sequence[Sequence[int]], length: int, pad: int = PAD) -> Tenso
 class TextFile(Dataset):
     """Texts in a CSV, TSV or JSON-lines file, in UTF-8, as word numbers.
 
-    An empty cell, and null in JSON, is a text without a word: a single unknown word. The vocabulary is of the whole
+    An empty cell, and null in JSON, is a text without a word: a single unknown word, or padding alone where a tokenizer
+    has none. The vocabulary is of the whole
     file `path`: under the split ``holdout``, where clients' test samples are cut out of it, too, their words count.
 
     Args:
@@ -161,8 +162,21 @@ class TextFile(Dataset):
         pad = (tokenizer.padding or {}).get("pad_id", PAD)
         tokenizer.no_padding()  # to the longest of the texts that it is given: a text's numbers would rest on others'
         tokenizer.no_truncation()
-        encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        return padded(encoded, self.length, pad), tokenizer.get_vocab_size()
+        try:
+            encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        except Exception as error:  # a word that it has no number for, nor one for unknown ones
+            said = " ".join(str(error).split())[:120]
+            raise ConfigError(f"{KEY}.tokenizer", f"{self.tokenizer} does not encode the texts ({said})") from error
+        size = 1 + max(pad, *tokenizer.get_vocab().values())  # its numbers may have gaps
+        return padded(encoded, self.length, pad, _unknown(tokenizer, pad)), size
+
+
+def _unknown(tokenizer: Any, pad: int) -> int:
+    """The number of a tokenizer's unknown word; that of padding where it has none."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    number = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+    return pad if number is None else int(number)
 
 
 def _read(path: Path, option: str) -> dict[str, list[Any]]:

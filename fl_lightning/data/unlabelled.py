@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import Arrays
+from fl_lightning.data.cache import streams
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import lines_in, text_of
 from fl_lightning.data.image_folder import ImageFolder
@@ -18,6 +19,8 @@ from fl_lightning.data.own_files import read_arrays
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.tokens import read_table
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.terminal import say
+from fl_lightning.trust import is_known
 
 KEY = "DATA"
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
@@ -48,7 +51,7 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     """
     require(path.exists(), KEY, "there is no such file or folder", str(path))
     if path.is_dir() or path.suffix.lower() in ImageFolder.SUFFIXES:
-        return _images(path, arrays)
+        return _images(path, dataset, arrays)
     if path.suffix in (".npz", ".pt"):
         x = _array(path)
         x = scaled_as(dataset, x) if x.is_floating_point() else x
@@ -65,15 +68,20 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     return Unlabelled(x, [str(index) for index in range(len(x))])
 
 
-def _images(path: Path, arrays: Arrays) -> Unlabelled:
-    fits = arrays.x.dtype == torch.uint8 and arrays.x.shape[1] in (1, 3)
-    require(fits, KEY, "the run's data set holds no images of bytes; give an array as .npz or .pt", str(path))
+def _images(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ImageFolder.SUFFIXES)
     require(bool(files), KEY, "there is no image in that folder", str(path))
-    channels, height, width = arrays.x.shape[1:]
-    x = ImageFolder(str(path), [height, width], grayscale=channels == 1, normalize="half").decode(files)
+    with streams():
+        x = dataset.pictures(files, arrays.x.shape[1:])
+    if x is None:
+        fits = arrays.x.dtype == torch.uint8 and arrays.x.shape[1] in (1, 3)
+        require(fits, KEY, "the run's data set holds no images of bytes; give an array as .npz or .pt", str(path))
+        channels, height, width = arrays.x.shape[1:]
+        x = ImageFolder(str(path), [height, width], grayscale=channels == 1, normalize="half").decode(files)
+    x = scaled_as(dataset, x).float() if x.is_floating_point() else x
+    _require_fit(x, arrays)
     return Unlabelled(x, [str(file.relative_to(path)) if path.is_dir() else file.name for file in files])
 
 
@@ -90,14 +98,20 @@ def _scaled_table(dataset: Dataset, columns: Any) -> Tensor:
 
 
 def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:
-    """Features as a data set scales its own: by its training part, where it says ``normalize: standard``."""
+    """Features as a data set scales its own: by its training part, where it says ``normalize: standard``.
+
+    One of somebody's own that does not say is taken not to scale, and a line says so.
+    """
     while isinstance(dataset, Sample):  # its mean and std are those of the whole set
         dataset = dataset.dataset
+    if not hasattr(dataset, "normalize") and not is_known(type(dataset).__module__):
+        said = f"{type(dataset).__name__} has no attribute `normalize` that says how it scales"
+        say(f"fl-lightning: {KEY}: features are taken as they are: {said}")
     if getattr(dataset, "normalize", "none") == "none":
         return x
     plain = copy.copy(dataset)
     plain.normalize = "none"  # type: ignore[attr-defined]
-    with wide():
+    with wide(), streams():
         raw = plain.arrays()
     if not raw.x.is_floating_point() or raw.x.shape[1:] != x.shape[1:]:
         return x

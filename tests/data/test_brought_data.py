@@ -90,6 +90,30 @@ def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
     assert torch.equal(plain.x, x)
 
 
+@pytest.mark.parametrize(
+    ("names", "num_train", "said"),
+    [
+        (("x", "y", "x_test", "y_test"), None, r"path: \S+ must hold x, y and groups, or these with _train and _test"),
+        (
+            ("x_train", "y_train", "x_test", "y_test", "groups"),
+            None,
+            r"path: \S+ must hold x, y and groups, or these w",
+        ),
+        (
+            ("x_train", "y_train", "x_test", "y_test", "y"),
+            None,
+            r"path: \S+ must hold x, y and groups, or these with _",
+        ),
+        (("x_train", "y_train"), 4, r"num_train: must be null where the file has parts of its own, x_train and x_tes"),
+    ],
+)
+def test_arrays_that_would_be_left_out_are_refused(tmp_path, names, num_train, said):
+    """A test part beside x and y was, in silence."""
+    np.savez(tmp_path / "a.npz", **{name: np.arange(6)[:, None] if name[0] == "x" else np.arange(6) for name in names})
+    with pytest.raises(ConfigError, match=rf"^data\.dataset\.{said}"):
+        ArrayFile(str(tmp_path / "a.npz"), num_train).arrays()
+
+
 def test_grey_images_and_tokens(tmp_path):
     np.savez(tmp_path / "g.npz", x=np.zeros((3, 5, 5), dtype=np.uint8), y=[5, 900, 5])
     arrays = checked(ArrayFile(str(tmp_path / "g.npz")))
@@ -285,6 +309,28 @@ def test_a_tokenizer_of_somebody_elses(tmp_path):
     dataset = TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3)
     assert checked(dataset).x.tolist() == [[1, 2, 2], [0, 3, 3]]
     assert dataset.encode({"text": ["ugly"]}).tolist() == [[0, 3, 3]]
+
+
+def test_what_a_tokenizer_has_no_number_for(tmp_path):
+    """An empty text was its word 1; a word that it does not know a traceback; numbers with gaps out of range."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "t.csv").write_text('text,label\ngood bad,1\n"",0\n')
+    words = {"[PAD]": 0, "good": 1, "bad": 2, "[UNK]": 40}
+    gaps = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    pieces = tokenizers.models.Unigram([("[PAD]", 0.0), ("good", -1.0), ("bad", -1.0), ("?", -9.0)], unk_id=3)
+    known = tokenizers.models.WordLevel({"[PAD]": 0, "good": 1, "bad": 2}, unk_token="[UNK]")
+    for model, empty, size in ((gaps, 40, 41), (pieces, 3, 4), (known, 0, 3)):
+        made = tokenizers.Tokenizer(model)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "tokenizer.json"))
+        dataset = TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=2)
+        arrays = checked(dataset)
+        assert (arrays.x.tolist(), arrays.vocabulary_size) == ([[1, 2], [empty, 0]], size)
+        assert dataset.encode({"text": ["", "bad"]}).tolist() == [[empty, 0], [2, 0]]
+    with pytest.raises(
+        ConfigError, match=r"^data\.dataset\.tokenizer: \S+ does not encode the texts \(WordLevel error: "
+    ):
+        dataset.encode({"text": ["ugly"]})
 
 
 # --- other libraries ------------------------------------------------------------------------------------------------

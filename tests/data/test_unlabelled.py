@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import Subset
+from torchvision import datasets, transforms
 
+from fl_lightning.data.cache import load, streams
+from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.image_folder import ImageFolder
-from fl_lightning.data.own_files import ArrayFile, CSVTable
+from fl_lightning.data.normalising import arrays_of
+from fl_lightning.data.own_files import ArrayFile, CSVTable, PFLlibFolder
+from fl_lightning.data.own_objects import HuggingFace, TorchDataset
 from fl_lightning.data.sample import Sample
 from fl_lightning.data.text import IMDB
 from fl_lightning.data.tokens import TextFile
@@ -189,3 +195,117 @@ def test_new_samples_of_large_numbers_are_scaled_as_those_of_training(tmp_path, 
         dataset = ArrayFile(str(known))
     arrays = dataset.arrays()
     assert torch.equal(read_unlabelled(new, dataset, arrays).x, arrays.x[:5])
+
+
+# --- data sets that other libraries hold ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turned(tmp_path):
+    """Pictures that lie on their side by EXIF, bright above or below, with alpha."""
+    upside_down = Image.Exif()
+    upside_down[0x112] = 3
+    for label in ("above", "below"):
+        folder = tmp_path / "turned" / label
+        folder.mkdir(parents=True)
+        for number in range(3):
+            pixels = np.full((6, 5, 4), 20 + number, dtype=np.uint8)
+            pixels[:3] = 200 if label == "above" else pixels[:3]
+            pixels[3:] = 200 if label == "below" else pixels[3:]
+            Image.fromarray(pixels).save(folder / f"{number}.png", exif=upside_down)
+    return tmp_path / "turned"
+
+
+@pytest.mark.parametrize(
+    "ways", [[], [transforms.RandomInvert(1.0), transforms.CenterCrop(4)], [transforms.ToTensor()]]
+)
+def test_pictures_are_read_as_torchvision_read_those_of_training(turned, ways):
+    """Ours are upright and on white; a folder of torchvision's had neither, and its own transform besides."""
+    part = datasets.ImageFolder(str(turned), transforms.Compose(ways) if ways else None)
+    for dataset in (TorchDataset(part), Sample(TorchDataset(Subset(part, range(6))), 6)):
+        arrays = load(dataset)
+        assert torch.equal(read_unlabelled(turned, dataset, arrays).x, arrays.x)
+    if not ways:
+        Image.fromarray(np.zeros((40, 30, 3), dtype=np.uint8)).save(turned / "large.png")
+        assert read_unlabelled(turned / "large.png", dataset, arrays).x.shape == (1, 3, 6, 5)
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Draws with every sample, images or features."""
+
+    def __init__(self, image=False):
+        self.image = image
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = torch.randn(3) + 5
+        return (torch.full((3, 6, 5), 30 * index, dtype=torch.uint8) if self.image else drawn), index % 2
+
+
+def test_pictures_that_only_a_data_set_itself_can_read_are_refused(turned):
+    cropped = datasets.FakeData(8, (3, 6, 5), 2, transforms.PILToTensor())
+    for part in (Pairs(image=True), cropped):
+        dataset = TorchDataset(part)
+        with pytest.raises(ConfigError, match=rf"^DATA: only {type(part).__name__} itself can read its pictures; give"):
+            read_unlabelled(turned, dataset, load(dataset))
+    plain = TorchDataset(datasets.FakeData(8, (3, 6, 5), 2))
+    assert read_unlabelled(turned, plain, load(plain)).x.shape == (6, 3, 6, 5)
+    folder = TorchDataset(datasets.ImageFolder(str(turned)))
+    arrays = load(folder)
+    (turned / "above" / "0.png").write_bytes(b"no picture")
+    with pytest.raises(ConfigError, match=r"^DATA: \S+0\.png cannot be read \(UnidentifiedImageError: "):
+        read_unlabelled(turned, folder, arrays)
+
+
+def test_features_that_are_drawn_are_scaled_by_those_of_training(tmp_path):
+    """They were scaled by other draws, so that two calls gave two answers."""
+    dataset = TorchDataset(Pairs())
+    arrays = load(dataset)
+    with streams():
+        new = torch.stack([dataset.train[index][0] for index in range(8)])
+    np.savez(tmp_path / "new.npz", x=new.numpy())
+    for _ in range(2):
+        torch.testing.assert_close(read_unlabelled(tmp_path / "new.npz", dataset, arrays).x, arrays.x)
+
+
+class Own(Dataset):
+    """Scales, and does not say so."""
+
+    def arrays(self):
+        x = torch.arange(12.0).view(6, 2)
+        return arrays_of(x, torch.arange(6) % 2, 6, ("a", "b"))
+
+
+class Says(Own):
+    """The same, and says so."""
+
+    normalize = "none"
+
+
+@pytest.mark.parametrize(("dataset", "said"), [(Own(), True), (Says(), False), (PFLlibFolder("nowhere"), False)])
+def test_a_line_says_that_features_are_taken_as_they_are(tmp_path, capsys, dataset, said):
+    np.savez(tmp_path / "new.npz", x=np.ones((2, 2)))
+    assert torch.equal(read_unlabelled(tmp_path / "new.npz", dataset, Own().arrays()).x, torch.ones(2, 2))
+    line = "features are taken as they are: Own has no attribute `normalize` that says how it scales"
+    assert capsys.readouterr().err == (f"fl-lightning: DATA: {line}\n" if said else "")
+
+
+def test_pictures_are_read_as_hugging_face_reads_them(tmp_path):
+    hugging_face = pytest.importorskip("datasets")
+    (tmp_path / "new").mkdir()
+    files = []
+    for number in range(4):
+        grey = Image.fromarray(np.full((5, 4), 60 * number, dtype=np.uint8))
+        files.append(tmp_path / "new" / f"{number}.png")
+        grey.save(files[-1], transparency=60)
+    features = hugging_face.Features({"image": hugging_face.Image(), "label": hugging_face.Value("int64")})
+    rows = {"image": [str(file) for file in files], "label": [0, 1, 0, 1]}
+    hugging_face.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
+    dataset = HuggingFace(str(tmp_path / "set"))
+    arrays = dataset.arrays()
+    assert arrays.x[1].eq(60).all()  # transparent, and white to viewers
+    assert torch.equal(read_unlabelled(tmp_path / "new", dataset, arrays).x, arrays.x)
+    Image.fromarray(np.full((10, 8, 3), 90, dtype=np.uint8)).save(tmp_path / "large.png")
+    assert torch.equal(read_unlabelled(tmp_path / "large.png", dataset, arrays).x, torch.full((1, 1, 5, 4), 90).byte())
