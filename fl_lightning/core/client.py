@@ -32,6 +32,7 @@ from fl_lightning.core.recall import Memory
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
+from fl_lightning.core.walking import parameters_of
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import own_code, require
 from fl_lightning.models.split import SplitModel
@@ -246,7 +247,7 @@ class ClientModule(L.LightningModule):
         own_steps = partial(PlainDescent, self.method.fit, self.trainer) if plain else Descent
         descent = own_steps if self.private is None else partial(PrivateDescent, self.private)
         self._descents = [descent(self._machine, parts, self.settings) for parts in by_part]
-        self._trainable = [p for p in self.parameters() if p.requires_grad]
+        self._trainable = [p for p in parameters_of(self) if p.requires_grad]
         self._weights = checked_weights(self.method)
         self._waiting = 0
         self._resting: list[nn.Module] = []

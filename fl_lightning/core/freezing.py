@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fl_lightning.core.walking import parameters_of
+
 
 def trainable(part: nn.Module) -> list[nn.Parameter]:
     """A part's parameters that are trained at all."""
@@ -75,7 +77,7 @@ class Trained:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in parameters_of(module)]
 
     def restore(self) -> None:
         """Freeze and thaw as it was, and leave no gradient."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.message import ClassMeans, Message, Structured, version_of
+from fl_lightning.core.walking import parts_of
 
 if TYPE_CHECKING:
     from fl_lightning.core.host import OwnData
@@ -47,7 +48,7 @@ class Heard:
         A step, or the state of the next client, would change them for all.
         """
         places = _places(self._tensors.values())
-        for part in method.modules():
+        for part in parts_of(method):
             for parameter in part._parameters.values():
                 if parameter is not None and _place(parameter) in places:
                     parameter.data = parameter.data.clone()
@@ -93,7 +94,7 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         _require(known, f"artifact {name} is {_kind(value)}: {rule}")
         whole = not isinstance(value, ClassMeans) or not value.count.is_floating_point()
         _require(whole, f"artifact {name}: a ClassMeans counts samples in whole numbers: count.long()")
-    own = _places(tensor for part in method.modules() for tensor in _tensors(part))
+    own = _places(tensor for part in parts_of(method) for tensor in _tensors(part))
     weights = {
         name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()
     }
