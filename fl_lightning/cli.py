@@ -53,11 +53,11 @@ class Loudness(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exits with 0 when all went well, 1 when `evaluate` finds other figures than the run wrote down, when `compare` finds
-    two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2 on bad input or
-    where a file takes no more, that of the standard output as well (one line on stderr), 128 + the number of the signal
-    that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1. The first signal stops
-    `fit` once the present round is saved, the second at once.
+    Exits with 0 when all went well, 1 when `evaluate` finds other figures, or tables, than the run wrote down, when
+    `compare` finds two runs different, when a worker was lost or a client fell sick (`federation.on_client_error`), 2
+    on bad input or where a file takes no more, that of the standard output as well (one line on stderr), 128 + the
+    number of the signal that stopped it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP, 138 for SIGUSR1.
+    The first signal stops `fit` once the present round is saved, the second at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
@@ -251,7 +251,9 @@ def _evaluate(argv: list[str]) -> int:
 
     from fl_lightning.configuration import read_config
     from fl_lightning.experiment import BuiltExperiment
+    from fl_lightning.files import read_json
     from fl_lightning.report.console import print_evaluation
+    from fl_lightning.report.recorded_run import altered_tables, rows_of
 
     trust = Trust(tuple(options.trust))
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
@@ -260,7 +262,12 @@ def _evaluate(argv: list[str]) -> int:
         figures = experiment.evaluate(options.checkpoint)
     except ConfigError as error:
         raise error.at("--checkpoint") if error.key == "--resume" else error from error
-    return 0 if print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures) else 1
+    equal = print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures)
+    summary = read_json(folder / "summary.json", "evaluate") if (folder / "summary.json").is_file() else {}
+    altered = altered_tables(folder, rows_of(folder / "metrics.csv"), summary)
+    for name in altered:
+        say(f"fl-lightning: {folder / name} is not what the run wrote")
+    return 0 if equal and not altered else 1
 
 
 def _partition(argv: list[str]) -> int:

@@ -231,14 +231,13 @@ class RunFolder:
         make_folder(self.path)
         with writing(self.path / LOCK):  # a link is not followed: what it leads to would be emptied for the mark
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-            file = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "a+")
+            file = os.fdopen(os.open(self.path / LOCK, flags, 0o666), "ab+", buffering=0)
         with file:
             lock(file, self.path)
             if not is_marked(self.path):
                 with writing(self.path / LOCK):  # in place: another file would have another lock
                     file.truncate(0)
-                    file.write(MARK)
-                    file.flush()
+                    file.write(MARK.encode())
             yield
 
     def clean(self, overwrite: bool) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import resource
 import threading
 
 import pytest
@@ -58,6 +59,20 @@ def test_lock_that_is_a_link_leaves_the_file_alone(folder, tmp_path):
     with pytest.raises(WriteError, match=r"cannot write .*\.lock"), folder.held():
         pass
     assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+def test_lock_that_the_disk_has_no_room_for_is_named(folder):
+    """What was written was buffered, and written once more as the file was closed: that error named no file."""
+    (folder.path / LOCK).write_text("")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(WriteError, match=r"cannot write .*\.lock"), folder.held():
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with folder.held():
+        assert (folder.path / LOCK).read_text() == MARK
 
 
 def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):

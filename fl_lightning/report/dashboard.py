@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import write_text
+from fl_lightning.terminal import say
 
 NAME = "Federated learning"
 STEP = "round"
@@ -209,7 +210,11 @@ def draw(folders: Sequence[Path], path: Path) -> Path:
 
     require(bool(folders), "dashboard", "name the folders of the runs to draw: --picture FILE runs/a runs/b")
     check_ending(path, "dashboard --picture")
-    runs, title = in_one_picture((read_run(folder, "dashboard") for folder in folders), NAME)
+    found = [read_run(folder, "dashboard") for folder in folders]
+    for own in found:
+        for note in own.notes:
+            say(f"fl-lightning: {own.path}: {note}")
+    runs, title = in_one_picture(found, NAME)
     lines = [panel for section in SECTIONS for panel in section.panels if panel.kind == "line"]
     panels = [(panel.title, panel.metrics, panel.is_share) for panel in lines if panel.title not in DRAWN_APART]
     panels = [panel for panel in panels if has_any(panel[1], runs)] or panels[:1]

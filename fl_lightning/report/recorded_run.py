@@ -120,11 +120,22 @@ def read_run(path: Path, command: str) -> RecordedRun:
     config = _mapping(path / "config.yaml", notes)
     summary = _mapping(path / "summary.json", notes)
     partition = _mapping(path / "partition.json", notes, left_out="clients")
-    if summary.get("rounds") == rows[-1]["round"]:  # a run that goes on has more rows than it says
-        notes += [f"{name} is not what the run wrote" for name in altered(path, summary)]
+    notes += [f"{name} is not what the run wrote" for name in altered_tables(path, rows, summary)]
     run = RecordedRun(path, config, summary, partition, rows)
     notes += [run.unfinished] if run.unfinished else []
     return replace(run, notes=tuple(notes))
+
+
+def altered_tables(path: Path, rows: Sequence[Row], summary: Mapping[str, Any]) -> list[str]:
+    """The tables of a run that are not what it wrote, or not all of it; none are known of one that goes on.
+
+    Args:
+        path: the run's folder.
+        rows: of its ``metrics.csv``, of which one that goes on has more than its summary says.
+        summary: its summary.
+    """
+    rounds, done = summary.get("rounds"), rows[-1]["round"] if rows else 0
+    return altered(path, summary) if isinstance(rounds, int) and done <= rounds else []
 
 
 def has_ended(summary: Mapping[str, Any], planned: int, done: int = 0) -> bool:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import content_of
@@ -67,18 +68,22 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         ConfigError: if it holds no table.
     """
     try:
+        notes: list[str] = []
         lines = _lines(folder / "table.csv")
         first = _lines(folder / "table.md")[0]
         file = folder / CELLS
         cells = list(csv.DictReader(_lines(file))) if file.is_file() else []
         table = _published(lines, printable(out_of_markdown(first.removeprefix("# "))) or folder.name, [])
         if (folder / RANKING).is_file():
-            table = replace(table, ranked=_ranked(_lines(folder / RANKING)))
+            ranked = _lines(folder / RANKING)
+            table = replace(table, ranked=_ranked(ranked))
+            notes += [f"a line of {folder / RANKING} is damaged"] if _rows(ranked)[1] else []
+        notes += _rows_left_out(table, cells)
     except (OSError, UnicodeDecodeError, csv.Error, IndexError) as error:
         said = f"there is no whole table in {folder} ({getattr(error, 'strerror', None) or error})"
         raise ConfigError("report", said) from error
     members, missing = [], []
-    notes = [] if cells else [f"{folder} does not say which runs its cells are; run the table again for the curves"]
+    notes += [] if cells else [f"{folder} does not say which runs its cells are; run the table again for the curves"]
     for cell in cells:
         if not all(isinstance(cell.get(name), str) for name in ("row", "column", "folder")):
             notes.append(f"a line of {file} is damaged")
@@ -104,12 +109,30 @@ def _lines(file: Path) -> list[str]:
     return content_of(file).decode().replace("\0", "\ufffd").splitlines()
 
 
+def _rows(lines: Sequence[str]) -> tuple[list[dict[str, str]], bool]:
+    """The rows of a table's file, and whether one is cut short, and left out: of a number a part is another one."""
+    rows: list[dict[str, Any]] = list(csv.DictReader(lines))
+    whole = [row for row in rows if None not in row.values()]
+    return whole, len(whole) < len(rows)
+
+
+def _rows_left_out(table: PublishedTable, cells: Iterable[Mapping[str, str | None]]) -> list[str]:
+    """A line on the rows whose cells ran and that the table has not: its file was cut between two lines."""
+    there = {name for name, _ in table.rows}
+    named = dict.fromkeys(printable(out_of_spreadsheet(cell.get("row") or "")) for cell in cells)
+    gone = [name for name in named if name and name not in there]
+    of_it = 0 < len(gone) < len(named)
+    return [f"table.csv has no line of {', '.join(gone)}; run the table again"] if of_it else []
+
+
 def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> PublishedTable:
     """A table from the lines of its CSV file."""
     heads: dict[str, None] = {}
     rows: dict[str, dict[str, PublishedCell]] = {}
     seeds: list[int] = []
-    for line in csv.DictReader(lines):
+    found, is_cut = _rows(lines)
+    require(not is_cut, "report", "table.csv is cut short; run the table again")
+    for line in found:
         require(line.get("row") is not None and line.get("column") is not None, "report", "table.csv is no table")
         named = {name: printable(out_of_spreadsheet(line.get(name) or "")) for name in ("row", "column", "figure")}
         head = f"{named['column']} {named['figure']}".strip()
@@ -127,7 +150,7 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
 def _ranked(lines: Sequence[str]) -> list[RankedRow]:
     """Who is ahead in a table's columns, from the lines of their CSV file; what is no number is left out."""
     found = []
-    for line in csv.DictReader(lines):
+    for line in _rows(lines)[0]:
         column, figure, row = (printable(out_of_spreadsheet(line.get(name) or "")) for name in ranking.COLUMNS[:3])
         numbers = (_number(line.get(name)) for name in ranking.COLUMNS[3:9])
         first, last, mean, gap, low, high = (n if n is not None and math.isfinite(n) else None for n in numbers)

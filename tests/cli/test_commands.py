@@ -1,6 +1,7 @@
 """`evaluate`, `partition` and `list`, and short forms of what a configuration says."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_evaluate_reports_a_figure_that_differs(finished, workplace):
     assert "Local-T" in err
     assert "Traceback" not in err
     assert "of 62 figures are equal" in out
+
+
+def test_evaluate_says_that_a_table_was_cut(finished, workplace):
+    """All figures that were left were equal, so that it ended with 0."""
+    for name, content in finished.files().items():
+        if content is not None:
+            workplace.write(name, content)
+    metrics = workplace.run / "metrics.csv"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:-1]))
+    code, out, err = workplace.call("evaluate", "runs/run")
+    assert code == 1, out
+    assert f"{Path('runs/run/metrics.csv')} is not what the run wrote" in err
+    code, _, err = workplace.call("dashboard", "--picture", "d.png", "runs/run")
+    assert code == 0, err
+    assert err == f"fl-lightning: {Path('runs/run')}: metrics.csv is not what the run wrote\n"
+    lines[-1] = lines[-1].replace("0.", "0.1", 1)
+    metrics.write_text("".join(lines))
+    assert workplace.call("evaluate", "runs/run")[0] == 1
 
 
 def test_evaluate_works_after_the_folder_was_moved(finished, workplace):

@@ -42,7 +42,7 @@ LISTS = ("data.augmentation", "federation.wire", "federation.callbacks")
 FOREIGN = (
     "os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pathlib.Path", "shutil.rmtree", "torch.load",
     "torch.hub.load", "lightning.fabric.utilities.cloud_io._load", "fl_lightning.cli.main",
-    "fl_lightning.__main__.main",
+    "fl_lightning.__main__.run",
     "torch.os.system", "os", "../../x", "x" * 5000, "a..b", "",
 )  # fmt: skip
 DATA = [

@@ -38,6 +38,22 @@ def test_altered_figures_are_noted(tmp_path):
     assert read_run(folder, "report").notes == ("partition.json is damaged",)
 
 
+def test_figures_that_were_cut_off_are_noted(tmp_path):
+    """An earlier round stood for the last one, without a word."""
+    folder = make_run(tmp_path / "run")
+    tables = RunTables(folder, {"metrics.csv": ["round", "Local-T"]}, None)
+    tables.start(0)
+    for round in (1, 2):
+        tables.append(round, {"metrics.csv": [{"round": round, "Local-T": 0.5}]})
+    write_json(folder / "summary.json", {"rounds": 2, "seed": 0, "tables": tables.sums})
+    write_json(folder / "partition.json", json.loads((folder / "partition.json").read_text()))
+    whole = (folder / "metrics.csv").read_text()
+    assert read_run(folder, "report").notes == ()
+    for cut in (whole[:-1], whole[:-5], whole[: whole.rindex("2,")]):
+        (folder / "metrics.csv").write_text(cut)
+        assert read_run(folder, "report").notes == ("metrics.csv is not what the run wrote",)
+
+
 @pytest.mark.parametrize("stopped", ["", "early stopping"])
 def test_a_run_that_was_extended_and_broken_off_is_not_finished(stopped, tmp_path):
     """Its summary is still that of its first end."""

@@ -7,6 +7,7 @@ import pytest
 from report.run_folders import make_run
 from scipy import stats
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.table.definition import read_definition
 from fl_lightning.table.figures import Head, Value
 from fl_lightning.table.page import cells_as_csv, members_of, read_results, shown
@@ -102,3 +103,26 @@ def test_page_has_the_rounds_of_a_cell_and_no_others(tmp_path):
         ((read_back,), _) = read_results(tmp_path)[1:]
         assert len(read_back.run.rows) == rounds
         assert (read_back.label, read_back.setting) == ("A", "B")
+
+
+def test_page_shows_nothing_of_a_row_that_is_cut(tmp_path):
+    """Of a number its first digits were shown, and a row that was cut off was missing without a word."""
+    text = "{title: T, name: t, figure: Local-T.last, rank: [''], columns: {Digits: {}}, rows: {A: {}, B: {}}}"
+    (tmp_path / "t.yaml").write_text(text)
+    head = Head("Digits", "")
+    write(tmp_path, read_definition(tmp_path / "t.yaml"), {("A", head): value(60), ("B", head): value(70)}, [])
+    (tmp_path / "cells.csv").write_text("row,column,seed,rounds,folder\nA,Digits,0,1,a\nB,Digits,0,1,b\n")
+    figures, ranks = ((tmp_path / name).read_text() for name in ("table.csv", "ranking.csv"))
+    assert len(read_results(tmp_path)[2]) == 1  # the runs are not there
+    (tmp_path / "ranking.csv").write_text(ranks[:-9])
+    shown, _, (said, _) = read_results(tmp_path)
+    assert said == f"a line of {tmp_path / 'ranking.csv'} is damaged"
+    assert len(shown.ranked) == 1
+    (tmp_path / "ranking.csv").write_text(ranks)
+    last = figures.splitlines(keepends=True)[-1]
+    (tmp_path / "table.csv").write_text(figures.removesuffix(last))
+    assert read_results(tmp_path)[2][0] == "table.csv has no line of B; run the table again"
+    for kept in (3, 4, 5, 9):
+        (tmp_path / "table.csv").write_text(figures.removesuffix(last) + ",".join(last.split(",")[:kept])[:-1])
+        with pytest.raises(ConfigError, match=r"^report: table\.csv is cut short; run the table again$"):
+            read_results(tmp_path)
