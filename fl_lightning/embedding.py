@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.predictor import Predictor, Seen, headline
 from fl_lightning.errors import require
 from fl_lightning.rebuilding import trained, with_models
 from fl_lightning.report.page.classifier import Heads, heads_of, relations
@@ -161,21 +162,32 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
     """Each client's test samples; their predictions for training samples are added to `sums` [C, C], class by class."""
     each = max(1, MOST_SAMPLES // loop.num_clients)
     for client, method in trained(loop, folder, OPTION):
-        model: Any = _own_model(method)
+        way = _own_way(method)
+        model: Any = _own_model(method, way)
         name = type(method).__name__
         require(hasattr(model, "embed"), OPTION, "the method has no model with one embedding", name)
         data, labels = loop.data.clients[client], loop.data.store.y.cpu()
         x, y = loop.data.store.gather(some_of(data.test, labels, each))
         held, of = loop.data.store.gather(some_of(data.train, labels, MOST_SAMPLES))
-        said = model(held).softmax(1).double().cpu().numpy()
+        scores = model(held) if way is None else way.scores(Seen(held))
+        said = scores.softmax(1).double().cpu().numpy()
         if said.shape[1] == len(sums):
             np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()
         yield z, y.cpu().numpy(), np.full(len(z), client)
 
 
-def _own_model(method: Method) -> Any:
-    """The model that the client predicts by: its personal one, where it has one beside that which all share."""
+def _own_way(method: Method) -> Predictor | None:
+    """How the client predicts."""
+    ways = method.predictors()
+    name = headline(ways, "Local-T")
+    return None if name is None else ways[name]
+
+
+def _own_model(method: Method, way: Predictor | None) -> Any:
+    """The model that the client predicts by: that of mixed weights, or its personal one beside that which all share."""
+    if way is not None and way.merged is not None:
+        return way.merged()
     personal = getattr(method, "personal", None)
     return personal if hasattr(personal, "embed") else getattr(method, "model", None)
 

@@ -6,7 +6,8 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,19 @@ def _torch_script(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
     return file.getvalue(), torch.jit.load(file)
 
 
+@contextmanager
+def _step_by_step() -> Iterator[None]:
+    """Attention in the operations that ONNX has, not torch's fused one; and no page of a graph that ONNX has not."""
+    was_fast, logs = torch.backends.mha.get_fastpath_enabled(), getattr(torch._C, "_jit_onnx_log", None)
+    torch.backends.mha.set_fastpath_enabled(False)
+    vars(torch._C)["_jit_onnx_log"] = lambda *said: None  # it prints whatever `verbose` says
+    try:
+        yield
+    finally:
+        vars(torch._C)["_jit_onnx_log"] = logs
+        torch.backends.mha.set_fastpath_enabled(was_fast)
+
+
 def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
     try:
         import onnx
@@ -118,7 +132,7 @@ def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
         raise ConfigError("export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'") from error
     file, first = io.BytesIO(), {0: "N"}
     names = {"input_names": ["x"], "output_names": ["scores"], "dynamic_axes": {"x": first, "scores": first}}
-    with _jit_is_scripting():
+    with _jit_is_scripting(), _step_by_step():
         torch.onnx.export(model, (x,), file, dynamo=False, **names)  # type: ignore[arg-type]
     made = onnx.load_model_from_string(file.getvalue())
     onnx.helper.set_model_props(made, about(model))

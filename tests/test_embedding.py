@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fl_lightning
-from fl_lightning.embedding import embed_run, plane, some_of
+from fl_lightning.embedding import MOST_SAMPLES, embed_run, plane, some_of
 from fl_lightning.trust import Trust
 
 
@@ -42,9 +42,9 @@ def test_some_samples_of_a_data_set_that_is_sorted_by_class_are_of_every_class()
     assert torch.equal(some_of(indices, labels, 500), indices)
 
 
-@pytest.mark.parametrize("method", ["Ditto", "FedRep"])
+@pytest.mark.parametrize("method", ["Ditto", "FedRep", "APPLE", "FedRoD"])
 def test_a_client_is_shown_by_the_model_that_it_predicts_by(method, trial):
-    """Of a personal model beside the shared one the latter's copy was shown."""
+    """Of a personal model beside the shared one the latter's copy was shown, of mixed weights one that is mixed in."""
     run = trial(name=f"embedded-{method}", method=method, federation__rounds=1).fit()
     found, _ = embed_run(run.folder, Trust())
     data = trial(name=f"embedded-{method}").data()
@@ -54,3 +54,13 @@ def test_a_client_is_shown_by_the_model_that_it_predicts_by(method, trial):
         with torch.no_grad():
             said.index_add_(0, y, fl_lightning.load(run, client=client)(x).double().softmax(1))
     np.testing.assert_allclose(found.soft_labels, said / said.sum(1, keepdim=True), atol=1e-6)
+
+
+def test_mixed_weights_are_shown_as_the_one_network_that_they_make(trial):
+    run = trial(name="embedded-mixed", method="APPLE", federation__rounds=1).fit()
+    found, _ = embed_run(run.folder, Trust())
+    data = trial(name="embedded-mixed").data()
+    x, _ = data.store.gather(some_of(data.clients[1].test, data.store.y, MOST_SAMPLES // len(data.clients)))
+    with torch.no_grad():
+        z = fl_lightning.load(run, client=1).in_one().alone.embed(x).flatten(1)
+    np.testing.assert_allclose(found.z[found.client == 1], z.numpy(), atol=1e-6)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fl_lightning.core.moving import copies, copy_all, moved
-from fl_lightning.errors import require
+from fl_lightning.core.walking import parts_of
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.split import SplitModel
 
 Place = tuple[str, dict[str, Any], str]
@@ -90,6 +91,7 @@ class Division:
         require(odd is None, "model", rule)
         if self._places is None:
             _check_live(state, method.state_dict())
+        self._names, self._count = frozenset(state), _count(method)
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
         """Names of the entries that every receive makes anew, the same for all clients."""
@@ -108,6 +110,18 @@ class Division:
         if self._places is None:
             return self._method.state_dict()
         return {name: home[key].detach() for name, home, key in self._places if home[key] is not None}
+
+    def check_whole(self) -> None:
+        """Refuse a state that has other entries than it had: no receive puts the next client's in their place.
+
+        Raises:
+            ConfigError: naming one that a fit has made, or taken away.
+        """
+        if _count(self._method) != self._count:
+            odd = sorted(self._names ^ self._method.state_dict().keys())[0]
+            came = "gone" if odd in self._names else "new"
+            rule = f"{odd} of its state is {came} after a fit; make it, with its shape, where the module is made"
+            raise ConfigError("model", f"{rule}, or it would run on from client to client")
 
     def fixed_entries(self) -> dict[str, Tensor]:
         """What is frozen and the same for all, without copies."""
@@ -134,6 +148,16 @@ class Division:
         sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
         travels = sum(size for name, size in sizes.items() if name in shared)
         return sum(sizes.values()) - travels, travels
+
+
+def _count(module: nn.Module) -> int:
+    """How many parameters and persistent buffers it has, tied ones each time."""
+    count = 0
+    for part in parts_of(module):
+        own = sum(tensor is not None for tensor in part._parameters.values())
+        loose = part._non_persistent_buffers_set
+        count += own + sum(tensor is not None and name not in loose for name, tensor in part._buffers.items())
+    return count
 
 
 def _fixed(method: nn.Module, shared: Sequence[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from numbers import Real
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_lightning.core.division import matches
+from fl_lightning.core.division import division_of, matches
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.naming import check_names
@@ -46,11 +46,12 @@ def checked_weights(method: Method) -> dict[str, float]:
 
 
 def check_fit(method: Method, meter: LossMeter) -> None:
-    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down.
+    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down, or entries came or went.
 
     Raises:
-        ConfigError: naming the method.
+        ConfigError: naming the method, or the parameter or buffer that has come or gone.
     """
+    division_of(method).check_whole()
     fit = method.fit
     idle = fit.num_batches > 0 and fit.num_steps == 0 and meter.num_steps == 0 and not method.model.own.has_loss
     rule = f"{type(method).__name__}.local_step() trains nothing: no step.descend() in a whole fit"

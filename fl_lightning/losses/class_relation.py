@@ -20,6 +20,7 @@ from typing_extensions import override
 from fl_lightning.core.aggregation import ArtifactRule, Partial
 from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.forward import Forward
+from fl_lightning.core.freezing import training
 from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
@@ -389,7 +390,7 @@ def _last_layer(model: SplitModel) -> nn.Linear:
     """The classification layer.
 
     Raises:
-        ConfigError: if something comes after it.
+        ConfigError: if something comes after it, or beside it, so that its rows are not all that a class is told by.
     """
     layer = model.classification_layer
     inside = set(layer.modules())
@@ -397,4 +398,26 @@ def _last_layer(model: SplitModel) -> nn.Linear:
     after = [m for m in modules[modules.index(layer) :] if m not in inside and not isinstance(m, nn.Identity)]
     rule = "ClassRelation needs the linear layer of one output a class to be the head's last; after it comes"
     require(not after, "model.head", rule + "".join(f" {type(module).__name__}" for module in after[:1]))
+    around = [m for m in modules if m not in inside and inside <= set(m.modules())]
+    learns = any(p.requires_grad for name, p in layer.named_parameters() if "bias" not in name)
+    rests = not learns and any(p.requires_grad for p in model.head.parameters())
+    alone = not rests and not any(m._parameters for m in around) and _gives_the_scores(layer, model)
+    rule = "ClassRelation needs the linear layer of one output a class to be all that gives the scores; beside it are"
+    require(alone, "model.head", f"{rule} other parameters (an adapter's)")
     return layer
+
+
+@torch.no_grad()
+def _gives_the_scores(layer: nn.Linear, model: SplitModel) -> bool:
+    """Whether a head's scores are what one of its layers gives; of an embedding that is not a vector nobody can say."""
+    given: list[Tensor] = []
+    z = torch.linspace(-1, 1, 2 * model.embedding_size).view(2, -1).to(layer.weight)
+    handle = layer.register_forward_hook(lambda layer, inputs, out: given.append(out))
+    try:
+        with training(model.head, False):
+            scores = model.head(z)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return True
+    finally:
+        handle.remove()
+    return len(given) == 1 and torch.equal(given[0], scores)

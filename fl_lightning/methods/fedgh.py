@@ -8,7 +8,6 @@ trains a head of its own, on means over samples.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +24,7 @@ from fl_lightning.core.method import Method
 from fl_lightning.core.server import Server, TrainingServer
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
+from fl_lightning.models.copying import copied
 from fl_lightning.models.split import SplitModel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class FedGH(Method):
     def make_server(self, initial: Message, facts: Facts) -> Server:
         return HeadServer(
             initial,
-            copy.deepcopy(self.model.head),
+            copied(self.model.head),
             self.server_lr,
             self.server_momentum,
             self.server_epochs,

@@ -8,7 +8,6 @@ full weight, classes that nobody sampled attract to zero, and batch norm's stati
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ from fl_lightning.losses.generated_features import (
     received_prototypes,
 )
 from fl_lightning.losses.prototype import Collection, prototype_alignment_loss
+from fl_lightning.models.copying import copied
 from fl_lightning.models.split import SplitModel
 
 
@@ -114,7 +114,7 @@ class FedPA(Method):
     def make_server(self, initial: Message, facts: Facts) -> Server:
         if not self.generator_weight:
             return super().make_server(initial, facts)
-        head = copy.deepcopy(self.model.head).eval().requires_grad_(False)
+        head = copied(self.model.head).eval().requires_grad_(False)
         return GeneratorServer(initial, head, self.generator_sizes, self.generator_weight, self.training_options)
 
 

@@ -27,6 +27,7 @@ from fl_lightning.core.server import Server, Weighting
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
 from fl_lightning.losses.proximal import Proximal
+from fl_lightning.models.copying import copied
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import derive_seed, isolated_streams, numpy_generator
 
@@ -91,9 +92,12 @@ class FeSEM(Method):
     def make_server(self, initial: Message, facts: Facts) -> Server:
         parameters = {name: p for name, p in self.named_parameters() if name in initial.weights}
         if self.compare == "head":
-            last = self.model.classification_layer.weight
-            parameters = {name: p for name, p in parameters.items() if p is last}
-        template = copy.deepcopy(self.model)
+            layer = self.model.classification_layer
+            last = {id(p) for name, p in layer.named_parameters() if "bias" not in name}
+            parameters = {name: p for name, p in parameters.items() if id(p) in last}
+            rule = "must be all: the head's last linear layer has no weight that travels"
+            require(bool(parameters), "method.compare", rule, self.compare)
+        template = copied(self.model)
         return CentresServer(
             initial, self.num_centres, self.start, tuple(parameters), self.weighting, partial(redrawn, template)
         )

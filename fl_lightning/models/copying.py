@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 
 Module = TypeVar("Module", bound=nn.Module)
 _OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,7 +24,7 @@ def copied(module: Module, key: str = "model") -> Module:
 
     Raises:
         ConfigError: if a hook is a function that holds on to the network's own modules or tensors: that of the copy
-            would go on reading those of the original, which nobody trains.
+            would go on reading those of the original, which nobody trains; or if a part of it cannot be copied.
     """
     own = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
     for place, hook in _hooks(module):
@@ -35,7 +35,17 @@ def copied(module: Module, key: str = "model") -> Module:
             )
             raise ConfigError(key, rule)
     memo: dict[int, Any] = {}
-    made = copy.deepcopy(module, memo)
+    kind = type(module).__name__
+    try:
+        made = copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        if "graph leaves" not in str(error):
+            raise
+        rule = f"{kind} has an attribute that other tensors make, as torch.nn.utils.weight_norm does, and is copied"
+        raise ConfigError(key, f"{rule}: take torch.nn.utils.parametrizations.weight_norm") from error
+    scripted = any(id(parameter) not in memo for parameter in module.parameters())
+    rule = f"{kind} has a part in TorchScript, of which no copy can be trained by itself: give what it was made of"
+    require(not scripted, key, rule)
     for parameter in module.parameters():
         new = memo[id(parameter)]
         for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():

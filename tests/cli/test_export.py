@@ -76,6 +76,22 @@ def test_global_model_and_a_lightning_module(runs, tmp_path):
     assert torch.allclose(scores_of(path, x)[0], run.model()(x), atol=1e-5)
 
 
+def test_attention_is_written_in_operations_that_onnx_has(runs, tmp_path, capfd):
+    """Torch's fused one is none of them; the vision transformer of the guide could not be written."""
+    module = {"class_path": "WrappedModel", "init_args": {"module": "tutorial_modules.Attends", "head": "fc"}}
+    run = runs("FedAvg", model=module)
+    fused = torch.backends.mha.get_fastpath_enabled()
+    x = torch.randn(5, 1, 8, 8)
+    assert torch.allclose(scores_of(run.export(tmp_path / "model.onnx"), x)[0], run.model()(x), atol=1e-4)
+    assert torch.backends.mha.get_fastpath_enabled() is fused
+    module["init_args"]["module"] = "tutorial_modules.Solves"
+    run = runs("FedAvg", model=module)
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match=r"export: FedAvg's WrappedModel cannot be written as \.onnx: "):
+        run.export(tmp_path / "model.onnx")
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -307,6 +307,34 @@ def fitted(host, term):
     return term
 
 
+class Adapted(nn.Module):
+    """A linear layer and a low-rank change of it."""
+
+    def __init__(self, rests):
+        super().__init__()
+        self.base = nn.Linear(2, 3).requires_grad_(not rests)
+        self.down, self.up = nn.Linear(2, 1, bias=False), nn.Linear(1, 3, bias=False)
+        self.change = nn.Parameter(torch.zeros(3, 2)) if not rests else None
+
+    def forward(self, z):
+        return self.base(z) + (self.up(self.down(z)) if self.change is None else z @ self.change.t())
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_a_layer_that_is_not_all_of_a_class_is_refused(mlp, rests):
+    """The term pulled at a frozen matrix, which is to say at nothing."""
+    host = host_of(mlp)
+    host.model.head = Adapted(rests)
+    if not rests:
+        del host.model.head.down, host.model.head.up
+    with pytest.raises(ConfigError, match=r"^model\.head: ClassRelation needs the linear layer of one output a class"):
+        ClassRelation().setup(host)
+    parametrized = host_of(mlp)
+    nn.utils.parametrizations.weight_norm(parametrized.model.head)
+    with torch.no_grad():
+        ClassRelation().setup(parametrized)
+
+
 @pytest.fixture
 def spec_batch():
     """Test 5: two samples of class 0, one of class 1."""

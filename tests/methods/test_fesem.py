@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
@@ -130,6 +131,30 @@ def test_fesem_compares_parameters_not_running_statistics(conv_net, make_client)
 
 
 # --- how centres start ----------------------------------------------
+
+
+def test_fesem_compares_a_parametrized_head_and_no_frozen_one(mlp):
+    """Nothing was compared, so that all clients were of one centre."""
+
+    def compared(edit):
+        method = FeSEM(edit(mlp()), compare="head")
+        return method.make_server(Message(method.state_dict()), Facts()).compared
+
+    def parametrized(model):
+        nn.utils.parametrizations.weight_norm(model.head)
+        return model
+
+    def adapted(model):
+        model.head.weight.requires_grad_(False)
+        return model
+
+    assert compared(lambda model: model) == ("model.head.weight",)
+    assert compared(parametrized) == tuple(f"model.head.parametrizations.weight.original{i}" for i in (0, 1))
+    assert compared(adapted) == ("model.head.weight",)  # in this message, which is whole
+    method = FeSEM(adapted(mlp()), compare="head")
+    left = Message({n: t for n, t in method.state_dict().items() if n != "model.head.weight"})
+    with pytest.raises(ConfigError, match=r"^method\.compare: must be all: the head's last linear layer has no weight"):
+        method.make_server(left, Facts())
 
 
 def test_fesem_first_centres_are_uploads_far_apart():

@@ -1,5 +1,7 @@
 """Copies of a user's networks, with their hooks."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -106,3 +108,16 @@ def test_a_copy_shares_nothing_and_its_hooks_are_called_once():
     copied(copied(layer))(torch.ones(1, 2)).sum().backward()
     assert calls == ["forward", "gradient"]
     assert layer.weight.grad is None
+
+
+def test_what_cannot_be_copied_says_what_to_take_instead():
+    """Torch's own words named neither the layer nor a remedy; TorchScript was a number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are deprecated
+        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+        scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    old(torch.zeros(1, 2))
+    with pytest.raises(ConfigError, match=r"^model: Sequential has an attribute .* take torch\.nn\.utils\.parametriz"):
+        copied(old)
+    with pytest.raises(ConfigError, match=r"^model: Sequential has a part in TorchScript, of which no copy can be tr"):
+        copied(scripted)

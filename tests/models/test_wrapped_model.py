@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcp import FedCP
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.wrapped import WrappedModel
@@ -298,3 +299,38 @@ def test_a_trial_of_an_adapted_copy_leaves_such_buffers_alone(set_up_federation)
     plain.run(), tuned.run()
     rows = zip(plain.diary.rows, tuned.diary.rows, strict=True)
     assert all(one["loss"] == other["loss"] for one, other in rows)
+
+
+# --- state that comes up in a fit ------------------------------------------------------------------------------------
+
+
+class Remembers(nn.Module):
+    """Keeps a running mean that a fit makes, or takes away."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.body, self.fc, self.way = nn.Linear(64, 5), nn.Linear(5, 4), way
+        if way in ("none", "gone"):
+            self.register_buffer("mean", None if way == "none" else torch.zeros(5))
+
+    def forward(self, x):
+        z = self.body(x.flatten(1))
+        if self.training and self.way in ("none", "gone"):
+            self.mean = z.detach().mean(0) if self.way == "none" else None
+        elif self.training and not hasattr(self, "mean"):
+            made = z.detach().mean(0)
+            if self.way == "parameter":
+                self.mean = nn.Parameter(made)
+            else:
+                self.register_buffer("mean", made, persistent=self.way == "buffer")
+        return self.fc(z)
+
+
+@pytest.mark.parametrize("way", ["none", "buffer", "parameter", "gone"])
+def test_state_that_a_fit_makes_or_takes_away_is_refused(way, run_federation):
+    """It ran on from client to client, and a run that was resumed had other numbers."""
+    said = (
+        rf"^model: model\.\S*mean of its state is {'gone' if way == 'gone' else 'new'} after a fit; make it, with its"
+    )
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: FedAvg(WrappedModel(SHAPE, 4, Remembers(way), "fc")), rounds=1)

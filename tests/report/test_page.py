@@ -261,10 +261,25 @@ def test_models_that_are_damaged_or_code_are_left_out(tmp_path, capsys, content)
 def test_classification_layer_is_the_last_of_the_own_head(tmp_path, head, last):
     run = make_run(tmp_path / "run")
     (run / "models").mkdir()
-    state = {name: torch.full((3, 4), float(place)) for place, name in enumerate(head)}
+    state = {name: torch.full((3, 3), float(place)) for place, name in enumerate(head)}
     state |= {"model.head.0.bias": torch.zeros(3), "overhead.weight": torch.ones(3, 4)}
     save_tensors(run / "models" / "00000.pt", state)
     assert heads_of(read_run(run, "test")).own[0].tolist() == state[last].tolist()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"model.head.base.weight": (3, 9), "model.head.down": (2, 9), "model.head.up": (3, 2)},
+        {"model.head.base.weight": (3, 9), "model.head.down.weight": (2, 9), "model.head.up.weight": (3, 2)},
+    ],
+)
+def test_of_an_adapter_no_matrix_is_taken_for_the_classes(tmp_path, sizes):
+    """Its frozen base was, which is the same for all clients whatever they have learned."""
+    run = make_run(tmp_path / "run")
+    (run / "models").mkdir()
+    save_tensors(run / "models" / "00000.pt", {name: torch.ones(size) for name, size in sizes.items()})
+    assert heads_of(read_run(run, "test")).own == {}
 
 
 # --- the document ---------------------------------------------------------------------------------------------------

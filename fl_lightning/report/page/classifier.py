@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,7 +188,12 @@ def _head(state: Mapping[str, Any], first: str = "") -> np.ndarray | None:
         return None
     # the model's own; a term may carry another one along
     whose = min((place for place, _ in layers), key=lambda place: (place != first, len(place)))
-    return _matrix([value for place, value in layers if place == whose][-1])
+    own = [value for place, value in layers if place == whose]
+    in_turn = all(after.shape[1] == before.shape[0] for before, after in pairwise(own))
+    beside = sum(name.startswith(f"{whose}head.") and getattr(v, "ndim", 0) == 2 for name, v in state.items())
+    if not in_turn or beside != len(own):  # an adapter's, of which no matrix alone tells the classes apart
+        return None
+    return _matrix(own[-1])
 
 
 def _matrix(value: Any) -> np.ndarray | None:
