@@ -11,11 +11,11 @@ from fl_lightning.errors import ConfigError
 
 Accountant = Literal["rdp", "prv"]
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512, 1024)
-"""Orders of the Rényi divergence: whole ones, whose moments are finite sums."""
-LOW_ORDERS = tuple(2 - tenth / 10 for tenth in range(1, 10))
-"""Those below, whose moments take some ten milliseconds each: for so little noise that the least whole one is best."""
-FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 100))}))
-"""Without sampling, where every order's moment is α / (2 σ²)."""
+"""Orders of the Rényi divergence that are looked at first: whole ones, whose moments are finite sums."""
+LAST_FINE = 16
+"""Up to this best whole order the tenths beside it are looked at, too; from there on they gain next to nothing."""
+FINE_ORDERS = tuple(sorted({*ORDERS, *(1 + tenth / 10 for tenth in range(1, 170))}))
+"""All of them, at once where nothing is sampled: there every order's moment is α / (2 σ²)."""
 PRV_ERROR, PRV_SHARE = 2e-4, 2e-5
 """Largest error of ε by privacy-loss random variables: at least, and of what ``rdp`` says. It is added, so that ε is
 never too small; time and memory grow with its inverse."""
@@ -69,11 +69,12 @@ def epsilon(mechanism: Mechanism, delta: float, accountant: Accountant = "rdp") 
     if mechanism.sampling_rate == 1:
         return max(0.0, _best(mechanism, delta, FINE_ORDERS)[0])
     spent, best = _best(mechanism, delta, ORDERS)
-    for order in LOW_ORDERS if best == ORDERS[0] else ():
-        lower, _ = _best(mechanism, delta, (order,))
-        if not lower < spent:
-            break
-        spent = lower
+    for way in (-1, 1) if best <= LAST_FINE else ():
+        for tenth in range(1, 10):  # to both sides as long as it becomes less
+            near, _ = _best(mechanism, delta, (best + way * tenth / 10,))
+            if not near < spent:
+                break
+            spent = near
     return max(0.0, spent)
 
 

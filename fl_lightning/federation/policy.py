@@ -30,7 +30,7 @@ class EvaluationPolicy:
         balanced_accuracy: the mean accuracy over the classes that are there, too (`balanced_accuracy/Local-T`).
         reference: folder of a run of the same data and seed in which clients trained alone (`Local`): `Local-T_hurt` is
             the share of clients below their own figure there; null compares with their first fit, where it was in round
-            1, before they had heard of each other.
+            1, before they had heard of each other, and round 1 is evaluated.
         fine_tune: tests clients after local epochs on a throw-away copy, too (`Local-T/fine_tuned`); null does not.
         batch_size: test samples a batch, >= 1; null takes 512, on a CPU fewer of large inputs.
     """
