@@ -187,7 +187,7 @@ def _own_way(method: Method) -> Predictor | None:
 def _own_model(method: Method, way: Predictor | None) -> Any:
     """The model that the client predicts by: that of mixed weights, or its personal one beside that which all share."""
     if way is not None and way.merged is not None:
-        return way.merged()
+        return way.merged().eval()
     personal = getattr(method, "personal", None)
     return personal if hasattr(personal, "embed") else getattr(method, "model", None)
 

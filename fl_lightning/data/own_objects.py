@@ -173,11 +173,13 @@ def _of_size(image: Any, shape: Sequence[int]) -> Any:
     """A PIL image scaled to the rows and columns of samples [C, H, W], and of their channels; all else as it is."""
     if not hasattr(image, "convert") or len(shape) != 3:
         return image
+    from PIL.Image import Resampling
+
     image = as_bytes(image)
     if len(image.getbands()) != shape[0]:
         image = image.convert("L" if shape[0] == 1 else "RGB")
     size = (shape[2], shape[1])
-    return image if image.size == size else image.resize(size, 2)  # bilinear
+    return image if image.size == size else image.resize(size, Resampling.BILINEAR)
 
 
 def _pixels(sample: Any, key: str, index: int) -> np.ndarray:

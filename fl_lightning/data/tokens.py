@@ -65,8 +65,8 @@ class TextFile(Dataset):
     """Texts in a CSV, TSV or JSON-lines file, in UTF-8, as word numbers.
 
     An empty cell, and null in JSON, is a text without a word: a single unknown word, or padding alone where a tokenizer
-    has none. The vocabulary is of the whole
-    file `path`: under the split ``holdout``, where clients' test samples are cut out of it, too, their words count.
+    has none. The vocabulary is of the whole file `path`: under the split ``holdout``, where clients' test samples are
+    cut out of it, too, their words count.
 
     Args:
         path: the file: ``.csv`` and ``.tsv`` with a head, ``.jsonl`` with an object a line.
