@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
 from fl_lightning.shipped import path_of
+from fl_lightning.trust import is_known
 
 SECTIONS = (
     "seed", "name", "output", "method", "model", "optimizer", "data", "federation", "metrics", "trainer", "logger"
@@ -116,7 +118,7 @@ class CommandLine:
         for part in self._parts:
             self.tree[part.section] = merged(self.tree.get(part.section), part.content, part.section)
         own = self.tree.setdefault("optimizer", OPTIMIZER)
-        usual = isinstance(own, Mapping) and ("class_path" not in own or _short(own) == _short(OPTIMIZER))
+        usual = isinstance(own, Mapping) and ("class_path" not in own or _is_same_class(_path(own), _path(OPTIMIZER)))
         if usual:  # another class has defaults of its own
             self.tree["optimizer"] = merged(OPTIMIZER, own, "optimizer")
         self.settings = [each for part in self._parts for setting in part.settings for each in _with_entries(*setting)]
@@ -150,8 +152,9 @@ class CommandLine:
             given = dict(part.settings)
             named = given.get(part.section, given.get(f"{part.section}.class_path"))
             if isinstance(named, (str, list)):
-                name = named.rpartition(".")[2] if isinstance(named, str) else ""
-                if self._named.get(part.section, name) != name or not name:  # a variable may say more of what is named
+                name = str(named) if isinstance(named, str) else ""
+                same = bool(name) and _is_same_class(self._named.get(part.section, name), name)
+                if not same:  # a variable may say more of what is named
                     self._parts = [earlier for earlier in self._parts if earlier.section != part.section]
                 self._named[part.section] = name
                 if part.section == "model":
@@ -210,6 +213,14 @@ def variables(prefix: str = VARIABLES) -> Iterator[str]:
     }
     for name in sorted(found, key=lambda name: (name != "CONFIG", name)):
         yield f"--{name.lower().replace('__', '.')}={found[name]}"
+
+
+def said_around() -> str:
+    """A sentence on what they say; empty where there are none."""
+    words = list(variables())
+    gone = any(word.startswith(("--method.", "--model.")) for word in words)
+    more = " What is said of a method or a model holds until another one is named." if gone else ""
+    return f"Variables of the environment said {shlex.join(words)} where no file did.{more}" if words else ""
 
 
 def _option(option: str, value: str) -> Part:
@@ -311,7 +322,7 @@ def merged(old: Any, new: Any, key: str) -> Any:
     if isinstance(new, Brief) and is_class and not any(name in _NODE for name in new):
         new = {"init_args": new}
     inherited = {**getattr(before, "before", {}), **getattr(new, "before", {})}
-    renames = "class_path" in new and "class_path" in before and _short(new) != _short(before)
+    renames = "class_path" in new and "class_path" in before and not _is_same_class(*map(_path, (new, before)))
     if renames and isinstance(before.get("init_args"), Mapping):
         inherited = {**getattr(before, "before", {}), **before["init_args"], **getattr(new, "before", {})}
         before = {}
@@ -322,8 +333,14 @@ def merged(old: Any, new: Any, key: str) -> Any:
     return Renamed(whole, inherited) if inherited else whole
 
 
-def _short(node: Mapping[str, Any]) -> str:
-    return str(node.get("class_path")).rpartition(".")[2]
+def _path(node: Mapping[str, Any]) -> str:
+    return str(node.get("class_path"))
+
+
+def _is_same_class(one: str, other: str) -> bool:
+    """Whether two names are of one class: the last name alone is that of one of ours, Lightning's or torch's."""
+    alike = one.rpartition(".")[2] == other.rpartition(".")[2]
+    return one == other or (alike and all("." not in name or is_known(name) for name in (one, other)))
 
 
 # --- lists of classes -----------------------------------------------------------------------------------------------

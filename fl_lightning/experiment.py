@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
 from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
@@ -42,6 +41,7 @@ from fl_lightning.identity import CODE, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import edited_since_import, own_sources
+from fl_lightning.reading import dump_yaml
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
 from fl_lightning.seeding import isolated_streams
@@ -223,7 +223,7 @@ class BuiltExperiment:
 
     def _write_down(self, loggers: Loggers) -> None:
         """What a run is, in its folder."""
-        write_text(self.folder / "config.yaml", yaml.safe_dump(self.config, sort_keys=False))
+        write_text(self.folder / "config.yaml", dump_yaml(self.config))
         write_json(self.folder / "partition.json", self.data.partition_record())
         versions = {str(index): version for index, version in loggers.versions.items()}
         if versions:

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
-
 from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
+from fl_lightning.reading import dump_yaml
 from fl_lightning.rehearsal import rehearse
 from fl_lightning.report.wandb_name import CLASS_PATH, takes_place_of
 from fl_lightning.schema import Checker
@@ -80,7 +79,7 @@ def configured(
         if not options.print_config and "torch" not in sys.modules:
             rehearse(config)
     if options.print_config:
-        print(yaml.safe_dump(config, sort_keys=False), end="")
+        print(dump_yaml(config), end="")
         sys.exit(0)
     return options, config
 

@@ -58,6 +58,19 @@ _Loader.yaml_constructors = {
 }
 
 
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that puts in quotes what `load_yaml` would take for a number, PyYAML's own reader or not."""
+
+
+for _tag, _pattern in (("int", _INT), ("float", _FLOAT)):
+    _Dumper.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern.pattern})$"), list("-+0123456789."))
+
+
+def dump_yaml(content: Any) -> str:
+    """A YAML document that `load_yaml` reads as the same."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
+
+
 def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
 

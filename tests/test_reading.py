@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fl_lightning.errors import ConfigError, shortened, suggest
-from fl_lightning.reading import UnreadableError, load_yaml, plain, read_yaml
+from fl_lightning.reading import UnreadableError, dump_yaml, load_yaml, plain, read_yaml
 
 
 def laughs():
@@ -104,3 +104,15 @@ def test_many_choices_are_the_nearest_ones():
     said = suggest("choice77", [f"choice{n}" for n in range(500)])
     assert said.startswith("did you mean choice77? (choose from choice77, ")
     assert said.endswith("…; 500 in all)")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e3", "12e4567", "1.5e3", "1e+3", "3e-4", ".5e3", "-1e3", "1_000", "0x10", "010", ".inf", "on", "", "2024-01-05",
+     "1:30", "a: b", 1e3, 1e-5, 1e300, -math.inf, 10, -3, True, None, ["1e3", {"1e3": "1e3"}]],
+)  # fmt: skip
+def test_what_is_written_is_read_as_the_same(value):
+    """A run that was named 1e3 could not be used any more: its file said 1000."""
+    found = load_yaml(dump_yaml({"name": value, "others": [value]}))
+    assert found == {"name": value, "others": [value]}
+    assert type(found["name"]) is type(value)

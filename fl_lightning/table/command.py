@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import variables
+from fl_lightning.command_line import said_around
 from fl_lightning.errors import ConfigError, listed_names, require
 from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
@@ -82,8 +82,8 @@ def table(argv: Sequence[str], command: Command) -> int:
     if choice.laid_over:  # whoever reads the table must know that its runs are not the file's
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
         definition = _noted(definition, said)
-    if around := shlex.join(variables()):
-        definition = _noted(definition, f"Variables of the environment said {around} where no file did.")
+    if around := said_around():
+        definition = _noted(definition, around)
     folder = choice.output / "tables" / definition.name
     claim(folder, definition.path)
     lacking = _without_data(shard)

@@ -80,6 +80,27 @@ def spelled_out(key: str, config: Mapping[str, Any]) -> str:
     return ".".join(names)
 
 
+def whole_list(key: str, value: Any, config: Mapping[str, Any]) -> tuple[str, Any]:
+    """A setting as a file has it: one inside a list is the whole list, for a file's list replaces that under it.
+
+    Args:
+        key: dotted, spelled out.
+        value: of the key.
+        config: resolved.
+
+    >>> whole_list("federation.wire.0.init_args.bits", 8, {"federation": {"wire": [{"class_path": "Quantize"}]}})
+    ('federation.wire', [{'class_path': 'Quantize'}])
+    """
+    node: Any = config
+    names: list[str] = []
+    for name in key.split("."):
+        if isinstance(node, list):
+            return ".".join(names), node
+        names.append(name)
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return key, value
+
+
 def option(key: str, value: Any) -> str:
     """One setting as an option of a command line; a text that would be read as a list stands in quotes.
 
@@ -109,6 +130,8 @@ def read_overlay(node: Any, key: str, beside: Path, others: Sequence[str] = ()) 
     named = isinstance(files, list) and all(isinstance(file, str) for file in files)
     require(named, f"{key}.files", "must be a list of YAML files", files)
     require(isinstance(settings, Mapping), f"{key}.set", "must hold sections of a configuration", settings)
+    for name in ("seed", "name", "output"):
+        require(name not in settings, f"{key}.set.{name}", "each run has its own: take it out")
     own = [Path(os.path.abspath(beside.parent / file)) for file in files]
     paths = tuple(path if path.is_file() else path_of(Path(file)) for file, path in zip(files, own, strict=True))
     for file, found in zip(files, paths, strict=True):

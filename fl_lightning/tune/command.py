@@ -8,30 +8,31 @@ import io
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
-from fl_lightning.command_line import variables
+from fl_lightning.command_line import VARIABLES, CommandLine, said_around, variables
 from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import content_of, write_text
-from fl_lightning.parser import one_line_parser
+from fl_lightning.parser import one_line_parser, resolve
+from fl_lightning.reading import dump_yaml
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, left_out, trained_nobody
-from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options
+from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options, whole_list
 from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
+from fl_lightning.trust import Trust
 from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
 
@@ -86,7 +87,7 @@ class Tuning:
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
         """The runs of a point, one a seed: on validation parts, whatever the base says."""
         words = [*self.search.base.words(), *contender.overlay.words(), *self.overrides]
-        words += [option(key, value) for key, value in point.items()]
+        words += [option(key, value) for key, value in _classes_first(point)]
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
         data = plain.config["data"]
@@ -296,8 +297,8 @@ class Tuning:
     def _laid_over(self) -> str:
         """What the command line has changed in every run."""
         said = f" Every run was started with {shlex.join(self.overrides)}." if self.overrides else ""
-        around = shlex.join(variables())
-        return f"{said} Variables of the environment said {around} where no file did." if around else said
+        around = said_around()
+        return f"{said} {around}" if around else said
 
     def _settings(self, contender: Contender) -> str:
         """What a method's trials rest on, but for their choices, as a few digits; others are not compared."""
@@ -322,10 +323,41 @@ class Tuning:
         config = best.cells[0].config
         whole = config["method"]["class_path"]
         method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
-        layers = [*contender.overlay.layers(), *best.point.items()]
-        node = laid_over([("method", method), *((spelled_out(key, config), value) for key, value in layers)])
+        layers = [*contender.overlay.layers(), *_classes_first(best.point)]
+        own = (whole_list(spelled_out(key, config), value, config) for key, value in layers)
+        node = laid_over([("method", method), *own])
+        node = _as_chosen(node, config, [*self.search.base.words(), *self.overrides])
         alone = {name: own["class_path"] for name, own in node.items() if _is_name(own)}
-        write_text(path, head + yaml.safe_dump({**node, **alone}, sort_keys=False))
+        write_text(path, head + dump_yaml({**node, **alone}))
+
+
+_SET_ASIDE = ("validation_fraction", "evaluate_on")
+"""What a search says of `data` by itself."""
+
+
+def _as_chosen(node: Mapping[str, Any], config: Mapping[str, Any], under: Sequence[str]) -> dict[str, Any]:
+    """An overlay's sections; whole those of which what lies under it would make something else than the trial had.
+
+    Args:
+        node: what the overlay would hold.
+        config: the trial's, resolved.
+        under: the command line that it is laid over.
+    """
+    found = resolve(CommandLine([*under, node], VARIABLES).tree, Trust(own=True))
+    own: dict[str, Any] = {}
+    for section, content in node.items():
+        left_out = _SET_ASIDE if section == "data" else ()
+        mine, chosen = (
+            {k: v for k, v in each.items() if k not in left_out} if isinstance(each, Mapping) else each
+            for each in (found.get(section), config[section])
+        )
+        own[section] = content if mine == chosen else chosen
+    return own
+
+
+def _classes_first(point: Point) -> list[tuple[str, Any]]:
+    """A point's settings, a class before its arguments: it drops what was said of an earlier one's."""
+    return sorted(point.items(), key=lambda setting: setting[0].removesuffix(".class_path").count("."))
 
 
 def _end_of(states: Sequence[str]) -> str:

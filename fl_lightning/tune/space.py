@@ -179,7 +179,7 @@ def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Con
     for name, own in node.items():
         own = {} if own is None else own
         overlay = read_overlay(own, f"rows.{name}", path, ("space",))
-        space = {**common, **_space(given_in(own, "space", {}), f"rows.{name}.space")}
+        space = _over(common, _space(given_in(own, "space", {}), f"rows.{name}.space"))
         require(bool(space), f"rows.{name}.space", "is empty, so that there is nothing to choose")
         try:
             check_name(str(name))
@@ -192,8 +192,23 @@ def _contenders(node: Any, common: Mapping[str, Range], path: Path) -> tuple[Con
     return tuple(found)
 
 
+def _over(common: Mapping[str, Range], own: Mapping[str, Range]) -> dict[str, Range]:
+    """What may vary in a method: its own keys, and those of all that are none of these, however they are written."""
+    said = {_plain(key) for key in own}
+    return {**{key: value for key, value in common.items() if _plain(key) not in said}, **own}
+
+
+def _plain(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in ("init_args", "class_path"))
+
+
 def _space(node: Any, key: str) -> dict[str, Range]:
     require(isinstance(node, Mapping), key, "must hold keys of a configuration and what they may be", node)
+    for name in ("seed", "name", "output", "data.evaluate_on"):
+        require(name not in node, f"{key}.{name}", "no trial may vary it: take it out")
+    plain = [_plain(str(name)) for name in node]
+    twice = next((str(name) for name in node if plain.count(_plain(str(name))) > 1), None)
+    require(twice is None, f"{key}.{twice}", "stands there twice, with and without init_args")
     return {str(name): _range(given, f"{key}.{name}") for name, given in node.items()}
 
 

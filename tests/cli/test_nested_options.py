@@ -285,6 +285,22 @@ def test_variable_says_an_argument_of_a_class_that_a_file_names(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("FedProx", "fl_lightning.methods.fedprox.FedProx", True),
+        ("FedProx", "mine.FedProx", False),
+        ("mine.FedProx", "mine.FedProx", True),
+        ("mine.FedProx", "yours.FedProx", False),
+    ],
+)
+def test_a_class_of_ones_own_takes_nothing_of_ours_of_its_name(one, other, same):
+    """It had the weight that was meant for ours."""
+    first = {"method": {"class_path": one, "init_args": {"mu": 5.0}}}
+    found = CommandLine([first, "--method", other]).tree["method"]
+    assert found == ({"class_path": other, "init_args": {"mu": 5.0}} if same else {"class_path": other})
+
+
+@pytest.mark.parametrize(
     ("argv", "arguments"),
     [
         ([], {"lr": 0.01}),

@@ -156,7 +156,7 @@ def test_rows_of_which_one_prints_a_loss_may_be_ranked_by_another_figure(write):
 
 def test_a_column_s_name_may_hold_dots(write):
     text = GOOD.replace("  A: {set: {data.batch_size: 5}}", "  A (0.5 M.): {figure: Local-T.last}")
-    text = text.replace("A: 66.24 ± 0.6, ", "").replace("{A: null}", '{"A (0.5 M.)": {set: {seed: 1}}}')
+    text = text.replace("A: 66.24 ± 0.6, ", "").replace("{A: null}", '{"A (0.5 M.)": {set: {metrics: []}}}')
     assert str(read_definition(write(text)).columns[0].figures[""]) == "Local-T.last"
 
 

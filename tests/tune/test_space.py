@@ -109,6 +109,9 @@ def test_points_differ_and_lie_within_the_range(range, points):
         ("rows:", "row:", "row"),
         ("trials: 4", "trials: 4\nname: ../up", "name"),
         ("  FedProx:", "  ../up:", "rows.../up"),
+        ("optimizer.init_args.lr:", "seed:", "space.seed"),
+        ("optimizer.init_args.lr:", "output:", "space.output"),
+        ("optimizer.init_args.lr:", "data.evaluate_on:", "space.data.evaluate_on"),
         ("  FedProx:", "  fedavg:", "rows.FedAvg"),
     ],
 )
@@ -116,3 +119,16 @@ def test_mistakes_name_their_key(write, old, new, key):
     with pytest.raises(ConfigError) as caught:
         read_search(write(GOOD.replace(old, new)))
     assert caught.value.key == key
+
+
+def test_a_methods_own_range_replaces_that_of_all_however_it_is_written(write):
+    """Half the trials varied a key that the other spelling of it overrode."""
+    text = "rows: {A: {space: {optimizer.init_args.lr: [0.2, 0.4], method: [FedProx]}}}\n"
+    found = read_search(write(text + "space: {optimizer.lr: [0.1], method.class_path: [Ditto], method.mu: [1.0]}\n"))
+    assert {key: own.values for key, own in found.contenders[0].space.items()} == {
+        "method.mu": (1.0,),
+        "optimizer.init_args.lr": (0.2, 0.4),
+        "method": ("FedProx",),
+    }
+    with pytest.raises(ConfigError, match=r"^space\.optimizer\.lr: stands there twice, with and without init_args"):
+        read_search(write("rows: {A: {}}\nspace: {optimizer.lr: [1.0], optimizer.init_args.lr: [2.0]}\n"))

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.parser import configured
+from fl_lightning.table.overlays import spelled_out
 from fl_lightning.tune.command import Tuning, _end_of
 from fl_lightning.tune.space import read_search
 from fl_lightning.tune.trials import Median, Optuna, Trial
@@ -203,3 +205,44 @@ def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_
     Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None).write({})
     assert "0.9" not in (tuning.folder / "trials.csv").read_text()
     assert "90.00" not in (tuning.folder / "tune.md").read_text()
+
+
+# --- what was chosen --------------------------------------------------------------------------------------------------
+
+CHOICES = {
+    "a class after its argument": ("", {"method.mu": 0.25, "method": "FedProx"}),
+    "an argument of a class that gave way": ("set: {optimizer: SGD}, ", {"optimizer.lr": 0.02, "optimizer": "Adam"}),
+    "one that the row has set": (
+        "set: {optimizer: {class_path: SGD, init_args: {lr: 0.1}}}, ",
+        {"optimizer": "Adam"},
+    ),
+    "an entry of a list": (
+        "set: {federation: {wire: [{class_path: Quantize, init_args: {bits: 8}}]}}, ",
+        {"federation.wire.0.init_args.bits": 16},
+    ),
+    "whole lists": ("", {"model.hidden": [8, 8], "federation.local_epochs": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_overlay_gives_the_trial_that_was_chosen(name, tmp_path):
+    row, point = CHOICES[name]
+    space = json.dumps({key: [value] for key, value in point.items()})
+    (tmp_path / "s.yaml").write_text(
+        "base: {files: [quickstart], set: {method: FedAvg, optimizer: {class_path: Adam, init_args: {lr: 0.003}}}}\n"
+        f"rows: {{A: {{{row}space: {space}}}}}\n"
+    )
+    tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
+    (contender,) = tuning.search.contenders
+    trial = Trial(0, point, tuning.cells_at(contender, point), value=0.5, state="complete")
+    tuning.write({"A": [trial]})
+    base = list(tuning.search.base.words())
+    _, found = configured("fit", "", [*base, "--config", str(tuning.folder / "a.yaml")])
+    chosen = trial.cells[0].config
+    for section in ("method", "model", "optimizer", "federation", "trainer"):
+        assert found[section] == chosen[section]
+    for key, value in point.items():
+        node = chosen
+        for part in spelled_out(key, chosen).split("."):
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        assert value in (node, node.get("class_path", "").rpartition(".")[2] if isinstance(node, dict) else None)
