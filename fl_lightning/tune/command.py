@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from fl_lightning.command_line import VARIABLES, CommandLine, said_around, variables
-from fl_lightning.errors import listed_names, refuse, require, suggest
+from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import content_of, write_text
 from fl_lightning.parser import one_line_parser, resolve
@@ -343,7 +343,10 @@ def _as_chosen(node: Mapping[str, Any], config: Mapping[str, Any], under: Sequen
         config: the trial's, resolved.
         under: the command line that it is laid over.
     """
-    found = resolve(CommandLine([*under, node], VARIABLES).tree, Trust(own=True))
+    try:
+        found = resolve(CommandLine([*under, node], VARIABLES).tree, Trust(own=True))
+    except ConfigError:  # what was found must not be lost over how it is written down
+        found = {}
     own: dict[str, Any] = {}
     for section, content in node.items():
         left_out = _SET_ASIDE if section == "data" else ()
