@@ -179,7 +179,7 @@ class CommandLine:
         what it was given by its own name for it: then the value tells.
         """
         written = {key: value for key, value in self.settings if not isinstance(value, Mapping)}
-        alike = [key for key in written if _bare(key) == _bare(error.key)]
+        alike = [key for key in written if bare(key) == bare(error.key)]
         if not alike and error.value is not ...:
             section = error.key.partition(".")[0]
             under = [key for key in written if key.partition(".")[0] == section]
@@ -190,7 +190,8 @@ class CommandLine:
         return error.at(alike[-1]) if alike and alike[-1] != error.key else error
 
 
-def _bare(key: str) -> str:
+def bare(key: str) -> str:
+    """A dotted key without the ``init_args`` that may be left out of it."""
     return ".".join(part for part in key.split(".") if part != "init_args")
 
 

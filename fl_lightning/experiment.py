@@ -23,6 +23,7 @@ from fl_lightning.command_line import OPTIMIZER
 from fl_lightning.configuration import Config, contents, identity, short_name
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
+from fl_lightning.data.cache import streams
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import TRACEBACK, ConfigError, place_of, require, shortened
 from fl_lightning.federation.calendar import number_drawn
@@ -44,7 +45,6 @@ from fl_lightning.own_sources import edited_since_import, own_sources
 from fl_lightning.reading import dump_yaml
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
-from fl_lightning.seeding import isolated_streams
 from fl_lightning.sizes import check_memory
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name
@@ -324,7 +324,7 @@ def build_data(section: Mapping[str, Any]) -> FederatedData:
     """The data of a federation, as a configuration's section `data` says; not loaded yet."""
     data = dict(section)
     described = {"augmentation": data.pop("augmentation", None)}  # builds what its descriptions say by itself
-    with isolated_streams(0, "dataset"):  # a class of the user's own may draw its samples when it is made
+    with streams():  # a class of the user's own may draw its samples when it is made
         built: FederatedData = build_as(FederatedData, data, "data", **described)
     return built
 

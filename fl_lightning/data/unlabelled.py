@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,25 +50,24 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
         ConfigError: about ``DATA``, if there is nothing to read or it does not fit the data set.
     """
     require(path.exists(), KEY, "there is no such file or folder", str(path))
+    names: list[str] = []
     if path.is_dir() or path.suffix.lower() in ImageFolder.SUFFIXES:
-        return _images(path, dataset, arrays)
-    if path.suffix in (".npz", ".pt"):
+        x, names = _images(path, dataset, arrays)
+    elif path.suffix in (".npz", ".pt"):
         x = _array(path)
-        x = scaled_as(dataset, x) if x.is_floating_point() else x
     elif path.suffix in _TABLES:
-        x = _scaled_table(dataset, read_table(path, KEY))
+        x = dataset.encode(read_table(path, KEY))
     elif path.suffix == ".txt":
-        lines = lines_in(text_of(path, KEY))
-        x = _scaled_table(dataset, {dataset.text_column: lines})
+        x = dataset.encode({dataset.text_column: lines_in(text_of(path, KEY))})
     else:
         kinds = f"a folder of images, .npz, .pt, .txt, {', '.join(_TABLES)}"
         raise ConfigError(KEY, f"must be {kinds}", str(path))
-    x = x.float() if x.is_floating_point() else x
+    x = scaled_as(dataset, x).float() if x.is_floating_point() else x
     _require_fit(x, arrays)
-    return Unlabelled(x, [str(index) for index in range(len(x))])
+    return Unlabelled(x, names or [str(index) for index in range(len(x))])
 
 
-def _images(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
+def _images(path: Path, dataset: Dataset, arrays: Arrays) -> tuple[Tensor, list[str]]:
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ImageFolder.SUFFIXES)
@@ -80,9 +79,7 @@ def _images(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
         require(fits, KEY, "the run's data set holds no images of bytes; give an array as .npz or .pt", str(path))
         channels, height, width = arrays.x.shape[1:]
         x = ImageFolder(str(path), [height, width], grayscale=channels == 1, normalize="half").decode(files)
-    x = scaled_as(dataset, x).float() if x.is_floating_point() else x
-    _require_fit(x, arrays)
-    return Unlabelled(x, [str(file.relative_to(path)) if path.is_dir() else file.name for file in files])
+    return x, [str(file.relative_to(path)) if path.is_dir() else file.name for file in files]
 
 
 def _array(path: Path) -> Tensor:
@@ -90,11 +87,6 @@ def _array(path: Path) -> Tensor:
     name = "x" if "x" in found else next(iter(found), "") if len(found) == 1 else "x_test"
     require(name in found, KEY, f"{path} must hold x, or one array", ", ".join(found) or "nothing")
     return as_inputs(found[name], str(path))
-
-
-def _scaled_table(dataset: Dataset, columns: Any) -> Tensor:
-    x = dataset.encode(columns)
-    return scaled_as(dataset, x) if x.is_floating_point() else x
 
 
 def scaled_as(dataset: Dataset, x: Tensor) -> Tensor:

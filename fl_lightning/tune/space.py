@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.command_line import bare
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.reading import read_yaml
 from fl_lightning.report.columns import is_validated
@@ -199,7 +200,7 @@ def _over(common: Mapping[str, Range], own: Mapping[str, Range]) -> dict[str, Ra
 
 
 def _plain(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in ("init_args", "class_path"))
+    return bare(key).removesuffix(".class_path")
 
 
 def _space(node: Any, key: str) -> dict[str, Range]:
