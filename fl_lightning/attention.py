@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.split import SplitModel
-from fl_lightning.rebuilding import trained, with_models
+from fl_lightning.rebuilding import own_way, trained, with_models
 from fl_lightning.report.page.figure import Figure, Rows, Spec, tips
 
 if TYPE_CHECKING:
@@ -163,12 +163,18 @@ Score = Callable[[Tensor], Tensor]
 def views(method: Method, x: Tensor, label: int) -> Iterator[tuple[str, Score, nn.Module]]:
     """A method's networks that look at images: a name, the score to follow, and the last convolution that leaves a map.
 
+    Where the client predicts by weights that several of them make together, the network of those, too: ``mixed``.
+
     Args:
         method: with trained weights, in evaluation mode.
         x: [B, C, H, W] normalised.
         label: the class that a classifier is asked for.
     """
-    for name, network in method.named_children():
+    networks = dict(method.named_children())
+    way = own_way(method)
+    if way is not None and way.merged is not None:
+        networks["mixed"] = way.merged().eval()
+    for name, network in networks.items():
         convolutions = [layer for layer in network.modules() if isinstance(layer, nn.Conv2d)]
         if name == "terms" or not convolutions or convolutions[0].in_channels != x.shape[1]:
             continue

@@ -148,7 +148,9 @@ class CommandLine:
                 self.words += words
 
     def _add(self, part: Part) -> None:
-        if part.section in ("method", "model"):
+        if part.section == "model" and isinstance(part.content, More):
+            self._is_list = True
+        elif part.section in ("method", "model"):
             given = dict(part.settings)
             named = given.get(part.section, given.get(f"{part.section}.class_path"))
             if isinstance(named, (str, list)):
@@ -239,6 +241,7 @@ def _option(option: str, value: str) -> Part:
         settings = list(flatten({key: content})) if isinstance(content, Mapping) else [(key, content)]
     if option != key:
         content = More(content if isinstance(content, list) else [content])
+        settings = [(key, list(content))]
     for name in reversed(path):
         content = Brief({name: content})
     return Part(section, content, settings)

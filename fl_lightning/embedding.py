@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import ClassMeans
-from fl_lightning.core.predictor import Predictor, Seen, headline
+from fl_lightning.core.predictor import Predictor, Seen
 from fl_lightning.errors import require
-from fl_lightning.rebuilding import trained, with_models
+from fl_lightning.rebuilding import own_way, trained, with_models
 from fl_lightning.report.page.classifier import Heads, heads_of, relations
 from fl_lightning.report.page.figure import Figure, Rows, Spec, quantity, tips
 
@@ -162,7 +162,7 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
     """Each client's test samples; their predictions for training samples are added to `sums` [C, C], class by class."""
     each = max(1, MOST_SAMPLES // loop.num_clients)
     for client, method in trained(loop, folder, OPTION):
-        way = _own_way(method)
+        way = own_way(method)
         model: Any = _own_model(method, way)
         name = type(method).__name__
         require(hasattr(model, "embed"), OPTION, "the method has no model with one embedding", name)
@@ -175,13 +175,6 @@ def _samples(loop: FederatedLoop, folder: Path, sums: np.ndarray) -> Iterator[Pa
             np.add.at(sums, of.cpu().numpy(), said)
         z = model.embed(x).flatten(1).float().cpu().numpy()
         yield z, y.cpu().numpy(), np.full(len(z), client)
-
-
-def _own_way(method: Method) -> Predictor | None:
-    """How the client predicts."""
-    ways = method.predictors()
-    name = headline(ways, "Local-T")
-    return None if name is None else ways[name]
 
 
 def _own_model(method: Method, way: Predictor | None) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, CommandLine
+from fl_lightning.command_line import SECTIONS, CommandLine, is_nested
 from fl_lightning.errors import ConfigError, suggest
 from fl_lightning.precheck import check_names
 
@@ -54,7 +54,7 @@ def _options(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
-        return value
+        return json.dumps(value, ensure_ascii=False) if is_nested(value) else value  # a text, whatever it looks like
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     return json.dumps(value, ensure_ascii=False)

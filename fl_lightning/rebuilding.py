@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.configuration import read_config
+from fl_lightning.core.predictor import headline
 from fl_lightning.errors import require
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.model_files import load_model
@@ -14,6 +15,7 @@ from fl_lightning.parser import resolve
 
 if TYPE_CHECKING:
     from fl_lightning.core.method import Method
+    from fl_lightning.core.predictor import Predictor
     from fl_lightning.federation.loop import FederatedLoop
     from fl_lightning.trust import Trust
 
@@ -76,3 +78,10 @@ def trained(loop: FederatedLoop, folder: Path, option: str) -> Iterator[tuple[in
             load_model(module, file, option)
             module.eval()
             yield client, module.method
+
+
+def own_way(method: Method) -> Predictor | None:
+    """How a client predicts with what is its own; None where it does not."""
+    ways = method.predictors()
+    name = headline(ways, "Local-T")
+    return None if name is None else ways[name]

@@ -30,6 +30,15 @@ def resolved(*argv):
     return resolve(CommandLine(argv).tree, Trust())
 
 
+@pytest.mark.parametrize("text", ["[cat]", "a: b", "{x}", "plain", "1e3"])
+def test_a_text_of_python_stays_a_text_where_the_key_takes_one(text):
+    """A column's name in brackets was read as a list of it."""
+    data = {"dataset": "CSVTable", "partition": "IID", "num_clients": 2, "batch_size": 8}
+    own = {"data.dataset.path": "table.csv", "data.dataset.label": text}
+    said = Experiment({"data": data, "model": "MLP", "method": "FedAvg"}, own)
+    assert said.config["data"]["dataset"]["init_args"]["label"] == text
+
+
 def test_importing_the_package_imports_nothing_heavy():
     code = "import fl_lightning, sys; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,11 +8,14 @@ from torch import nn
 pytest.importorskip("captum")
 
 from fl_lightning.attention import _agreement, _as_colours, gradcam, views
+from fl_lightning.core.predictor import Seen
+from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
 from fl_lightning.models.mlp import MLP
+from fl_lightning.rebuilding import own_way
 
 
 def test_map_is_what_the_definition_gives():
@@ -49,6 +52,25 @@ def test_a_personal_model_is_a_classifier_too():
     assert set(found) == {"model", "personal"}
     with torch.no_grad():
         torch.testing.assert_close(found["personal"](x), method.personal(x)[:, 7])
+
+
+def test_weights_that_several_models_make_are_asked_as_the_client_predicts():
+    """APFL's client predicts by a mixture, and only what is mixed was drawn."""
+    x = torch.randn(2, 1, 16, 16)
+    method = APFL(CNN((1, 16, 16), 10), mixed="weights")
+    method.setup()
+    with torch.no_grad():
+        for parameter in method.personal.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    found = {name: (score, layer) for name, score, layer in views(method.eval(), x, 7)}
+    assert set(found) == {"model", "personal", "mixed"}
+    way = own_way(method)
+    assert way is not None
+    said = way.scores(Seen(x))[:, 7].detach()
+    torch.testing.assert_close(found["mixed"][0](x), said)
+    assert not torch.allclose(found["model"][0](x), said)
+    assert not torch.allclose(found["personal"][0](x), said)
+    assert gradcam(*found["mixed"], x).amax((1, 2)).equal(torch.ones(2))
 
 
 def test_a_network_without_convolutions_is_not_asked():

@@ -13,7 +13,7 @@ from fl_lightning import catalog
 from fl_lightning.building import build
 from fl_lightning.command_line import CommandLine
 from fl_lightning.errors import ConfigError
-from fl_lightning.precheck import check_argument
+from fl_lightning.precheck import check_argument, check_names
 from fl_lightning.schema import options
 from fl_lightning.trust import import_name
 
@@ -318,3 +318,24 @@ def test_an_optimizer_that_is_named_has_defaults_of_its_own(argv, arguments):
     assert {name: str(value) for name, value in dict(found.get("init_args") or {}).items()} == {
         name: str(value) for name, value in arguments.items()
     }
+
+
+QUANTIZE = {"class_path": "Quantize", "init_args": {"bits": "8"}}
+
+
+@pytest.mark.parametrize("given", ["Quantize", "{class_path: Quantize, init_args: {bits: '8'}}"])
+def test_a_filter_is_added_as_callbacks_are(given):
+    """A filter with arguments was refused: the wire is a list, it said."""
+    line = CommandLine(["--federation.wire+", "TopK", "--federation.wire+", given])
+    check_names(line)
+    assert line.tree["federation"]["wire"] == ["TopK", QUANTIZE if "{" in given else "Quantize"]
+    with pytest.raises(ConfigError, match=r"federation\.wire\.0\.init_args\.bts: there is no such key of Quantize"):
+        check_names(CommandLine(["--federation.wire+", "{class_path: Quantize, init_args: {bts: 8}}"]))
+
+
+def test_a_model_is_added_to_those_before_it():
+    """It took their place."""
+    line = CommandLine([{"model": {"class_path": "MLP", "init_args": {"hidden": [8]}}}, "--model+", "CNN"])
+    assert line.tree["model"] == [{"class_path": "MLP", "init_args": {"hidden": [8]}}, "CNN"]
+    with pytest.raises(ConfigError, match=r"model\.hidden: `model` is a list here"):
+        CommandLine(["--model", "MLP", "--model+", "CNN", "--model.hidden", "[3]"])
