@@ -19,6 +19,7 @@ import stat
 import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,12 +73,20 @@ def plain_json(content: str | bytes) -> Any:
     """What a JSON text says.
 
     Raises:
-        ValueError: if it is none, or one that is nested too deep.
+        ValueError: if it is none, one that is nested too deep, or one that says a key twice.
     """
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_said_once)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+
+
+def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it says {json.dumps(twice)} twice")
+    return found
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _plain(value: Any) -> Any:
 def _file_name(name: str, identity: str, dataset: Dataset) -> str:
     digest = hashlib.sha256(identity.encode())
     for source, stamp in _stamps(dataset).items():
-        digest.update(f"\n{source}/{stamp}".encode())
+        digest.update(f"\n{source}/{stamp}".encode(errors="surrogateescape"))  # names of files may be any bytes
     return f"{name}-{digest.hexdigest()[:20]}.pt"
 
 

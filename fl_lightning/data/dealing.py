@@ -36,7 +36,7 @@ def draw_classes(
     Each client takes the classes that the fewest clients hold so far, ties drawn at random. Classes without a sample
     are out.
     """
-    present = _present(labels, num_classes, per_client, key)
+    present = present_classes(labels, num_classes, per_client, key)
     held = np.zeros((num_clients, num_classes), dtype=bool)
     holders = np.zeros(len(present), dtype=np.int64)
     for client in range(num_clients):
@@ -50,7 +50,7 @@ def draw_classes_in_turn(
     labels: np.ndarray, num_clients: int, num_classes: int, per_client: int, key: str, rng: np.random.Generator
 ) -> np.ndarray:
     """Give each client the next class, and others that are drawn for it alone; as `draw_classes` otherwise."""
-    present = _present(labels, num_classes, per_client, key)
+    present = present_classes(labels, num_classes, per_client, key)
     held = np.zeros((num_clients, num_classes), dtype=bool)
     for client in range(num_clients):
         own = present[client % len(present)]
@@ -59,7 +59,7 @@ def draw_classes_in_turn(
     return held
 
 
-def _present(labels: np.ndarray, num_classes: int, wanted: int, key: str) -> np.ndarray:
+def present_classes(labels: np.ndarray, num_classes: int, wanted: int, key: str) -> np.ndarray:
     """The classes with samples, of which there must be as many as are wanted."""
     present = np.flatnonzero(np.bincount(labels, minlength=num_classes))
     most = f"must be at most {len(present)}, the number of classes with samples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std, require_normalize
 from fl_lightning.data.pictures import as_shown
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import content_of
 from fl_lightning.terminal import say
 
 _UNREADABLE = frozenset(
@@ -91,7 +93,7 @@ class ImageFolder(Dataset):
         y = torch.tensor([number[label] for _, label, _ in files])
         num_train = sum(part == "train" for part, _, _ in files)
         mean, std = constants(self.normalize, x, lambda: mean_and_std(x[:num_train]))
-        return Arrays(x, y, num_train, tuple(classes), mean, std)
+        return Arrays(x, y, num_train, tuple(map(_printable, classes)), mean, std)
 
     def _files(self) -> list[tuple[str, str, Path]]:
         """(part, class, file) of all images: training part first, then sorted by class and file name."""
@@ -165,7 +167,7 @@ class ImageFolder(Dataset):
         def decode(path: Path) -> np.ndarray:
             try:
                 # By its name PIL would map a TIFF file into memory, and read one that it has to turn askew.
-                with path.open("rb") as file, Image.open(file) as image:
+                with Image.open(io.BytesIO(content_of(path))) as image:
                     pixels = as_shown(image).convert(mode)
                     if size is not None and pixels.size != (size[1], size[0]):
                         pixels = pixels.resize((size[1], size[0]), Image.Resampling.BILINEAR)
@@ -202,3 +204,8 @@ def _names(folder: Path, directories: bool = False) -> list[str]:
     """Sorted names of the files, or of the folders, in a folder; hidden ones left out."""
     with os.scandir(folder) as entries:
         return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir() == directories)
+
+
+def _printable(name: str) -> str:
+    """A folder's name, which may be any bytes, as pages and pictures can show it."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -32,7 +32,7 @@ def wide() -> Iterator[None]:
 def as_array(x: Any) -> np.ndarray:
     """A tensor of any kind, or what NumPy takes, as an array; it has no bfloat16, which float32 holds."""
     if not isinstance(x, Tensor):
-        return np.asarray(x)
+        return _as_array(x)
     x = x.detach().cpu()
     try:
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
@@ -83,7 +83,7 @@ def as_labels(
         ConfigError: for anything that is no list of names or whole numbers, for measured values, and for names of other
             classes.
     """
-    array = as_array(y) if isinstance(y, Tensor) else _as_array(y)
+    array = as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
     require(flat, KEY, f"{name}: y must be names or whole numbers [N], is {array.dtype} {list(array.shape)}")
@@ -100,6 +100,18 @@ def as_labels(
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def class_names(names: Any, name: str) -> list[str]:
+    """What classes are called, of numbers, texts or their bytes.
+
+    Raises:
+        ConfigError: naming the data set, if they are no flat list.
+    """
+    array = as_array(names)
+    require(array.ndim == 1 and array.dtype.kind in "iufbUS", KEY, f"{name}: classes must be a flat list of names")
+    array = np.char.decode(array, "utf-8", "backslashreplace") if array.dtype.kind == "S" else array
+    return [str(each) for each in array.tolist()]
 
 
 _GRADES = 20
@@ -123,8 +135,9 @@ def _named(
     """Labels of classes whose names are known: numbers that index these, names among them, or as many other numbers."""
     if array.dtype.kind in "iu" and len(found) and found[0] >= 0 and found[-1] < len(classes):
         return torch.from_numpy(array.astype(np.int64)), classes
-    if array.dtype.kind == "U" and set(found.tolist()) <= set(classes):
-        order = np.array([classes.index(label) for label in found.tolist()], dtype=np.int64)
+    said = [str(label) for label in found.tolist()]  # numbers are names where the classes' are
+    if set(said) <= set(classes):
+        order = np.array([classes.index(label) for label in said], dtype=np.int64)
         return torch.from_numpy(order[numbers]), classes
     of = f"{found[0]} to {found[-1]}" if len(found) else "nothing"
     rule = f"{name}: names {len(classes)} classes, but y holds {len(found)} others ({of})"
@@ -150,7 +163,7 @@ def as_groups(groups: Any, name: str) -> Groups:
     Raises:
         ConfigError: if they are no flat list of names or numbers, or one of them is missing.
     """
-    array = as_array(groups) if isinstance(groups, Tensor) else _as_array(groups)
+    array = as_array(groups)
     require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
     missing = (value is None or (isinstance(value, float) and math.isnan(value)) for value in array.tolist())
     nobody = next((sample for sample, is_missing in enumerate(missing) if is_missing), None)

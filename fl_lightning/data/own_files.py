@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fl_lightning.archives import check_room, free_memory
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import numbered_columns
-from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
+from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels, class_names
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pickles import read_pickled_npz
 from fl_lightning.errors import ConfigError, require
@@ -67,7 +68,7 @@ class ArrayFile(Dataset):
             rule = f"{self.path} must hold x and y, or x_train, y_train, x_test and y_test"
             require(name in found, f"{KEY}.path", rule, ", ".join(found) or "nothing")
         x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
-        names = [str(name) for name in np.asarray(found["classes"]).tolist()] if "classes" in found else []
+        names = class_names(found["classes"], "ArrayFile") if found.get("classes") is not None else []
         labels, classes = as_labels(y, "ArrayFile", names)
         num_train = (self.num_train or len(labels)) if whole else len(found["x_train"])
         grouped = None if groups is None else as_groups(groups, "ArrayFile")
@@ -106,7 +107,8 @@ def read_arrays(path: Path, key: str) -> dict[str, Any]:
     except Exception as error:  # numpy and torch raise a dozen types for damaged files
         said = " ".join(str(error).split())[:120]
         raise ConfigError(key, f"{path} cannot be read ({said})") from error
-    require(isinstance(found, dict), key, f"{path} must hold a dict of tensors", type(found).__name__)
+    fits = isinstance(found, dict) and all(isinstance(name, str) for name in found)
+    require(fits, key, f"{path} must hold a dict of tensors by their names", type(found).__name__)
     return dict(found)
 
 
@@ -352,13 +354,26 @@ class LEAF(Dataset):
         for path in files:
             try:
                 content = plain_json(content_of(path))
-                for user in content["users"]:
-                    data = content["user_data"][user]
-                    if len(data["x"]) != len(data["y"]):
-                        raise ValueError(f"user {user} has {len(data['x'])} samples and {len(data['y'])} labels")
-                    yield str(user), data
+                users, held = content["users"], content["user_data"]
+                twice = [user for user, times in Counter(users).items() if times > 1]
+                missing = sorted({*held}.symmetric_difference(users))
+                if twice:
+                    raise ValueError(f"user {twice[0]} is listed twice")
+                if missing:
+                    raise ValueError(f"user {missing[0]} is in one of users and user_data alone")
+                for user, said in zip(users, content.get("num_samples") or [None] * len(users), strict=True):
+                    self._check_user(user, held[user], said)
+                    yield str(user), held[user]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{KEY}.root", f"{path} is no file of LEAF's ({error})") from error
+
+    @staticmethod
+    def _check_user(user: str, data: Mapping[str, Any], said: int | None) -> None:
+        x, y = data["x"], data["y"]
+        if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
+            raise ValueError(f"user {user} must have lists of as many samples as labels")
+        if said is not None and said != len(y):
+            raise ValueError(f"user {user} has {len(y)} samples, and num_samples says {said}")
 
 
 class PFLlibFolder(Dataset):
@@ -396,12 +411,14 @@ class PFLlibFolder(Dataset):
         for part in ("train", "test"):
             for path in self._files(part):
                 data = read_pickled_npz(path, "data", f"{KEY}.root")
-                fits = isinstance(data, Mapping) and {"x", "y"} <= set(data) and len(data["x"]) == len(data["y"])
+                both = isinstance(data, Mapping) and {"x", "y"} <= set(data)
+                own = [as_array(data[name]) for name in ("x", "y")] if both else []
+                fits = both and all(each.ndim for each in own) and len(own[0]) == own[1].size
                 require(fits, f"{KEY}.root", f"{path} must hold data with x and y of one length")
-                if not len(data["y"]):  # of nothing the shape is anything
+                if not own[1].size:  # of nothing the shape is anything
                     continue
-                x.append(np.asarray(data["x"]))
-                y.append(np.asarray(data["y"]).reshape(-1))
+                x.append(own[0])
+                y.append(own[1].reshape(-1))
                 rule = f"{path}: samples must have the shape of the others, {list(x[0].shape[1:])}"
                 require(x[-1].shape[1:] == x[0].shape[1:], f"{KEY}.root", rule, list(x[-1].shape[1:]))
                 groups += [int(path.stem)] * len(y[-1])
@@ -414,4 +431,4 @@ class PFLlibFolder(Dataset):
 
     def _files(self, part: str) -> list[Path]:
         found = (Path(self.root).expanduser() / part).glob("*.npz")
-        return sorted((path for path in found if path.stem.isdigit()), key=lambda path: int(path.stem))
+        return sorted((path for path in found if path.stem.isdecimal()), key=lambda path: int(path.stem))

@@ -16,6 +16,7 @@ from fl_lightning.data.dealing import (
     draw_classes_in_turn,
     joined,
     largest_remainders,
+    present_classes,
     require_class_size,
     require_enough_samples,
     without_empty,
@@ -389,15 +390,15 @@ class NWayKShot(Partition):
         Raises:
             ConfigError: if there are fewer than n classes, or a class is too small for a client's slice.
         """
-        require(self.n <= num_classes, f"{KEY}.n", f"must be at most {num_classes}, the number of classes", self.n)
-        n_low, n_high = self.n_range(num_classes)
+        present = present_classes(labels, num_classes, self.n, f"{KEY}.n")
+        n_low, n_high = self.n_range(len(present))
         k_low, k_high = self.k_range()
         ways = rng.integers(n_low, n_high, size=num_clients, endpoint=True)
         shots = rng.integers(k_low, k_high, size=num_clients, endpoint=True)
         groups = by_class(labels, num_classes)
         held = np.zeros((num_clients, num_classes), dtype=bool)
         for client in range(num_clients):
-            held[client, rng.choice(num_classes, size=ways[client], replace=False)] = True
+            held[client, rng.choice(present, size=ways[client], replace=False)] = True
         slots = self._slots(held)
         parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
         for client, c in np.argwhere(held):

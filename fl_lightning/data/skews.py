@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.data.dealing import by_class, deal, joined, largest_remainders
+from fl_lightning.data.dealing import by_class, deal, joined, largest_remainders, present_classes
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.errors import ConfigError, require
 
@@ -43,11 +43,11 @@ class Pathological(Partition):
             ConfigError: if there are fewer classes than `classes`, a class has too few samples for its holders, or a
                 client would be left without a class.
         """
-        require(self.classes <= num_classes, f"{KEY}.classes", f"must be at most {num_classes}", self.classes)
+        present = present_classes(labels, num_classes, self.classes, f"{KEY}.classes")
         lacks = np.full(num_clients, self.classes)
-        at_once = math.ceil(num_clients / num_classes * self.classes)
+        at_once = math.ceil(num_clients / len(present) * self.classes)
         parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-        for label in range(num_classes):
+        for label in present:
             holders = np.flatnonzero(lacks)[:at_once]
             indices = rng.permutation(np.flatnonzero(labels == label))
             if len(holders) == 0:
@@ -136,10 +136,12 @@ class PowerLaw(Partition):
         Raises:
             ConfigError: if there are fewer classes than `classes`, or a class has too few samples for its holders.
         """
-        require(self.classes <= num_classes, f"{KEY}.classes", f"must be at most {num_classes}", self.classes)
+        present = present_classes(labels, num_classes, self.classes, f"{KEY}.classes")
         parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-        for label, indices in enumerate(by_class(labels, num_classes, rng)):
-            holders = np.flatnonzero((label - np.arange(num_clients)) % num_classes < self.classes)
+        groups = by_class(labels, num_classes, rng)
+        for place, label in enumerate(present):
+            indices = groups[label]
+            holders = np.flatnonzero((place - np.arange(num_clients)) % len(present) < self.classes)
             if len(holders) == 0:
                 continue
             least = len(holders) * self.min_samples

@@ -78,6 +78,46 @@ def test_other_names_than_those_of_the_classes_are_refused_and_names_in_bytes_ar
     assert as_labels(np.array([b"dog", b"cat"]), "Set")[1] == ("cat", "dog")
 
 
+@pytest.mark.parametrize(
+    ("classes", "labels", "places"),
+    [
+        ([20, 10, 0], [0, 10, 20, 0], [2, 1, 0, 2]),  # samples of 20 were called "0"
+        ([b"a", b"b", b"c"], [2, 1, 0, 2], [2, 1, 0, 2]),
+        ([2, 1, 0], [0, 1, 2, 0], [0, 1, 2, 0]),  # places
+        ([3, 2, 1], [1, 2, 3, 1], [2, 1, 0, 2]),
+    ],
+)
+def test_numbers_and_bytes_that_name_classes_are_names(tmp_path, classes, labels, places):
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 2)), y=np.array(labels), classes=np.array(classes))
+    arrays = checked(ArrayFile(str(tmp_path / "a.npz")))
+    names = tuple(each.decode() if isinstance(each, bytes) else str(each) for each in classes)
+    assert (arrays.y.tolist(), arrays.classes) == (places, names)
+
+
+RAGGED = [[3.0, 1.0], [4.0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"x": RAGGED, "y": [0, 1]}, r"^data\.dataset: ArrayFile: x must be numbers \[N, …\], is object \[2\]"),
+        ({"x": torch.zeros(2, 2), "y": RAGGED}, r"^data\.dataset: ArrayFile: y must be names or whole numbers"),
+        ({"x": torch.zeros(2, 2), "y": [0, 1], "classes": RAGGED}, r"ArrayFile: classes must be a flat list of names"),
+        ({"x": torch.zeros(2, 2), "y": [0, 1], "classes": "ab"}, r"ArrayFile: classes must be a flat list of names"),
+        ({0: torch.zeros(2, 2)}, r"^data\.dataset\.path: .*a\.pt must hold a dict of tensors by their names"),
+    ],
+)
+def test_what_is_no_array_is_one_line(tmp_path, content, said):
+    torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=said):
+        ArrayFile(str(tmp_path / "a.pt")).arrays()
+
+
+def test_classes_that_are_none_are_absent(tmp_path):
+    torch.save({"x": torch.zeros(2, 2), "y": [0, 1], "classes": None, "groups": None}, tmp_path / "a.pt")
+    assert ArrayFile(str(tmp_path / "a.pt")).arrays().classes == ("0", "1")
+
+
 def test_features_in_pt_are_scaled_by_the_training_part(tmp_path):
     x = torch.randn(50, 3) * torch.tensor([1.0, 100.0, 0.0]) + torch.tensor([0.0, 5.0, 7.0])
     content = {"x_train": x[:40], "y_train": torch.arange(40) % 2, "x_test": x[40:], "y_test": torch.arange(10) % 2}
@@ -694,6 +734,61 @@ def test_leafs_users_are_groups(tmp_path):
     (tmp_path / "train" / "all.json").write_text(json.dumps({"users": [], "num_samples": [], "user_data": {}}))
     with pytest.raises(ConfigError, match=r"data\.dataset\.root: must hold samples in train"):
         LEAF(str(tmp_path)).arrays()
+
+
+USER = {"x": [[1.0], [2.0]], "y": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            {"users": ["a", "a"], "user_data": {"a": USER}},
+            "user a is listed twice",
+        ),  # half of its tests were trained on
+        ({"users": ["a"], "user_data": {"a": USER, "b": USER}}, "user b is in one of users and user_data alone"),
+        ({"users": ["a", "b"], "user_data": {"a": USER}}, "user b is in one of users and user_data alone"),
+        (
+            {"users": ["a"], "num_samples": [7], "user_data": {"a": USER}},
+            "user a has 2 samples, and num_samples says 7",
+        ),
+        ({"users": ["a"], "num_samples": [2, 2], "user_data": {"a": USER}}, "is no file of LEAF's"),
+        (
+            {"users": ["a"], "user_data": {"a": {**USER, "y": {"0": 1, "1": 0}}}},
+            "must have lists of as many samples as",
+        ),
+        ({"users": ["a"], "user_data": {"a": {**USER, "y": [0]}}}, "must have lists of as many samples as labels"),
+    ],
+)
+def test_leafs_files_that_do_not_hold_together_are_refused(tmp_path, content, said):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"^data\.dataset\.root: .*a\.json.*{said}"):
+        LEAF(str(tmp_path)).arrays()
+    (tmp_path / "train" / "a.json").write_text(
+        '{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [0]}, "a": {"x": [], "y": []}}}'
+    )
+    with pytest.raises(ConfigError, match=r'a\.json.*it says "a" twice'):
+        LEAF(str(tmp_path)).arrays()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": 3, "y": 3},
+        {"x": None, "y": None},
+        {"x": np.zeros((2, 4)), "y": np.zeros((2, 3))},
+        {"x": RAGGED, "y": [0, 1]},
+        {"x": np.zeros((2, 4)), "y": RAGGED},
+        {"x": np.array(["a", "b"]), "y": [0, 1]},
+    ],
+)
+def test_pfllibs_files_that_hold_something_else_are_refused(tmp_path, data):
+    (tmp_path / "train").mkdir()
+    np.savez(tmp_path / "train" / "0.npz", data=data)
+    np.savez(tmp_path / "train" / "²", data=data)  # a digit, and no number
+    with pytest.raises(ConfigError, match=r"^data\.dataset"):
+        PFLlibFolder(str(tmp_path)).arrays()
 
 
 def test_pfllibs_clients_have_what_they_have_there(tmp_path):

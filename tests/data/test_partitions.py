@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.data.partitions import IID, ClassesPerClient, Dirichlet, NWayKShot, Shards
+from fl_lightning.data.skews import Pathological, PowerLaw
 from fl_lightning.errors import ConfigError
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), [40, 60, 50, 70, 45, 55, 65, 35, 80, 50]))
@@ -274,7 +275,8 @@ def test_n_way_k_shot_names_the_class_that_is_too_small():
 
 
 def test_n_way_k_shot_refuses_more_classes_than_exist():
-    with pytest.raises(ConfigError, match=r"data.partition.n: must be at most 10, the number of classes, got 11"):
+    rule = r"data.partition.n: must be at most 10, the number of classes with samples, got 11"
+    with pytest.raises(ConfigError, match=rule):
         assign(NWayKShot(11, 2, stride=2))
 
 
@@ -308,3 +310,22 @@ def test_match_deals_each_class_in_proportion_to_the_training_samples():
 def test_constructors_refuse_bad_values(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "wanted"),
+    [
+        (Pathological, {}, "classes"),
+        (PowerLaw, {"min_samples": 1}, "classes"),
+        (NWayKShot, {"k": 2, "std_n": 1, "stride": 3}, "n"),
+    ],
+)
+def test_a_class_that_nobody_has_is_dealt_to_nobody(kind, arguments, wanted):
+    """Labels from 1 to C were refused, with advice that could not help."""
+    labels = np.repeat([1, 2, 4], 40)
+    whole = kind(**{wanted: 2, **arguments})
+    found = whole.assign(labels, 6, 5, np.random.default_rng(0))
+    alike = whole.assign(np.repeat([0, 1, 2], 40), 6, 3, np.random.default_rng(0))
+    assert [own.tolist() for own in found] == [own.tolist() for own in alike]
+    with pytest.raises(ConfigError, match="must be at most 3, the number of classes with samples, got 4"):
+        kind(**{wanted: 4, **arguments}).assign(labels, 6, 5, np.random.default_rng(0))

@@ -1,7 +1,9 @@
 import hashlib
+import os
 import pickle
 import shutil
 import tarfile
+from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
@@ -445,3 +447,19 @@ def test_image_folder_reads_grey_maps_of_16_bits(tmp_path):
     (tmp_path / "cat" / "1.pgm").write_bytes(b"P5\n2 2\n65535\n" + grey.tobytes())
     x = ImageFolder(str(tmp_path), grayscale=True).arrays().x
     assert x[0, 0].tolist() == [[0, 255], [128, 0]]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are texts there")
+def test_names_that_are_no_text_and_pipes(images, tmp_path):
+    """The first ended in a traceback; at the second one waited for ever."""
+    root = Path(images({"a/1.png": (10, SQUARE), "b/1.png": (10, SQUARE)}))
+    try:
+        (root / "b").rename(os.fsdecode(os.fsencode(root) + b"/b\xe9"))
+        (root / "a" / "1.png").rename(os.fsdecode(os.fsencode(root) + b"/a/\xff.png"))
+    except OSError:
+        pytest.skip("this file system takes texts alone")
+    arrays = load(ImageFolder(str(root)), tmp_path / ".cache")
+    assert (arrays.classes, arrays.y.tolist()) == (("a", "b\\xe9"), [0, 1])
+    os.mkfifo(root / "a" / "2.png")
+    with pytest.raises(ConfigError, match=r"2\.png is broken or not an image \(.*it is a pipe or a device, no file"):
+        ImageFolder(str(root)).arrays()
