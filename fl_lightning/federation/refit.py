@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _BY_FIT = {"logger", "profiler", "barebones", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"}
 
 
+_TAKEN_OUT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+"""What the method's steps do by themselves."""
+
+
 class Fits:
     """Fits modules with one Trainer, one fit after another.
 
@@ -70,12 +74,26 @@ class Fits:
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
-        with self._untouched(module):
+        with self._untouched(module), self._unset():
             if known:
                 self._fit_again(module, bundles)
             else:
                 self.trainer.fit(module, train_dataloaders=bundles)
         self._entered.add(id(module))
+
+    @contextmanager
+    def _unset(self) -> Iterator[None]:
+        """A stretch in which callbacks may not set what of the Trainer local fits do not follow."""
+        before = {name: getattr(self.trainer, name) for name in _TAKEN_OUT}
+        yield
+        for name, value in before.items():
+            found = getattr(self.trainer, name)
+            rule = f"a callback set it to {found} in a fit, which does not follow that; say it in the configuration"
+            require(found == value, f"trainer.{name}", rule)
+        rule = (
+            "a callback set trainer.strategy.lr_scheduler_configs, which no fit follows; say them in a LightningModule"
+        )
+        require(not self.trainer.lr_scheduler_configs, "trainer.callbacks", rule)
 
     @contextmanager
     def _untouched(self, module: ClientModule) -> Iterator[None]:

@@ -221,15 +221,24 @@ class PulledOptimizer:
         self._training = training
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step, after the closure's passes and with the terms' gradients."""
-        value = None
-        if closure is not None:
+        """Step with the terms' gradients, after the closure's passes or, where the optimizer calls it itself, anew."""
+        if closure is None:
+            self._pull()
+            return self.optimizer.step(**kwargs)
+        values = []
+
+        def passes() -> Any:
             with torch.enable_grad():
-                value = closure()
+                values.append(closure())
+            self._pull()
+            return values[-1]
+
+        stepped = self.optimizer.step(closure=passes, **kwargs)
+        return values[-1] if stepped is None and values else stepped
+
+    def _pull(self) -> None:
         self._training.pull(_trained_by(self.optimizer))
         self._training.before_step(self.optimizer)
-        stepped = self.optimizer.step()
-        return value if stepped is None else stepped
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

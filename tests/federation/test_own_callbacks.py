@@ -143,6 +143,44 @@ def test_callbacks_are_told_before_gradients_are_cleared(run_federation, mlp):
     assert max(float(tensor.abs().max()) for tensor in weights) == pytest.approx(0.05)
 
 
+class Sets(Callback):
+    """Sets something of the Trainer's as a fit goes on."""
+
+    def __init__(self, hook, change):
+        self.change = change
+        setattr(self, hook, self._set)
+
+    def _set(self, trainer, pl_module, *_):
+        self.change(trainer)
+
+
+def accumulates(trainer):
+    trainer.accumulate_grad_batches = 3
+
+
+def clips(trainer):
+    trainer.gradient_clip_val = 0.01
+
+
+def schedules(trainer):
+    trainer.strategy.lr_scheduler_configs = [object()]
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (accumulates, r"^trainer\.accumulate_grad_batches: a callback set it to 3 in a fit, which does not follow"),
+        (clips, r"^trainer\.gradient_clip_val: a callback set it to 0\.01 in a fit, which does not follow"),
+        (schedules, r"^trainer\.callbacks: a callback set trainer\.strategy\.lr_scheduler_configs, which"),
+    ],
+)
+def test_what_a_callback_sets_and_no_fit_follows_is_refused(hook, change, said, run_federation, mlp):
+    """The run was the same as without it, in silence."""
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [Sets(hook, change)]})
+
+
 class Embellishes(FederationCallback):
     def on_round_end(self, loop, row):
         row["Local-T"] = 1.0

@@ -164,6 +164,82 @@ def test_a_module_without_such_hooks_keeps_the_plain_step(precision, set_up_fede
     assert loop.runner.modules[0]._machine.before_step is None
 
 
+class Again(torch.optim.SGD):
+    """Two steps in one, each on gradients of its own; it may make them smaller."""
+
+    def step(self, closure, scale=1.0):
+        for _ in range(2):
+            loss = torch.enable_grad()(closure)()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.mul_(scale)
+            super().step()
+        return loss
+
+
+class ByClosure(Manual):
+    """Steps as Lightning's documentation has it for optimizers that go back more than once."""
+
+    kind, scale = Again, 1.0
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = Plain.training_step(self, batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        assert torch.isfinite(optimizer.step(closure=closure, **({} if self.scale == 1 else {"scale": self.scale})))
+
+
+class ByHand(Manual):
+    scale = 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.scale * Plain.training_step(self, batch, batch_idx))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_an_optimizer_of_manual_optimization_is_handed_the_closure_and_the_rest(scale, set_up_federation):
+    """It stepped once, on the gradients there were: SAM was SGD, in silence."""
+
+    kinds = [type(f"Scaled{kind.__name__}", (kind,), {"scale": scale}) for kind in (ByClosure, ByHand)]
+    loops = [set_up_federation(lambda m=m: FedAvg(wrapped(m())), rounds=1) for m in kinds]
+    for loop in loops:
+        loop.run()
+    assert are_equal(*map(final, loops))
+
+
+def test_terms_pull_at_every_pass_of_a_closure(set_up_federation):
+    loops = [set_up_federation(lambda m=m: FedProx(wrapped(m()), mu=1.0), rounds=2) for m in (ByClosure, ByHand)]
+    for loop in loops:
+        loop.run()
+    assert are_equal(*map(final, loops))
+
+
+def test_lbfgs_steps_in_manual_optimization(set_up_federation):
+    """That it needs a closure was said, which it had been given."""
+
+    class Quasi(ByClosure):
+        kind = torch.optim.LBFGS
+
+    loop = set_up_federation(lambda: FedAvg(wrapped(Quasi())), rounds=1)
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in final(loop).items())
+
+
 class BuiltLate(Plain):
     """Its layers are made in the hooks that may make them."""
 
