@@ -19,6 +19,7 @@ from fl_lightning.classifier import Classifier, classifier_of, rebuilt
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_atomically
+from fl_lightning.models.encoders import attention_step_by_step
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -72,12 +73,19 @@ def _name(model: Classifier) -> str:
 
 
 def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
-    """Some samples, normalised, of the test part where there is one: no model was trained for made-up ones."""
+    """Some samples, normalised, of the whole test part where there is one: no model was trained for made-up ones.
+
+    A file may be in the order of its texts' lengths. The last of tokens is without padding.
+    """
     known = client is not None and 0 <= client < loop.num_clients and len(loop.data.clients[client].test)
     indices = loop.data.clients[client or 0].test if known else loop.data.server_test
     indices = indices if len(indices) else torch.arange(len(loop.data.store.x))
-    x = loop.data.store.gather(torch.as_tensor(indices[:SAMPLES]))[0].cpu()
-    return x.repeat(-(-SAMPLES // len(x)), *[1] * (x.dim() - 1))[:SAMPLES]  # a batch of one or two proves nothing
+    indices = torch.as_tensor(indices)
+    spread = torch.linspace(0, len(indices) - 1, SAMPLES).long()  # a batch of one or two samples proves nothing
+    x = loop.data.store.gather(indices[spread])[0].cpu()
+    if not x.is_floating_point():
+        x[-1] = torch.where(x[-1] == 0, x[-1].max(), x[-1])
+    return x
 
 
 def _require_alike(model: Classifier, x: Tensor) -> None:
@@ -113,16 +121,14 @@ def _torch_script(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
 
 
 @contextmanager
-def _step_by_step() -> Iterator[None]:
-    """Attention in the operations that ONNX has, not torch's fused one; and no page of a graph that ONNX has not."""
-    was_fast, logs = torch.backends.mha.get_fastpath_enabled(), getattr(torch._C, "_jit_onnx_log", None)
-    torch.backends.mha.set_fastpath_enabled(False)
+def _quietly() -> Iterator[None]:
+    """Without a page of a graph that ONNX has not."""
+    logs = getattr(torch._C, "_jit_onnx_log", None)
     vars(torch._C)["_jit_onnx_log"] = lambda *said: None  # it prints whatever `verbose` says
     try:
         yield
     finally:
         vars(torch._C)["_jit_onnx_log"] = logs
-        torch.backends.mha.set_fastpath_enabled(was_fast)
 
 
 def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
@@ -132,7 +138,7 @@ def _onnx(model: Classifier, x: Tensor) -> tuple[bytes, Scores | None]:
         raise ConfigError("export", "ONNX needs the package onnx: pip install 'fl-lightning[export]'") from error
     file, first = io.BytesIO(), {0: "N"}
     names = {"input_names": ["x"], "output_names": ["scores"], "dynamic_axes": {"x": first, "scores": first}}
-    with _jit_is_scripting(), _step_by_step():
+    with _jit_is_scripting(), attention_step_by_step(), _quietly():
         torch.onnx.export(model, (x,), file, dynamo=False, **names)  # type: ignore[arg-type]
     made = onnx.load_model_from_string(file.getvalue())
     onnx.helper.set_model_props(made, about(model))

@@ -401,3 +401,34 @@ class Solves(nn.Module):
     def forward(self, x):
         matrices = x.flatten(1).unflatten(1, (8, 8)) + 99 * torch.eye(8)
         return self.fc(torch.linalg.lstsq(matrices, matrices[..., :1]).solution.flatten(1))
+
+
+class Reads(nn.Module):
+    """Torch's encoder over an image's rows, of which the last is padding where its sum is negative."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.fc = nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        rows = x.flatten(1).view(-1, 8, 8)
+        padding = torch.zeros(rows.shape[:2], dtype=torch.bool, device=x.device)
+        padding[:, -1] = rows[:, -1].sum(1) < 0
+        z = self.encoder(rows, src_key_padding_mask=padding)
+        return self.fc((z * ~padding[..., None]).sum(1) / (~padding).sum(1, keepdim=True))
+
+
+class Trims(nn.Module):
+    """Cuts away the padding of its mini-batch; scores are the same whatever comes with a text."""
+
+    def __init__(self, num_classes: int = 2):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.fc = nn.Linear(4, num_classes)
+
+    def forward(self, x):
+        x = x[:, : int((x != 0).sum(1).max().clamp(min=1))]
+        held = (x != 0)[..., None]
+        return self.fc((self.embedding(x) * held).sum(1) / held.sum(1).clamp(min=1))

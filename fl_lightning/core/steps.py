@@ -7,6 +7,7 @@ precision, and so is a small gradient in float16. Hence float32 copies of the we
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 from fl_lightning.core.precision import Wide
+from fl_lightning.models.encoders import attention_step_by_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -104,6 +106,12 @@ class _OneStep:
 
 class MixedSteps(CarefulSteps, MixedPrecision):
     """Lightning's mixed precision: weights in float32, forward passes under autocast."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Autocast, of attention, too."""
+        with super().forward_context(), attention_step_by_step():
+            yield
 
 
 class HalfLayers(CarefulSteps, HalfPrecision):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.copying import copied
+from fl_lightning.models.encoders import attention_step_by_step
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.weights import load_file
 
@@ -164,6 +165,8 @@ class HookedBody(Body):
     def __init__(self, module: nn.Module, features: Sequence[str]) -> None:
         super().__init__(stages=[], neck=module)
         self.feature_names = tuple(features)
+        encodes = any(isinstance(part, nn.TransformerEncoder) for part in module.modules())
+        self._passes: Callable[[], AbstractContextManager[None]] = attention_step_by_step if encodes else nullcontext
 
     def append(self, *layers: nn.Module) -> None:
         """Put layers after the embedding; the maps stay those of the module."""
@@ -187,7 +190,8 @@ class HookedBody(Body):
 
         handles = [self.neck.get_submodule(name).register_forward_hook(keep(name)) for name in self.feature_names]
         try:
-            z = self.neck(x)
+            with self._passes():  # or an encoder's layers hand each other what no map is
+                z = self.neck(x)
         finally:
             for handle in handles:
                 handle.remove()

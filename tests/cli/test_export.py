@@ -92,6 +92,21 @@ def test_attention_is_written_in_operations_that_onnx_has(runs, tmp_path, capfd)
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("ending", [".onnx", ".pt"])
+@pytest.mark.parametrize("longest", [6, 2])  # of the test part: the second has no long text to show it
+def test_a_network_that_cuts_padding_away_is_refused_whatever_order_the_texts_are_in(ending, longest, runs, tmp_path):
+    """The first 17 test samples were compared, short ones where a file is sorted by length."""
+    x, rng = np.zeros((120, 8), dtype=np.int64), np.random.default_rng(0)
+    for row, length in enumerate([2] * 90 + [longest] * 30):
+        x[row, :length] = rng.integers(1, 9, length)
+    np.savez(tmp_path / "a.npz", x=x, y=x[:, 0] % 2)
+    data = {"dataset": {"class_path": "ArrayFile", "init_args": {"path": str(tmp_path / "a.npz")}}, "partition": "IID"}
+    module = {"class_path": "WrappedModel", "init_args": {"module": "tutorial_modules.Trims", "head": "fc"}}
+    run = runs("FedAvg", model=module, data={**data, "num_clients": 2, "batch_size": 16})
+    with pytest.raises(ConfigError, match="what it does depends on the samples, scores differ"):
+        run.export(tmp_path / f"model{ending}")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,11 +1,13 @@
 """A user's own network, split by the name of its head."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tutorial_modules import Reads
 
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
@@ -334,3 +336,24 @@ def test_state_that_a_fit_makes_or_takes_away_is_refused(way, run_federation):
     )
     with pytest.raises(ConfigError, match=said):
         run_federation(lambda: FedAvg(WrappedModel(SHAPE, 4, Remembers(way), "fc")), rounds=1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+def test_an_encoder_of_torchs_is_tested_under_autocast_as_it_is_trained(method, run_federation):
+    """Its way of predicting knows none: the run ended at the first test."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    trainer = {"precision": "bf16-mixed"}
+    loop = run_federation(lambda: method(WrappedModel((1, 8, 8), 4, Reads(4), "fc")), 2, trainer=trainer)
+    assert all(math.isfinite(row["Local-T"]) for row in loop.diary.rows)
+    assert torch.backends.mha.get_fastpath_enabled() is fused
+
+
+def test_an_encoders_layers_give_feature_maps_when_they_predict():
+    """They hand each other nested tensors there, which are no maps."""
+    model = WrappedModel((1, 8, 8), 4, Reads(4), "fc", features=["encoder.layers.0"]).eval()
+    x = torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        (feature,), z = model.forward_features(x)
+        assert (feature.is_nested, list(feature.shape)) == (False, [5, 8, 8])
+        torch.testing.assert_close(model.head(z), model(x), atol=1e-5, rtol=1e-5)
