@@ -9,7 +9,7 @@ import numpy as np
 
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import read_json
-from fl_lightning.report.record import read_rows
+from fl_lightning.report.record import ever_trained, read_rows
 from fl_lightning.report.recorded_run import read_run
 
 KEY = "federation.evaluate.reference"
@@ -84,7 +84,7 @@ def hurt(values: np.ndarray, alone: np.ndarray) -> float | None:
 def read_reference(
     folder: str, partition_hash: str, samples_hash: str, num_clients: int, evaluate_on: str = "test"
 ) -> np.ndarray:
-    """Each client's last Local-T in another run, [N], NaN where it has none: what clients reach alone.
+    """Each client's last Local-T in another run, [N], NaN where it never trained there: what clients reach alone.
 
     Args:
         folder: of a run of `Local`, mostly.
@@ -106,11 +106,15 @@ def read_reference(
     require(parts == evaluate_on, KEY, rule, folder)
     left = read_run(there, KEY).unfinished if (there / "metrics.csv").is_file() else ""
     require(not left, KEY, f"must name a run that is over: {left}", folder)
-    rows = [row for row in read_rows(there / "clients.csv") if row.get("Local-T") is not None]
+    written = read_rows(there / "clients.csv")
+    rows = [row for row in written if row.get("Local-T") is not None]
     require(bool(rows), KEY, "that run has no Local-T", folder)
+    trained = ever_trained(written)
     alone = np.full(num_clients, np.nan)
     for row in rows:  # the last round's come last
         if not isinstance(client := row.get("client"), int) or not 0 <= client < num_clients:
             raise ConfigError(KEY, "that run's clients.csv is damaged", folder)
-        alone[client] = row["Local-T"]
+        if client in trained:  # others were tested with what they started from
+            alone[client] = row["Local-T"]
+    require(not np.isnan(alone).all(), KEY, "nobody came through a local fit in that run", folder)
     return alone

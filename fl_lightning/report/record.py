@@ -67,6 +67,15 @@ def read_rows(path: Path) -> list[Row]:
     return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]
 
 
+def ever_trained(rows: Iterable[Row]) -> set[Any]:
+    """Clients that came through a local fit, of rows of ``clients.csv``; all of them where the file does not say."""
+    return {
+        row.get("client")
+        for row in rows
+        if row.get("participated", 1) and not row.get("failed") and not row.get("skipped")
+    }
+
+
 def _number(cell: str) -> float | int | None:
     if not cell:
         return None

@@ -391,5 +391,13 @@ def test_hurt_is_measured_against_a_run_of_the_same_clients(mlp, data, set_up_fe
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
     (tmp_path / "config.yaml").write_text("federation: {rounds: 2}\n")
     set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
+    head = "round,client,participated,failed,Local-T\n"
+    (tmp_path / "clients.csv").write_text(head + "1,0,1,0,2\n1,1,0,0,2\n1,2,1,1,2\n1,3,1,0,0\n2,1,0,0,2\n")
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=1, data=data, evaluate=policy)
+    loop.run()  # clients 1 and 2 never came through a fit there: their models are those they started from
+    assert loop.diary.rows[0]["Local-T_hurt"] == 0.5
+    (tmp_path / "clients.csv").write_text(head + "1,0,0,0,2\n1,1,1,1,2\n")
+    with pytest.raises(ConfigError, match=r"reference: nobody came through a local fit in that run"):
+        set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=policy)
     with pytest.raises(ConfigError, match=r"^federation\.evaluate\.reference: there is no run in that folder"):
         set_up_federation(lambda: FedAvg(mlp()), data=data, evaluate=EvaluationPolicy(reference="nowhere"))

@@ -154,6 +154,20 @@ def test_a_run_in_which_nobody_came_through_a_fit_is_no_bar(comparison):
     assert list(hurt(lines_of(*methods, one, two))) == []
 
 
+def test_who_never_trained_alone_has_no_bar(comparison):
+    """They were held against the networks that they started from."""
+    *methods, one, two = comparison
+    (before,) = hurt(lines_of(*comparison))
+    for run in (one, two):
+        header, *rows = (run / "clients.csv").read_text().splitlines()
+        said = [f"{row},{int(row.split(',')[1] != '1')}" for row in rows]
+        (run / "clients.csv").write_text("\n".join([f"{header},participated", *said]) + "\n")
+    lines = lines_of(*methods, one, two)
+    (figure,) = hurt(lines)
+    assert {row["client"] for row in before.rows(lines)} - {row["client"] for row in figure.rows(lines)} == {1}
+    assert all(" of 8 clients" in fact and "2 more never trained there." in fact for fact in figure.facts)
+
+
 def test_all_clients_are_counted_though_not_all_are_drawn(tmp_path):
     runs = [make_run(tmp_path / method, method, clients=510, rounds=1, sends=method == "Beta", partition_hash="1" * 64)
             for method in ("Alone", "Beta")]  # fmt: skip

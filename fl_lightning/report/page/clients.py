@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fl_lightning.report.page.figure import LABELS, WHOLE, Figure, Rows, Spec, colour, known, quantity, tips
+from fl_lightning.report.record import ever_trained
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
 
@@ -193,7 +194,7 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
     rows, facts = Rows("s", "pick", "seed", "client", "x", "own", "alone"), []
     for moment, column in enumerate(MOMENTS):
         for place, line in enumerate(lines):
-            below = total = 0
+            below = total = untrained = 0
             alike = [own if lines[at].setting == line.setting else {} for at, own in enumerate(silent)]  # a shift, too
             covered = [sum(run.partition_hash in own for run in line.runs) for own in alike]
             chosen = max(range(len(lines)), key=covered.__getitem__)  # one for all seeds, the first of equals
@@ -202,7 +203,9 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
                 if other is None or is_silent(run):
                     continue
                 own, reference = last_of_clients(run, column), last_of_clients(other, "Local-T")
-                gaps = {client: 100 * (own[client] - reference[client]) for client in own.keys() & reference.keys()}
+                both, trained = own.keys() & reference.keys(), ever_trained(other.client_rows)
+                gaps = {client: 100 * (own[client] - reference[client]) for client in both & trained}
+                untrained += len(both - trained)
                 below, total = below + sum(gap < -1e-9 for gap in gaps.values()), total + len(gaps)
                 for client, gap in sorted(gaps.items())[:MOST_CLIENTS]:
                     values = {"own": 100 * own[client], "alone": 100 * reference[client]}
@@ -212,6 +215,7 @@ def hurt(lines: Sequence[Series]) -> Iterator[Figure]:
                 where = f" ({line.setting})" if len({each.setting for each in lines}) > 1 else ""
                 whose = f" ({lines[chosen].label})" if sum(map(bool, covered)) > 1 else ""
                 said = f"{share} are below the model that they train alone{whose}."
+                said += f" {untrained} more never trained there." if untrained else ""
                 facts.append(f"{line.label}{where}, {MOMENTS[column]}: {said}")
     if not len(rows):
         return

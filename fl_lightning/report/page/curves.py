@@ -75,7 +75,7 @@ def receive_drop(lines: Sequence[Series]) -> Iterator[Figure]:
     """What a receive costs, as FedCPD's Figure 2 shows it."""
     text = (
         "Local-T after the fit of the round before, minus Local-T right after the receive: what the received model has "
-        "forgotten of the client's own."
+        "forgotten of the client's own. Where participants alone are tested, two rounds' participants are compared."
     )
     yield from _single(lines, "receive_drop", "Accuracy", "Receive drop", text, "points")
 
