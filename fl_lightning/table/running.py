@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
-from fl_lightning.files import make_folder, remove_abandoned
+from fl_lightning.files import WriteError, make_folder, remove_abandoned, writing
 from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
 
@@ -151,7 +151,14 @@ class Crew:
 
     def _start(self, job: Job) -> None:
         log = self.logs / f"{job.cell.name}.log"
-        job.logged = log.stat().st_size if log.is_file() else 0
+        try:
+            make_folder(self.logs)  # it may have gone
+            with writing(log):
+                log.open("ab").close()
+        except WriteError as error:
+            job.state, job.said = "failed", str(error)
+            return
+        job.logged = log.stat().st_size
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if _may_fork() and "fork" in methods else "spawn")
         job.process = context.Process(

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ class Tuning:
         while batch := self._batch(sampler, contender, len(trials)):
             trials += batch
             crew_code = self._run_batch(batch, median)
-            for trial in batch:
-                sampler.tell(trial)
+            for trial in takewhile(lambda trial: trial.state != "stopped", batch):
+                sampler.tell(trial)  # in their order: those behind one that was stopped are told when that has ended
             code = max(code, crew_code, exit_code(self._signals.first) if self._signals.first else 0)
             if code > 1 or self.refusal:
                 self._broken_off.add(contender.name)

@@ -74,6 +74,10 @@ class Grid(Sampler):
         """A grid learns nothing."""
 
 
+_INSTEAD_OF = "instead of"
+"""What a trial's attribute is called that names the one that was broken off, whose point it takes up."""
+
+
 class Optuna(Sampler):
     """Optuna's tree-structured Parzen estimator; kept in a journal beside the results.
 
@@ -139,10 +143,11 @@ class Optuna(Sampler):
         )
         state = optuna.trial.TrialState
         every = self._study.get_trials(deepcopy=False)
+        broken_off = {trial.user_attrs.get(_INSTEAD_OF) for trial in every}
 
-        def failed(trial: Any) -> bool:  # and was not broken off, or a later trial would be at its point
-            later = any(other.params == trial.params for other in every[trial.number + 1 :])
-            return bool(trial.state == state.FAIL and trial.params.keys() == self._space.keys() and not later)
+        def failed(trial: Any) -> bool:
+            whole = trial.params.keys() == self._space.keys()
+            return bool(trial.state == state.FAIL and whole and trial.number not in broken_off)
 
         self._known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
         for trial in self._known:
@@ -151,7 +156,7 @@ class Optuna(Sampler):
             self._point(trial.params)
         for trial in self._study.get_trials(deepcopy=False, states=(state.RUNNING,)):
             self._study.tell(trial.number, state=state.FAIL)
-            self._study.enqueue_trial(trial.params, skip_if_exists=False)
+            self._study.enqueue_trial(trial.params, user_attrs={_INSTEAD_OF: trial.number}, skip_if_exists=False)
 
     def _distribution(self, own: Any) -> Any:
         kinds = self._optuna.distributions

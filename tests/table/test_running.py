@@ -70,6 +70,16 @@ def test_a_signal_while_a_run_ends_or_begins_stops_the_table(cell, tmp_path, mon
     assert time.monotonic() - begun < 5
 
 
+def test_a_log_that_cannot_be_written_is_said_of_the_cell(cell, tmp_path, capfd):
+    """Its process ended in a traceback, and the table said that the disk was full."""
+    crew = running.Crew([cell], tmp_path / "logs", 1, lambda words: None, lambda crew: None)
+    (tmp_path / "logs" / f"{cell.name}.log").mkdir(parents=True)
+    assert crew.run() == 1
+    (job,) = crew.jobs
+    assert (job.state, job.said) == ("failed", f"cannot write {tmp_path / 'logs' / cell.name}.log: Is a directory")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_run_that_is_killed_is_not_said_to_fail_as_its_last_start_did(cell, tmp_path):
     log = tmp_path / "logs" / f"{cell.name}.log"
     log.parent.mkdir()

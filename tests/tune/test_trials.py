@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -62,6 +63,57 @@ def test_optuna_goes_on_where_it_was_killed(search, tmp_path):
     assert go_on(100) == straight
     assert go_on(4, "stopped", by_signal=True) == straight[:4]
     assert go_on(100, "stopped") == straight
+
+
+def searched(search, folder, jobs=1, stops_at=None):
+    """The points and states of a search whose runs are worked out at once; one of them may be stopped."""
+    tuning = Tuning(search, folder, jobs, None, None)
+    tuning.cells_at = lambda contender, point: []
+    tuning._signals = SimpleNamespace(first=None)
+
+    def run_batch(batch, median):
+        for trial in batch:
+            rate = trial.point["optimizer.init_args.lr"]
+            trial.state, trial.value = ("failed", None) if rate > 0.8 else ("complete", -abs(rate - 0.3))
+            if trial.number == stops_at:
+                trial.state, trial.value = "stopped", None
+        return 130 if any(trial.state == "stopped" for trial in batch) else 0
+
+    tuning._run_batch = run_batch
+    with closing(Optuna(search, search.contenders[0], folder)) as sampler:
+        trials, _ = tuning._searched(search.contenders[0], sampler)
+    return [(trial.point, trial.state) for trial in trials]
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_choice_that_fails_whenever_it_is_drawn_counts_whenever_it_was(tmp_path):
+    """The first of two such trials was taken for one that was broken off, and another point was drawn for it."""
+    pytest.importorskip("optuna")
+    (tmp_path / "s.yaml").write_text(
+        SEARCH.replace("{low: 0.0, high: 1.0}", "[0.9, 0.1, 0.2]").replace("[a, b]", "[a]")
+    )
+    search = read_search(tmp_path / "s.yaml")
+    first = searched(search, tmp_path / "out")
+    assert [state for _, state in first].count("failed") > 1
+    made = (tmp_path / "out" / "Method.journal").read_text().count('"op_code":4')  # trials
+    assert searched(search, tmp_path / "out") == first
+    assert (tmp_path / "out" / "Method.journal").read_text().count('"op_code":4') == made == search.trials
+    assert searched(search, tmp_path / "cut", stops_at=7)[:7] == first[:7]
+    assert searched(search, tmp_path / "cut") == first
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("stops_at", [0, 1, 4, 10])
+def test_what_ended_behind_a_trial_that_was_stopped_is_told_in_its_place(stops_at, search, tmp_path):
+    """It came before that one, and all that was drawn later was another search."""
+    pytest.importorskip("optuna")
+    search = dataclasses.replace(search, trials=20)
+    straight = searched(search, tmp_path / "straight", jobs=2)
+    assert len(straight) == 20
+    searched(search, tmp_path / "cut", jobs=2, stops_at=stops_at)
+    assert searched(search, tmp_path / "cut", jobs=2) == straight
 
 
 @pytest.mark.filterwarnings("ignore:.*is experimental")
