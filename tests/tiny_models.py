@@ -3,6 +3,7 @@
 from torch import nn
 
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.models.wrapped import WrappedModel
 
 
 class TinyConvNet(SplitModel):
@@ -14,3 +15,23 @@ class TinyConvNet(SplitModel):
         size = 3 * (height // 2) * (width // 2)
         neck = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(size, embedding), nn.ReLU())
         super().__init__(Body([stage], neck), nn.Linear(embedding, num_classes), embedding, num_classes, input_shape)
+
+
+class FrozenFirst(nn.Module):
+    """Frozen layers of some width before those that learn."""
+
+    def __init__(self, width, num_classes=4, hidden=8):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 16), nn.ReLU()).requires_grad_(
+            False
+        )
+        self.hidden = nn.Linear(16, hidden)
+        self.fc = nn.Linear(hidden, num_classes)
+
+    def forward(self, x):
+        return self.fc(self.hidden(self.first(x.flatten(1))).relu())
+
+
+def frozen_first(width, **options):
+    """That as a split model."""
+    return WrappedModel((1, 8, 8), 4, FrozenFirst(width, **options), "fc")

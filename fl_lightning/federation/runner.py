@@ -24,6 +24,7 @@ from fl_lightning.core.meter import LossMeter, loss_column
 from fl_lightning.core.method import Method
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.alike import make_alike
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.bundles import EpochBundles
 from fl_lightning.federation.checkups import Checkups, Inbound
@@ -98,6 +99,7 @@ class Runner:
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
         self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         check_interfaces(self.modules, self.architecture)
+        make_alike(self.modules)
         check_callbacks(self.trainer, [loss_column(name) for name in self.modules[0].loss_names])
         check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]

@@ -20,7 +20,8 @@ from fl_lightning.models.split import SplitModel
 class FedGen(Method):
     """FedAvg with a generator G(ε, y), ε ~ N(0, I), on which heads learn what other clients' heads agree on.
 
-        L = CE + α_t CE(g(G(ε, ŷ)), ŷ) + β_t KL(g(G(ε, y)) ‖ g(f(x))),  α_t = α 0.98^{t−1}, β_t likewise
+        L = CE + α_t r CE(g(G(ε, ŷ)), ŷ) + β_t KL(g(G(ε, y)) ‖ g(f(x))),
+        α_t = max(1e-4, α 0.98^{t−1}), β_t likewise (0 stays 0), r = generated over own samples of the step
         L_G = CE(mean_k g_k(G), y) + η exp(−mean pairwise difference),  or  Σ_k w_{k,y} CE(g_k(G), y) + …
 
     The ŷ are drawn evenly among the classes that a participant has held so far, and samples of others diverge from
