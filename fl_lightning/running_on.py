@@ -92,9 +92,15 @@ def mark_of_generator(value: Any) -> Hashable:
 
 
 def _mark(value: Any, tensors: bool) -> Hashable:
-    """What tells a number, a flag, a generator or a container of them from another; None for anything else."""
+    """What tells a number, a flag, a generator, an optimizer's moments or a container of them from another.
+
+    None for anything else.
+    """
     if isinstance(value, (bool, int, float)):
         return value
+    if isinstance(value, torch.optim.Optimizer):
+        moments = [each for own in value.state.values() for each in own.values() if isinstance(each, Tensor)]
+        return (id(value), len(moments), sum(each._version for each in moments)) if moments else None
     if isinstance(value, Tensor):
         return mark_of(value) if tensors and not value.is_complex() else None
     if (state := mark_of_generator(value)) is not None:

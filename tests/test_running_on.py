@@ -67,6 +67,30 @@ class Decays(Own):
         self.rate *= 0.99
 
 
+class StepsByItself(Own):
+    """With an optimizer whose momentum nobody puts away."""
+
+    momentum = 0.9
+
+    def on_fit_start(self):
+        if not hasattr(self, "own"):
+            self.own = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=self.momentum)
+
+    def act(self):
+        self.own.zero_grad()
+        next(self.model.parameters()).sum().backward()
+        self.own.step()
+
+
+class StepsPlainly(StepsByItself):
+    momentum = 0.0
+
+
+class StepsAnew(StepsByItself):
+    def on_fit_start(self):
+        self.own = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+
 class PutsAside(Own):
     """Has a step's tensor at hand, and counts in a buffer."""
 
@@ -87,6 +111,9 @@ class PutsAside(Own):
         (DrawsByPython, "DrawsByPython.rng"),
         (DrawsByTorch, "DrawsByTorch.rng"),
         (Decays, "Decays.rate"),
+        (StepsByItself, "StepsByItself.own"),
+        (StepsPlainly, ""),
+        (StepsAnew, ""),
         (Begins, ""),
         (PutsAside, ""),
     ],

@@ -24,6 +24,7 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
+from fl_lightning.core.naming import known_ways
 from fl_lightning.core.own_data import BoundData
 from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_callbacks
 from fl_lightning.core.planning import Plan, plan_of
@@ -184,14 +185,13 @@ class ClientModule(L.LightningModule):
             server = self.method.make_server(self.initial_message(), facts)
         rule = f"{type(self.method).__name__}.make_server() gives {type(server).__name__}, and must give a Server"
         require(isinstance(server, Server), "method", rule)
-        rules = {name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()}
-        server.rules = {**rules, **server.rules}
+        server.follow({name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()})
         return server
 
     @property
     def predictors(self) -> dict[str, Predictor]:
         """The method's ways to predict, by name, and the fine-tuned one if the configuration wants it."""
-        ways = self.method.predictors()
+        ways = known_ways(self.method)
         return ways if self.fine_tune is None else self.fine_tune.wrap(ways)
 
     @property

@@ -94,6 +94,7 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         _require(known, f"artifact {name} is {_kind(value)}: {rule}")
         whole = not isinstance(value, ClassMeans) or not value.count.is_floating_point()
         _require(whole, f"artifact {name}: a ClassMeans counts samples in whole numbers: count.long()")
+        _require_fields(name, value)
     own = _places(tensor for part in parts_of(method) for tensor in _tensors(part))
     weights = {
         name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()
@@ -103,6 +104,14 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         for name, value in message.artifacts.items()
     }
     return replace(message, weights=weights, artifacts=artifacts)
+
+
+def _require_fields(name: str, value: object) -> None:
+    """Refuse a kind of artifact that holds tensors where nobody looks: they would be neither copied nor counted."""
+    for field, own in vars(value).items() if isinstance(value, Structured) else ():
+        plain = own is None or isinstance(own, (Tensor, bool, int, float, str))
+        rule = "its fields are tensors, numbers, texts and truths; make one tensor of several, with their lengths"
+        _require(plain, f"artifact {name}.{field} is {_kind(own)}: {rule}")
 
 
 def _tensors(part: nn.Module) -> Iterator[Tensor]:

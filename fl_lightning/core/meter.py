@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import ConfigError
+
 if TYPE_CHECKING:
     from fl_lightning.core.devices import SharedFit
 
@@ -55,9 +57,13 @@ class LossMeter:
             batch_size: samples that they are means over.
         """
         self._means = None
-        for name, value in values.items():
-            self.losses.setdefault(name, []).append((value.detach(), batch_size))
-            self._steps.setdefault(name, []).append(self.num_steps)
+        try:
+            for name, value in values.items():
+                self.losses.setdefault(name, []).append((value.detach(), batch_size))
+                self._steps.setdefault(name, []).append(self.num_steps)
+        except AttributeError:
+            odd, value = next((name, own) for name, own in values.items() if not isinstance(own, Tensor))
+            raise ConfigError("method", f"its loss {odd!r} must be a scalar tensor", value) from None
         self.num_steps += 1
 
     def means(self) -> dict[str, float]:

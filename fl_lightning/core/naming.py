@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
-from fl_lightning.core.predictor import Predictor
+from fl_lightning.core.predictor import Figure, Predictor, headline
 from fl_lightning.errors import ConfigError, own_code, require, suggest
 
 if TYPE_CHECKING:
+    from fl_lightning.core.facts import Phase
     from fl_lightning.core.method import Method
 
 
@@ -20,9 +21,51 @@ def check_names(method: Method) -> None:
     Raises:
         ConfigError: naming the method and what it says.
     """
-    who = type(method).__name__
     with own_code("method", method, "phases()"):
-        said = list(_said(method))
+        phases = method.phases()
+    _require_known(method, [*_said(method), *_said_of(phases)])
+    check_phases(method, phases)
+    with own_code("method", method, "predictors()"):
+        ways = method.predictors()
+    _check_ways(type(method).__name__, ways)
+    method.__dict__["_ways"] = {*ways}
+
+
+def check_phases(method: Method, phases: Sequence[Phase]) -> None:
+    """Look up the names in phases that a method has not said before; in later rounds it may say others.
+
+    Raises:
+        ConfigError: naming the method, the phase and the name.
+    """
+    said = {(where, names if isinstance(names, str) else tuple(names)) for where, names in _said_of(phases)}
+    known = method.__dict__.setdefault("_phases_said", set())
+    if not said <= known:
+        _require_known(method, list(said - known))
+        known |= said
+    for phase in phases:
+        odd = next((part for part in phase.settings or () if part not in phase.by_part), None)
+        if odd is not None:
+            rule = f"{type(method).__name__}'s phase {phase.name!r} has settings of {odd!r}, which is no part of it"
+            raise ConfigError("method", f"{rule}; {suggest(odd, list(phase.by_part))}")
+
+
+def known_ways(method: Method) -> dict[str, Predictor]:
+    """A method's predictors, of which there must be the same in every round: columns are named after them.
+
+    Raises:
+        ConfigError: naming the one that came or went.
+    """
+    ways = method.predictors()
+    known = method.__dict__.get("_ways", ways.keys())
+    if known != ways.keys():
+        odd = sorted(known ^ ways.keys())[0]
+        rule = f"{type(method).__name__}.predictors() must give the same names in every round, and {odd!r} came or went"
+        raise ConfigError("method", rule)
+    return ways
+
+
+def _require_known(method: Method, said: Iterable[tuple[str, Iterable[Any]]]) -> None:
+    who = type(method).__name__
     modules = [name for name, _ in method.named_modules(remove_duplicate=False)]
     known = dict.fromkeys([*modules, *method.state_dict(), *(name for name, _ in method.named_parameters())])
     for what, names in said:
@@ -32,14 +75,25 @@ def check_names(method: Method) -> None:
         if unknown is not None:
             near = suggest(unknown, [name for name in known if name])
             raise ConfigError("method", f"{who}'s {what} names {unknown!r}, which it does not have; {near}")
-    with own_code("method", method, "predictors()"):
-        ways = method.predictors()
+
+
+def _check_ways(who: str, ways: Any) -> None:
     there = isinstance(ways, Mapping) and bool(ways) and all(isinstance(way, Predictor) for way in ways.values())
     require(there, "method", f"{who}.predictors() must give at least one Predictor by its name")
+    known = get_args(Figure)
+    for name, way in ways.items():
+        odd = next((figure for figure in way.figures if figure not in known), None)
+        rule = f"{who}'s predictor {name!r} gives {odd!r}, which is no headline figure; choose from {', '.join(known)}"
+        require(odd is None, "method", rule)
+    for figure in known:
+        try:
+            headline(ways, figure)
+        except ValueError as error:
+            raise ConfigError("method", f"{who}.predictors(): {error}; say figures=()") from error
 
 
 def _said(method: Method) -> Iterator[tuple[str, Iterable[Any]]]:
-    """All that a method names of itself, and where."""
+    """What a method and its terms name of it beside phases, and where."""
     yield "shared", method.shared
     for place, term in enumerate(method.terms):
         if term.exchanges:
@@ -48,7 +102,10 @@ def _said(method: Method) -> Iterator[tuple[str, Iterable[Any]]]:
             yield f"{type(term).__name__}.shared", own if isinstance(own, str) else [inside + name for name in own]
         if term.weight:
             yield f"{type(term).__name__}.reaches", term.reaches
-    for phase in method.phases():
+
+
+def _said_of(phases: Iterable[Phase]) -> Iterator[tuple[str, Iterable[Any]]]:
+    for phase in phases:
         where = f"phase {phase.name!r}"
         yield f"{where} (trains)", phase.trains
         yield f"{where} (resting)", phase.resting

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from fl_lightning.core.division import matches
+from fl_lightning.core.naming import check_phases
 
 if TYPE_CHECKING:
     from fl_lightning.core.facts import Phase
@@ -58,6 +59,7 @@ def plan_of(method: Method, workload: Workload) -> Plan:
         workload: how much is trained in phases that do not say.
     """
     phases, planned = method.phases(), []  # first: a method may freeze something as it says them
+    check_phases(method, phases)
     free = [(name, p) for name, p in method.named_parameters() if p.requires_grad]
     for phase in phases:
         epochs, last = workload.of(phase.epochs)

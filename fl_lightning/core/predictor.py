@@ -62,7 +62,8 @@ class Predictor:
             that probabilities go in by their logarithm.
         figures: the headline figures that it gives. Each figure has one predictor. A ``Server-T`` it has only where its
             scores rest on what travels alone, which is measured, not believed.
-        adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T.
+        adapts: whether `Method.adapt` personalises the client before it predicts for Local-T and Global-T. What it
+            needs must be there before: `setup` makes it, for every way is tried on a sample before anything is trained.
         fine_tunes: whether the configuration's fine-tuning does (`core/finetuning.py`); no method says so.
         merged: makes the network whose logits the scores are, where they are those of weights that several models make
             together: what a file of the model holds.

@@ -16,7 +16,7 @@ from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message, kind_of
 from fl_lightning.core.mixing import MeanMixer, Mixer
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import require_choices
+from fl_lightning.errors import own_code, require, require_choices
 from fl_lightning.seeding import isolated_streams
 
 Weighting = Literal["samples", "uniform"]
@@ -79,6 +79,21 @@ class Server:
         cls.in_parts = cls.__dict__.get("in_parts", False)
         if "collect" in cls.__dict__ or ("see" in cls.__dict__ and not cls.sees_messages):
             raise TypeError(f"{cls.__name__}: to look at messages, override `see` and say `sees_messages = True`")
+
+    def follow(self, rules: Mapping[str, Callable[[], ArtifactRule]]) -> None:
+        """Take the rules of the terms' artifacts beside its own, which come before them.
+
+        Raises:
+            ConfigError: naming a rule that makes none, or a server that was not made as `Server` is.
+        """
+        who = type(self).__name__
+        require("rules" in vars(self), "method", f"{who}.__init__() must call super().__init__(initial, …)")
+        self.rules = {**rules, **self.rules}
+        for name, make in self.rules.items():
+            with own_code("method", self, f"rules[{name!r}]"):
+                rule = make()
+            says = f"{who}'s rule of artifact {name!r} must make an ArtifactRule whenever it is called"
+            require(isinstance(rule, ArtifactRule), "method", says, type(rule).__name__)
 
     def setup(self, facts: Facts) -> None:
         """Learn the federation's facts; called once, before the first round."""

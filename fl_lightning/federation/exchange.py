@@ -227,6 +227,7 @@ class Star(Exchange):
         self.server = template.make_server(facts)
         with own_code("method", self.server, "setup()"):
             self.server.setup(facts)
+        self._shapes = {name: tensor.shape for name, tensor in self.server.message.weights.items()}
         self._rules = [rule() for rule in self.server.rules.values()]
         self.increments = self.server.increments
 
@@ -309,6 +310,19 @@ class Star(Exchange):
                 for client, message in self.guarded.release(self.server.round, self.server.message):
                     self.server.collect(client, message)
             self.server.close_round()
+        self._check_sent(self.server.message)
+
+    def _check_sent(self, message: Message) -> None:
+        """Refuse weights that lack some, or of other shapes: clients would start again from what they began with.
+
+        Raises:
+            ConfigError: naming the server and the first of them.
+        """
+        who, weights = type(self.server).__name__, message.weights
+        for name, shape in self._shapes.items() if weights else ():
+            there = tuple(weights[name].shape) if name in weights else "none"
+            rule = f"{who} must send {name!r} as {tuple(shape)}, as clients share it"
+            require(there == tuple(shape), "method", rule, there)
 
     @override
     def outgoing(self) -> Iterable[tuple[str, Message]]:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase, Predictor
+from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
 
@@ -21,6 +23,14 @@ def by_phases(*phases):
     return own(phases=lambda self: list(phases))
 
 
+def by_ways(**figures):
+    return own(
+        predictors=lambda self: {
+            n: Predictor(lambda seen: seen.logits(self.model), figures=f) for n, f in figures.items()
+        }
+    )
+
+
 def by_scores(scores):
     return own(predictors=lambda self: {"": Predictor(lambda seen: scores(self, seen))})
 
@@ -35,6 +45,22 @@ def by_scores(scores):
             by_phases(Phase("all", terms=("cross-entropy",))),
             r"phase 'all' \(terms\) names 'cross-entropy', which",
         ),
+        (
+            by_phases(Phase("all", settings={"al": {"lr": 0.5}})),
+            r"phase 'all' has settings of 'al', which is no part of it; did you mean all\?",
+        ),
+        (
+            by_phases(Phase("x", parts={"head": ("model.head",)}, settings={"x": {"lr": 0.5}})),
+            "phase 'x' has settings of 'x', which is no part of it",
+        ),
+        (
+            by_ways(a=("Local-T",), b=("Local-T",)),
+            r"predictors\(\): Local-T must have one predictor, but 'a' and 'b' cl",
+        ),
+        (
+            by_ways(a=("Local-X",)),
+            "predictor 'a' gives 'Local-X', which is no headline figure; choose from Local-T, Gl",
+        ),
         (own(losses=lambda self: None), r"Own\.losses\(\) must give each loss of local_step its weight"),
         (own(losses=lambda self: ["pull"]), r"Own\.losses\(\) must give each loss of local_step its weight"),
         (own(losses=lambda self: {"pull": None}), "weighs its loss 'pull' by no number, got None"),
@@ -47,6 +73,88 @@ def by_scores(scores):
 def test_it_is_refused_before_anything_is_trained(kind, rule, mlp, set_up_federation):
     with pytest.raises(ConfigError, match=rf"^method: Own.*{rule}" if rule[:3] != "Own" else rf"^method: {rule}"):
         set_up_federation(lambda: kind(mlp()))
+
+
+def test_an_option_that_a_phases_optimizer_does_not_have_is_refused(mlp, set_up_federation):
+    """It was added to the optimizer's group, where nothing reads it."""
+    kind = by_phases(Phase("all", settings={"all": {"lrr": 0.5}}))
+    with pytest.raises(ConfigError, match=r"^method: a phase sets 'lrr', which SGD does not have; did you mean lr\?"):
+        set_up_federation(lambda: kind(mlp()))
+
+
+@pytest.mark.parametrize(
+    ("later", "rule"),
+    [
+        (
+            Phase("x", trains=("model.haed",)),
+            r"phase 'x' \(trains\) names 'model\.haed', which it does not have; did you",
+        ),
+        (Phase("x", parts={"a": ("model.bdy",)}), r"phase 'x' \(part 'a'\) names 'model\.bdy', which it does not have"),
+        (Phase("x", settings={"y": {"lr": 1.0}}), "phase 'x' has settings of 'y', which is no part of it"),
+    ],
+)
+def test_phases_of_later_rounds_are_looked_up_too(later, rule, mlp, set_up_federation):
+    """A misspelt submodule trained nothing, in silence."""
+    kind = own(phases=lambda self: [Phase("all") if self.facts.round < 2 else later])
+    with pytest.raises(ConfigError, match=rf"^method: Own's {rule}"):
+        set_up_federation(lambda: kind(mlp()), rounds=2).run()
+
+
+def test_predictors_that_come_later_are_refused(mlp, set_up_federation):
+    def predictors(self):
+        ways = {"": Predictor(lambda seen: seen.logits(self.model))}
+        late = {"late": Predictor(lambda seen: seen.logits(self.model), figures=())}
+        return ways | (late if self.facts.round > 1 else {})
+
+    said = r"^method: Own\.predictors\(\) must give the same names in every round, and 'late' came or went"
+    with pytest.raises(ConfigError, match=said):
+        set_up_federation(lambda: own(predictors=predictors)(mlp()), rounds=2).run()
+
+
+def test_a_loss_that_is_no_tensor_is_named(mlp, set_up_federation):
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({**step.values(out), "pull": 0.5})
+
+    kind = own(local_step=local_step, losses=lambda self: {"pull": 1.0})
+    with pytest.raises(ConfigError, match=r"^method: its loss 'pull' must be a scalar tensor, got 0\.5"):
+        set_up_federation(lambda: kind(mlp()), rounds=1).run()
+
+
+class Drops(Server):
+    def close_round(self):
+        super().close_round()
+        self.message = Message(dict(list(self.message.weights.items())[1:]))
+
+
+class Cuts(Server):
+    def close_round(self):
+        super().close_round()
+        self.message = Message({name: tensor[:1] for name, tensor in self.message.weights.items()})
+
+
+class Bare(Server):
+    def __init__(self, initial):
+        self.message = initial
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (Drops, r"Drops must send 'model\.\S+' as \(\d+, \d+\), as clients share it, got 'none'"),
+        (Cuts, r"Cuts must send 'model\.\S+' as \(\d+, \d+\), as clients share it, got \(1, \d+\)"),
+        (Bare, r"Bare\.__init__\(\) must call super\(\)\.__init__\(initial, …\)"),
+        (
+            lambda initial: Server(initial, rules={"bag": lambda: None}),
+            r"Server's rule of artifact 'bag' must make an ArtifactRule whenever it is called, got 'NoneType'",
+        ),
+    ],
+)
+def test_a_server_that_is_none_or_sends_something_else_is_refused(make, rule, mlp, set_up_federation):
+    """Weights that it left out started from their first values in every round; the others ended in tracebacks."""
+    kind = own(make_server=lambda self, initial, facts: make(initial))
+    with pytest.raises(ConfigError, match=rf"^method: {rule}"):
+        set_up_federation(lambda: kind(mlp()), rounds=2).run()
 
 
 def test_loss_without_a_weight_is_not_left_out_in_silence(mlp, set_up_federation):

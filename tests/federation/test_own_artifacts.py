@@ -295,3 +295,26 @@ def test_terms_that_would_take_each_others_artifact_are_named(mlp, set_up_federa
     rule = "TypeError: KeepsBetween and SendsOtherwise both send an artifact extremes, and one would"
     with pytest.raises(ClientError, match=rf"^round 1, client 0, send: {rule}"):
         set_up_federation(lambda: FedAvg(mlp(), extra_terms=[KeepsBetween(), SendsOtherwise()]), rounds=1).run()
+
+
+@artifact
+@dataclass(frozen=True)
+class Pair(Structured):
+    """Keeps its tensors where nobody looks."""
+
+    parts: object
+
+
+@pytest.mark.parametrize("parts", [(torch.ones(2), torch.ones(2)), {"a": torch.ones(2)}, [1]])
+def test_a_kind_that_hides_its_tensors_is_refused(parts, mlp, set_up_federation):
+    """They were neither copied, so that all were the last client's, nor counted, nor looked at."""
+
+    class Sends(FedAvg):
+        def send(self, data):
+            message = super().send(data)
+            message.artifacts["pair"] = Pair(parts)
+            return message
+
+    said = rf"artifact pair\.parts is {type(parts).__name__}: its fields are tensors, numbers, texts and truths"
+    with pytest.raises(ClientError, match=said):
+        set_up_federation(lambda: Sends(mlp()), rounds=1).run()
