@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.errors import ConfigError, is_near, require, suggest
 from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
-from fl_lightning.shipped import path_of
+from fl_lightning.shipped import names, path_of
 from fl_lightning.trust import is_known
 
 SECTIONS = (
@@ -263,7 +263,11 @@ def written_out(section: str, value: Any) -> Any:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    path = path_of(path)
+    given, path = path, path_of(path)
+    if not path.suffix and not path.exists():
+        ours, asked = names(), str(given)
+        rule = f"there is no such file, nor one of ours; {suggest(asked, ours)}"
+        require(not any(is_near(asked, name) for name in ours), "--config", rule, asked)
     content = read_yaml(path, "--config")
     if not isinstance(content, Mapping):
         raise ConfigError("--config", f"{path} must hold sections ({', '.join(SECTIONS)})")

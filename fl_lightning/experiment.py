@@ -223,7 +223,11 @@ class BuiltExperiment:
 
     def _write_down(self, loggers: Loggers) -> None:
         """What a run is, in its folder."""
-        write_text(self.folder / "config.yaml", dump_yaml(self.config))
+        config, done = self.config, self.loop.round
+        if done > config["federation"]["rounds"]:
+            say(f"federation.rounds: the run has {done} rounds already, and config.yaml goes on saying so")
+            config = {**config, "federation": {**config["federation"], "rounds": done}}
+        write_text(self.folder / "config.yaml", dump_yaml(config))
         write_json(self.folder / "partition.json", self.data.partition_record())
         versions = {str(index): version for index, version in loggers.versions.items()}
         if versions:

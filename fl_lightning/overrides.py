@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.command_line import SECTIONS, CommandLine, is_nested
-from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.command_line import CommandLine, is_nested
+from fl_lightning.errors import ConfigError
+from fl_lightning.homes import no_section
 from fl_lightning.precheck import check_names
 
 Source = str | Path | Mapping[str, Any]
@@ -39,9 +40,7 @@ def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine
     words += _options({name.replace("__", "."): value for name, value in overrides.items()})
     given = CommandLine(words)
     for word in given.words:
-        key = word.partition("=")[0].removeprefix("--")
-        section = key.partition(".")[0]
-        raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
+        raise no_section(word.partition("=")[0].removeprefix("--"))
     check_names(given)
     return given
 

@@ -14,6 +14,7 @@ from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
+from fl_lightning.homes import no_option, no_section
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.reading import dump_yaml
 from fl_lightning.rehearsal import rehearse
@@ -89,8 +90,9 @@ def check_options(words: Sequence[str], known: Sequence[str]) -> None:
     for word in words:
         key = word.partition("=")[0].removeprefix("--")
         if word.startswith("--") and key not in known:
-            section = key.partition(".")[0]
-            raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
+            raise no_section(key)
+        if not word.startswith("--") and (error := no_option(word)) is not None:
+            raise error
 
 
 def resolve(tree: Mapping[str, Any], trust: Trust, runs: bool = True) -> Config:
@@ -107,7 +109,8 @@ def resolve(tree: Mapping[str, Any], trust: Trust, runs: bool = True) -> Config:
         ConfigError: for what is wrong with it.
     """
     for name in tree:
-        require(name in SECTIONS, str(name), f"there is no such section; {suggest(str(name), SECTIONS)}")
+        if name not in SECTIONS:
+            raise no_section(str(name))
     for name in ("method", "model"):
         require(
             tree.get(name) is not None or not runs,

@@ -10,6 +10,7 @@ from typing import Any
 from fl_lightning import catalog
 from fl_lightning.command_line import CLASS_KEYS, SECTIONS, CommandLine, Setting, Text
 from fl_lightning.errors import ConfigError, suggest
+from fl_lightning.homes import no_section
 
 MISPLACED = {
     "trainer.max_epochs": "a client's epochs are set by federation.local_epochs, the run's length by federation.rounds",
@@ -62,7 +63,7 @@ def check_names(given: CommandLine) -> None:
     for key, _ in given.settings:
         section, _, path = key.partition(".")
         if section not in SECTIONS:
-            raise ConfigError(key, f"there is no such section; {suggest(section, SECTIONS)}")
+            raise no_section(key)
         if key.startswith("federation.wire.") and not _IN_A_LIST.match(key):
             raise ConfigError(key, "the wire is a list: federation.wire: [{class_path: …, init_args: {…}}]")
         if key in MISPLACED:

@@ -15,6 +15,13 @@ def folder() -> Path:
     return inside if inside.is_dir() else catalog.ROOT.parent / PREFIX
 
 
+def names() -> list[str]:
+    """The names by which ours go, shortest first."""
+    own = folder()
+    found = (path.relative_to(own).with_suffix("").as_posix() for path in own.rglob("*.yaml"))
+    return sorted(found, key=lambda name: (len(name), name))
+
+
 def path_of(given: Path) -> Path:
     """The file that is meant: the one that is there, else one of ours.
 

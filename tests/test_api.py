@@ -172,11 +172,16 @@ def test_pictures_and_page(run, trial):
     assert "FedAvg" in page.read_text()
 
 
-def test_fit_answers_a_folder_that_holds_a_run(run, trial):
+def test_fit_answers_a_folder_that_holds_a_run(run, trial, capsys):
     with pytest.raises(ConfigError, match="holds a run"):
         trial(name="run", federation__rounds=2).fit()
     longer = trial(name="run", federation__rounds=3)
     assert [row["round"] for row in longer.fit(resume="auto").rounds] == [1, 2, 3]
+    capsys.readouterr()
+    shorter = trial(name="run", federation__rounds=1).fit(resume="auto")
+    assert shorter.config["federation"]["rounds"] == len(shorter.rounds) == 3  # config.yaml said 1
+    said = capsys.readouterr()
+    assert "federation.rounds: the run has 3 rounds already, and config.yaml goes on saying so" in said.out + said.err
 
 
 def test_a_run_says_what_its_folder_holds_now(trial):

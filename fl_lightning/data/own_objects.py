@@ -277,6 +277,8 @@ class HuggingFace(Dataset):
         odd = next((n for n, image in enumerate(pixels) if image.shape != pixels[0].shape), None)
         require(odd is None, f"{KEY}.input", "samples must have one shape; resize them before", odd)
         stacked = np.stack(pixels)
+        kind = type(values[0]).__name__ if stacked.ndim == 1 else f"{stacked.dtype} {list(stacked.shape[1:])}"
+        require(stacked.dtype.kind in "buif", f"{KEY}.input", "must be images, texts or lists of numbers", kind)
         stacked = stacked if stacked.dtype == np.uint8 else stacked.astype(np.float64)
         return arrays_of(as_inputs(stacked, "HuggingFace"), labels, size, classes, self.normalize, grouped)
 
@@ -322,11 +324,12 @@ class HuggingFace(Dataset):
         splits = found if isinstance(found, dict) else {self.train: found}
         wanted: Sequence[str] = [self.train] if self.test is None or len(splits) == 1 else [self.train, self.test]
         for split in wanted:
-            require(split in splits, f"{KEY}.train", f"splits are {', '.join(splits)}", split)
+            key = "test" if split == self.test else "train"
+            require(split in splits, f"{KEY}.{key}", f"splits are {', '.join(splits)}", split)
         for key, column in (("input", self.input), ("label", self.label), ("group", self.group)):
             for names in (splits[split].column_names for split in wanted):
                 require(column is None or column in names, f"{KEY}.{key}", f"columns are {', '.join(names)}", column)
-        parts = [splits[split] for split in wanted]
+        parts = [splits[split].with_format(None) for split in wanted]  # what it is shown as may round, and hide columns
         self._loaded = None if local else parts
         return parts
 

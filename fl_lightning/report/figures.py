@@ -158,12 +158,14 @@ def _number(value: Any) -> float | None:
 
 
 def ticks_of(count: int, all_below: int) -> list[int]:
-    """Which of `count` places on an axis are labelled: all up to `all_below`, else every fifth or tenth.
+    """Which of `count` places on an axis are labelled: all up to `all_below`, else every fifth, tenth, fiftieth, ….
 
-    >>> ticks_of(3, 20), ticks_of(21, 20), ticks_of(61, 20)[-1]
-    ([0, 1, 2], [0, 5, 10, 15, 20], 60)
+    >>> ticks_of(3, 20), ticks_of(21, 20), ticks_of(61, 20)[-1], ticks_of(1000, 30)[:3]
+    ([0, 1, 2], [0, 5, 10, 15, 20], 60, [0, 50, 100])
     """
     step = 1 if count <= all_below else 5 if count <= 60 else 10
+    while count > 20 * step:
+        step *= 5 if str(step)[0] == "1" else 2  # 10, 50, 100, 500, …
     return list(range(0, count, step))
 
 

@@ -185,4 +185,7 @@ def known_keys(node: Any, allowed: Sequence[str], key: str, whole: str = "table"
     require(isinstance(node, Mapping), key or whole, f"must hold {', '.join(allowed)}", node)
     for name in node:
         inner = f"{key}.{name}" if key else str(name)
-        require(name in allowed, inner, f"there is no such key; {suggest(str(name), allowed)}")
+        of_a_run = not key and name in SECTIONS
+        other = "belongs to a run's file: fl-lightning fit --config FILE runs it"
+        rule = other if of_a_run else f"there is no such key; {suggest(str(name), allowed)}"
+        require(name in allowed, inner, rule)

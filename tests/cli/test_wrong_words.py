@@ -51,6 +51,42 @@ def test_mistake_is_answered_with_what_to_do(tmp_path, monkeypatch, capsys, argv
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lr", "0.1"], "lr: there is no such section; did you mean optimizer.lr?"),
+        (["--rounds", "3"], "rounds: there is no such section; did you mean federation.rounds?"),
+        (["--num_clients", "3"], "num_clients: there is no such section; did you mean data.num_clients?"),
+        (["--gpu", "0"], "gpu: there is no such section; did you mean trainer.accelerator?"),
+        (["-gr", "10"], "-gr: there is no such option; did you mean --federation.rounds?"),
+        (["method=fedrep"], "method=fedrep: an option begins with two dashes: --method fedrep"),
+        (
+            ["--config", "quickstrat"],
+            "--config: there is no such file, nor one of ours; did you mean quickstart?",
+        ),
+        (
+            ["--config", "tables/quickstart"],
+            "title: belongs to the file of a table or a search: fl-lightning table",
+        ),
+    ],
+)
+def test_a_key_without_its_section_is_told_where_it_belongs(words, said, capsys):
+    """Nothing was near, or `logger` for `lr`."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*QUICK, *words])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["table", "tune"])
+def test_a_runs_file_is_none_of_a_tables(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "quickstart"])
+    assert stopped.value.code == 2
+    said = "seed: belongs to a run's file: fl-lightning fit --config FILE runs it"
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_callbacks_that_would_fail_in_every_fit_are_refused_and_own_ones_are_not():
     given = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ThroughputMonitor": {"batch_size_fn": len}}
     given |= {

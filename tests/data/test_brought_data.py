@@ -497,6 +497,11 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
     dataset = HuggingFace(str(tmp_path / "missing"), input="text", test=None, length=2)
     assert checked(dataset).x.tolist() == [[1, 0], [3, 0], [2, 0]]
     assert dataset.encode({"text": [None, "a"]}).tolist() == [[1, 0], [2, 0]]
+    with pytest.raises(ConfigError, match=r"data.dataset.test: splits are train, .*got 'tests'"):
+        HuggingFace(str(tmp_path / "set"), input="text", test="tests").arrays()
+    datasets.Dataset.from_dict({"v": [{"a": 1}, {"a": 2}], "label": [0, 1]}).save_to_disk(tmp_path / "odd")
+    with pytest.raises(ConfigError, match=r"data.dataset.input: must be images, texts or lists of numbers, got 'dict'"):
+        HuggingFace(str(tmp_path / "odd"), input="v", test=None).arrays()
     with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
         HuggingFace(str(tmp_path / "vectors"), input="image").arrays()
     turned = whole.cast_column("label", datasets.ClassLabel(names=["yes", "no"]))  # what was no is yes
@@ -508,6 +513,22 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
         datasets.DatasetDict({"train": whole, "test": other}).save_to_disk(tmp_path / name)
         with pytest.raises(ConfigError, match=rf"^data\.dataset\.(test|label): .*{said}"):
             HuggingFace(str(tmp_path / name), input="text").arrays()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shown", ["torch", "numpy", "pandas", "arrow"])
+def test_what_a_hugging_face_data_set_is_shown_as_changes_nothing(shown, tmp_path):
+    """Float64 came as float32 before it was scaled, None as the word nan, and columns not shown were missing."""
+    datasets = pytest.importorskip("datasets")
+    large = [[1.7e9 + step / 7, float(step)] for step in range(12)]
+    made = {"v": large, "text": ["good film", None, "bad"] * 4, "label": [0, 1, 0] * 4}
+    whole = datasets.Dataset.from_dict(made)
+    whole.save_to_disk(tmp_path / "plain")
+    whole.with_format(shown, columns=["v"]).save_to_disk(tmp_path / "shown")
+    for options in ({"input": "v"}, {"input": "text", "length": 2}):
+        plain, other = (checked(HuggingFace(str(tmp_path / n), test=None, **options)) for n in ("plain", "shown"))
+        assert torch.equal(plain.x, other.x)
+        assert torch.equal(plain.y, other.y)
 
 
 @pytest.mark.filterwarnings("ignore")
