@@ -252,7 +252,8 @@ class Checker:
             raise ConfigError(f"{key}.class_path", "must be a class's name", name)
         for member in value:
             if member not in NODE:
-                raise ConfigError(f"{key}.{member}", f"there is no such key; {suggest(str(member), NODE[:2])}")
+                hint = f"{suggest(str(member), NODE[:2])}; arguments stand under {key}.init_args"
+                raise ConfigError(f"{key}.{member}", f"there is no such key; {hint}")
         cls, path = find_class(bases, name, key, self.trust, self.load)
         node: dict[str, Any] = {"class_path": path}
         arguments, others = (_by_name(value.get(part), f"{key}.{part}") for part in NODE[1:])
