@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fl_lightning.errors import require, suggest
+from fl_lightning.errors import ConfigError, require, suggest
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -154,9 +154,9 @@ class Fit:
         if "lr" in own and rescale is not None and rescale(optimizer, own["lr"]):
             del own["lr"]
         for group in optimizer.param_groups:
-            odd = next((option for option in own if option not in group), None)
-            rule = f"a phase sets {odd!r}, which {type(optimizer).__name__} does not have"
-            require(odd is None, "method", f"{rule}; {suggest(str(odd), [*optimizer.defaults])}")
+            for option in own.keys() - group.keys():
+                rule = f"a phase sets {option!r}, which {type(optimizer).__name__} does not have"
+                raise ConfigError("method", f"{rule}; {suggest(option, [*optimizer.defaults])}")
             group.update(own)
             rule = f"{type(optimizer).__name__}'s parameter groups must have an 'lr', which a fit reads and sets"
             require("lr" in group, "optimizer", rule)

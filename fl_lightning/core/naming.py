@@ -23,7 +23,7 @@ def check_names(method: Method) -> None:
     """
     with own_code("method", method, "phases()"):
         phases = method.phases()
-    _require_known(method, [*_said(method), *_said_of(phases)])
+    _require_known(method, _said(method))
     check_phases(method, phases)
     with own_code("method", method, "predictors()"):
         ways = method.predictors()

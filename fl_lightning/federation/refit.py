@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -74,7 +74,7 @@ class Fits:
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
-        with self._untouched(module), self._unset():
+        with self._untouched(module), self._unset() if self.trainer.callbacks else nullcontext():
             if known:
                 self._fit_again(module, bundles)
             else:
