@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 from fl_lightning.core.predictor import Figure, Predictor, headline
 from fl_lightning.errors import ConfigError, own_code, require, suggest
@@ -11,6 +12,16 @@ from fl_lightning.errors import ConfigError, own_code, require, suggest
 if TYPE_CHECKING:
     from fl_lightning.core.facts import Phase
     from fl_lightning.core.method import Method
+
+
+class Said(NamedTuple):
+    """Names that a method has said, which were looked up."""
+
+    phases: set[tuple[str, Any]]
+    ways: set[str]
+
+
+_SAID: WeakKeyDictionary[Any, Said] = WeakKeyDictionary()
 
 
 def check_names(method: Method) -> None:
@@ -28,7 +39,7 @@ def check_names(method: Method) -> None:
     with own_code("method", method, "predictors()"):
         ways = method.predictors()
     _check_ways(type(method).__name__, ways)
-    method.__dict__["_ways"] = {*ways}
+    _SAID[method].ways.update(ways)
 
 
 def check_phases(method: Method, phases: Sequence[Phase]) -> None:
@@ -38,7 +49,7 @@ def check_phases(method: Method, phases: Sequence[Phase]) -> None:
         ConfigError: naming the method, the phase and the name.
     """
     said = {(where, names if isinstance(names, str) else tuple(names)) for where, names in _said_of(phases)}
-    known = method.__dict__.setdefault("_phases_said", set())
+    known = _SAID.setdefault(method, Said(set(), set())).phases
     if not said <= known:
         _require_known(method, list(said - known))
         known |= said
@@ -56,8 +67,8 @@ def known_ways(method: Method) -> dict[str, Predictor]:
         ConfigError: naming the one that came or went.
     """
     ways = method.predictors()
-    known = method.__dict__.get("_ways", ways.keys())
-    if known != ways.keys():
+    known = _SAID[method].ways if method in _SAID else None
+    if known and known != ways.keys():
         odd = sorted(known ^ ways.keys())[0]
         rule = f"{type(method).__name__}.predictors() must give the same names in every round, and {odd!r} came or went"
         raise ConfigError("method", rule)

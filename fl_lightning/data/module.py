@@ -230,7 +230,8 @@ class FederatedData:
         partition = type(self.partition).__name__ + (f"({', '.join(numbers)})" if numbers else "")
         inside = [type(value).__name__ for value in vars(self.dataset).values() if isinstance(value, Dataset)]
         dataset = type(self.dataset).__name__ + (f"({', '.join(inside)})" if inside else "")
-        shown = f" ({LISTED:,} shown)" if self.overlaps and self.num_clients > LISTED else ""
+        lazy = isinstance(self.partition, Population)
+        shown = f" ({LISTED:,} shown)" if lazy and self.num_clients > LISTED else ""
         return f"{dataset}, {partition}, {self.num_clients} clients{shown}, seed {seed}"
 
     def partition_record(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.guarding import Guard
 from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state, names_of_ours
 from fl_lightning.seeding import streams_of_own_code
+from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
 
@@ -227,6 +228,7 @@ class Star(Exchange):
         self.server = template.make_server(facts)
         with own_code("method", self.server, "setup()"):
             self.server.setup(facts)
+        self._is_ours = is_known(type(self.server).__module__)
         self._shapes = {name: tensor.shape for name, tensor in self.server.message.weights.items()}
         self._rules = [rule() for rule in self.server.rules.values()]
         self.increments = self.server.increments
@@ -313,16 +315,23 @@ class Star(Exchange):
         self._check_sent(self.server.message)
 
     def _check_sent(self, message: Message) -> None:
-        """Refuse weights that lack some, or of other shapes: clients would start again from what they began with.
+        """Refuse weights of other shapes, and say where a server of somebody's own leaves some out.
 
         Raises:
             ConfigError: naming the server and the first of them.
         """
         who, weights = type(self.server).__name__, message.weights
-        for name, shape in self._shapes.items() if weights else ():
-            there = tuple(weights[name].shape) if name in weights else "none"
+        for name, tensor in weights.items():
+            shape = self._shapes.get(name, tensor.shape)
             rule = f"{who} must send {name!r} as {tuple(shape)}, as clients share it"
-            require(there == tuple(shape), "method", rule, there)
+            require(tensor.shape == shape, "method", rule, tuple(tensor.shape))
+        left_out = [name for name in self._shapes if name not in weights] if weights and not self._is_ours else []
+        if left_out:
+            self._is_ours = True  # said once
+            say(
+                f"fl-lightning: {who} sends no {left_out[0]!r}, which clients share: they start from what it was in "
+                "the beginning, round after round, unless they keep it"
+            )
 
     @override
     def outgoing(self) -> Iterable[tuple[str, Message]]:

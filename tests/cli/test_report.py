@@ -29,7 +29,7 @@ def test_report_of_a_real_run(finished, workplace):
         ([], "name runs' folders or a table"),
         (["nowhere"], "there is no such folder or file"),
         (["empty"], "neither a run nor a table"),
-        (["exp.yaml"], "there is no such key"),
+        (["exp.yaml"], "belongs to a run's file: fl-lightning fit --config FILE runs it"),
         (["damaged"], "there is no run with at least one round"),
         (["--figure", "x"], "did you mean"),
     ],
