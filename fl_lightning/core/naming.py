@@ -48,11 +48,12 @@ def check_phases(method: Method, phases: Sequence[Phase]) -> None:
     Raises:
         ConfigError: naming the method, the phase and the name.
     """
-    said = {(where, names if isinstance(names, str) else tuple(names)) for where, names in _said_of(phases)}
+    said = [(where, names if isinstance(names, str) else tuple(names)) for where, names in _said_of(phases)]
     known = _SAID.setdefault(method, Said(set(), set())).phases
-    if not said <= known:
-        _require_known(method, list(said - known))
-        known |= said
+    new = [each for each in said if each not in known]
+    if new:
+        _require_known(method, new)
+        known.update(new)
     for phase in phases:
         odd = next((part for part in phase.settings or () if part not in phase.by_part), None)
         if odd is not None:
