@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -300,8 +301,11 @@ def _takes_apart(error: BaseException | None) -> bool:
 
 def _moves_as(one: Tensor, other: Tensor, before: Tensor) -> bool:
     """Whether two steps from one place come to the same: by their ways, which are short beside where they lead."""
-    if not other.is_floating_point() or not torch.isfinite(other).all():
+    if not other.is_floating_point():
         return same(one, other)
-    rounding = 8 * torch.finfo(other.dtype).eps * before.double().norm()
-    one, other, before = one.double(), other.double(), before.double()
-    return bool((one - other).norm() <= CLOSE * (other - before).norm() + rounding)
+    length = partial(torch.linalg.vector_norm, dtype=torch.float64)
+    way = length(other - before)
+    if not torch.isfinite(way):
+        return same(one, other)
+    rounding = 8 * torch.finfo(other.dtype).eps * length(before)
+    return bool(length(one - other) <= CLOSE * way + rounding)
