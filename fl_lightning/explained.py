@@ -188,7 +188,8 @@ def _defaulting(parameter: Parameter, name: str, values: Mapping[str, Any]) -> P
 def _said(key: str, parameter: Parameter) -> str:
     kind = kind_of(parameter.hint)
     default = "must be given" if parameter.default is _EMPTY else f"default: {_shown(parameter.default)}"
-    facts = f"(type: {kind}, {default})" if dataclass_of(parameter.hint) is None else "(a section)"
+    whole = is_dataclass(parameter.default) and not isinstance(parameter.default, type)
+    facts = "(a section)" if whole else f"(type: {kind}, {default})"
     bases = {f"{cls.__module__}.{cls.__name__}" for cls in classes_of(parameter.hint)}
     kinds = [kind for kind, (_, base) in catalog.KINDS.items() if base in bases]  # a library's are too many
     names = ", ".join(entry.name for kind in kinds for entry in catalog.entries(kind))

@@ -110,6 +110,7 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     named = Path(resume[-1])
     folder = next(filter(None, map(_run_of, (named, *named.parents[:2]))), None)
     if folder is None:
+        require(bool(configs) or named.exists(), "--resume", "there is no run in that folder", str(named))
         return list(argv)
     own = folder / "config.yaml"
     require(bool(configs) or own.is_file(), "--resume", f"{folder} has lost its config.yaml; say --config FILE, too")

@@ -95,6 +95,15 @@ def test_pipe_on_which_a_logger_would_wait_is_refused(folder):
         folder.claim("auto", False, {})
 
 
+@pytest.mark.parametrize("words", [["--resume", "nosuch/run"], ["--seed", "1", "--resume", "nosuch/run/checkpoints"]])
+def test_a_folder_to_go_on_from_that_is_not_there_is_named(words, tmp_path, monkeypatch):
+    """That a method must be named was said, and led away from it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^--resume: there is no run in that folder, got 'nosuch/run"):
+        with_resumed_folder(words)
+    assert with_resumed_folder([*words, "--config", "exp.yaml"]) == [*words, "--config", "exp.yaml"]
+
+
 def test_run_that_has_lost_its_configuration_says_so(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "round-0001.ckpt"
     checkpoint.parent.mkdir(parents=True)

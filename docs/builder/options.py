@@ -32,7 +32,7 @@ def options(cls: Callable[..., Any], prefix: str = "", skip: Collection[str] = S
         if name in skip:
             continue
         inside = dataclass_of(parameter.hint)
-        yield _option(f"{prefix}{name}", parameter, inside)
+        yield _option(f"{prefix}{name}", parameter)
         if inside is not None:
             default = parameter.default
             values = vars(default) if is_dataclass(default) and not isinstance(default, type) else {}
@@ -43,11 +43,12 @@ def _fields(cls: type, prefix: str, values: Mapping[str, Any]) -> Iterator[Optio
     """A section's fields; defaults are those that the owner gives."""
     for name, parameter in parameters(cls).items():
         own = parameter._replace(default=values[name]) if name in values else parameter
-        yield _option(f"{prefix}{name}", own, dataclass_of(parameter.hint))
+        yield _option(f"{prefix}{name}", own)
 
 
-def _option(name: str, parameter: Parameter, inside: type | None) -> Option:
-    default = "" if inside is not None else _default(parameter.default)
+def _option(name: str, parameter: Parameter) -> Option:
+    is_section = is_dataclass(parameter.default) and not isinstance(parameter.default, type)
+    default = "" if is_section else _default(parameter.default)
     return Option(name, kind_of(parameter.hint, "`"), default, _meaning(parameter.doc))
 
 

@@ -19,7 +19,7 @@ from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.fit_log import FitLog
 from fl_lightning.core.freezing import batch_norms, train_alone, trainable
-from fl_lightning.core.handover import Heard, handed_over
+from fl_lightning.core.handover import Heard, begin_fit, handed_over
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method, Predictor
@@ -48,6 +48,8 @@ __all__ = ["ClientModule", "FitSettings"]
 
 def _set_up(method: Method) -> None:
     """Let a method's terms change its model, then the method and its terms see to what they need."""
+    rule = f"{type(method).__name__}.__init__() must call super().__init__(model, …)"
+    require(hasattr(method, "terms"), "method", rule)
     for term in method.terms:
         with own_code("method", term, "alter()"):
             term.alter(method.model)
@@ -254,7 +256,7 @@ class ClientModule(L.LightningModule):
         if self._machine.careful is not None:
             self._machine.careful.start_fit(self.method)
         own.start_fit()
-        self.method.on_fit_start()
+        begin_fit(self.method)
         self._left = [parameter.requires_grad for parameter in self._trainable]
 
     def on_train_epoch_start(self) -> None:

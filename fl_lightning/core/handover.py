@@ -38,6 +38,7 @@ class Heard:
         """
         weights, artifacts = dict(self._message.weights), dict(self._message.artifacts)
         method.receive(replace(self._message, weights=weights, artifacts=artifacts), data)
+        _cut_off(method)
         self._part_from(method)
         self.check()
 
@@ -104,6 +105,23 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         for name, value in message.artifacts.items()
     }
     return replace(message, weights=weights, artifacts=artifacts)
+
+
+def begin_fit(method: Method) -> None:
+    """Let a method prepare a local fit."""
+    method.on_fit_start()
+    _cut_off(method)
+
+
+def _cut_off(method: nn.Module) -> None:
+    """Make buffers constants that were set from parameters outside `torch.no_grad`.
+
+    The gradient of what they are compared with would go through both: of a distance from where one begins it is 0.
+    """
+    for part in parts_of(method):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.requires_grad:
+                part._buffers[name] = buffer.detach()
 
 
 def _require_fields(name: str, value: object) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
+from fl_lightning.core.facts import Phase
 from fl_lightning.core.predictor import Figure, Predictor, headline
 from fl_lightning.errors import ConfigError, own_code, require, suggest
 
 if TYPE_CHECKING:
-    from fl_lightning.core.facts import Phase
     from fl_lightning.core.method import Method
 
 
@@ -34,6 +34,9 @@ def check_names(method: Method) -> None:
     """
     with own_code("method", method, "phases()"):
         phases = method.phases()
+    fits = isinstance(phases, (list, tuple)) and bool(phases) and all(isinstance(phase, Phase) for phase in phases)
+    rule = f"{type(method).__name__}.phases() must give a list of one Phase or more"
+    require(fits, "method", rule, type(phases).__name__ if phases else phases)
     _require_known(method, _said(method))
     check_phases(method, phases)
     with own_code("method", method, "predictors()"):

@@ -80,8 +80,12 @@ class Examiner:
 
     def may_predict_as_global(self, client: int) -> bool:
         """Whether the client may be about to predict as the global model does."""
-        alike = self.runner.architecture[client] == 0  # which is measured, and which the global model is tested in
-        return alike and self._received_is_global and self.exchange.hears_global(client)
+        if self.runner.architecture[client] != 0 or not self._received_is_global:
+            return False  # the first architecture is measured, and the global model is tested in it
+        try:
+            return self.exchange.hears_global(client)
+        except Unsound:  # of which is spoken where the client hears it
+            return False
 
     @property
     def all_columns(self) -> tuple[list[str], list[str]]:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase, Predictor
 from fl_lightning.core.server import Server
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedprox import FedProx
 
 
 def own(**says):
@@ -60,6 +62,12 @@ def by_scores(scores):
         (
             by_ways(a=("Local-X",)),
             "predictor 'a' gives 'Local-X', which is no headline figure; choose from Local-T, Gl",
+        ),
+        (own(phases=lambda self: Phase("all")), r"Own\.phases\(\) must give a list of one Phase or more, got 'Phase'"),
+        (own(phases=lambda self: []), r"Own\.phases\(\) must give a list of one Phase or more, got \[\]"),
+        (
+            own(__init__=lambda self, model: nn.Module.__init__(self)),
+            r"Own\.__init__\(\) must call super\(\)\.__init__\(model, …\)",
         ),
         (own(losses=lambda self: None), r"Own\.losses\(\) must give each loss of local_step its weight"),
         (own(losses=lambda self: ["pull"]), r"Own\.losses\(\) must give each loss of local_step its weight"),
@@ -119,6 +127,45 @@ def test_a_loss_that_is_no_tensor_is_named(mlp, set_up_federation):
     kind = own(local_step=local_step, losses=lambda self: {"pull": 1.0})
     with pytest.raises(ConfigError, match=r"^method: its loss 'pull' must be a scalar tensor, got 0\.5"):
         set_up_federation(lambda: kind(mlp()), rounds=1).run()
+
+
+class Anchors(FedAvg):
+    """FedProx written anew: where a client begins is in buffers."""
+
+    def setup(self):
+        for place, parameter in enumerate(self.model.parameters()):
+            self.register_buffer(f"anchor_{place}", parameter.detach().clone(), persistent=False)
+
+    def note(self):
+        for place, parameter in enumerate(self.model.parameters()):
+            self.get_buffer(f"anchor_{place}").copy_(parameter)
+
+    def losses(self):
+        return {"proximal": 0.3}
+
+    def local_step(self, step):
+        out = step.forward()
+        pairs = ((p, self.get_buffer(f"anchor_{place}")) for place, p in enumerate(self.model.parameters()))
+        step.descend({**step.values(out), "proximal": 0.5 * sum((p - q).square().sum() for p, q in pairs)})
+
+
+class AnchorsInReceive(Anchors):
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.note()
+
+
+class AnchorsInFit(Anchors):
+    def on_fit_start(self):
+        self.note()
+
+
+@pytest.mark.parametrize("kind", [AnchorsInReceive, AnchorsInFit])
+def test_a_buffer_that_was_set_from_a_parameter_is_a_constant_of_the_fit(kind, mlp, run_federation):
+    """The gradient went through the buffer, too, and was 0: the run was FedAvg's, and logged a proximal loss."""
+    anchored, proximal = (run_federation(lambda m=m: m(mlp()), 2) for m in (kind, lambda model: FedProx(model, mu=0.3)))
+    for name, tensor in proximal.exchange.global_message().weights.items():
+        torch.testing.assert_close(anchored.exchange.global_message().weights[name], tensor)
 
 
 class Drops(Server):

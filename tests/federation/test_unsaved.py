@@ -235,8 +235,9 @@ def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
         (SendsBack, r"\d, the server: KeyError: \d \(test_unsaved\.py:\d+\)"),
     ],
 )
-def test_what_goes_wrong_in_a_server_between_rounds_is_said_of_it(kind, said, mlp, set_up_federation):
-    loop = set_up_federation(lambda: with_server(kind)(mlp()), rounds=2, participation=0.5)
+@pytest.mark.parametrize("participation", [0.5, 1.0])
+def test_what_goes_wrong_in_a_server_between_rounds_is_said_of_it(kind, said, participation, mlp, set_up_federation):
+    loop = set_up_federation(lambda: with_server(kind)(mlp()), rounds=2, participation=participation)
     with pytest.raises(ServerError, match=rf"^round {said}"):
         loop.run()
 
