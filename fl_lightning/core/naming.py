@@ -34,9 +34,9 @@ def check_names(method: Method) -> None:
     """
     with own_code("method", method, "phases()"):
         phases = method.phases()
-    fits = isinstance(phases, (list, tuple)) and bool(phases) and all(isinstance(phase, Phase) for phase in phases)
-    rule = f"{type(method).__name__}.phases() must give a list of one Phase or more"
-    require(fits, "method", rule, type(phases).__name__ if phases else phases)
+    fits = isinstance(phases, (list, tuple)) and all(isinstance(phase, Phase) for phase in phases)
+    rule = f"{type(method).__name__}.phases() must give a list of Phase"
+    require(fits, "method", rule, type(phases).__name__)
     _require_known(method, _said(method))
     check_phases(method, phases)
     with own_code("method", method, "predictors()"):

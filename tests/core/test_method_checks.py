@@ -63,8 +63,8 @@ def by_scores(scores):
             by_ways(a=("Local-X",)),
             "predictor 'a' gives 'Local-X', which is no headline figure; choose from Local-T, Gl",
         ),
-        (own(phases=lambda self: Phase("all")), r"Own\.phases\(\) must give a list of one Phase or more, got 'Phase'"),
-        (own(phases=lambda self: []), r"Own\.phases\(\) must give a list of one Phase or more, got \[\]"),
+        (own(phases=lambda self: Phase("all")), r"Own\.phases\(\) must give a list of Phase, got 'Phase'"),
+        (own(phases=lambda self: ["all"]), r"Own\.phases\(\) must give a list of Phase, got 'list'"),
         (
             own(__init__=lambda self, model: nn.Module.__init__(self)),
             r"Own\.__init__\(\) must call super\(\)\.__init__\(model, …\)",
