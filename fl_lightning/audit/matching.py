@@ -19,6 +19,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Fit
+from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.step import Bench, Step
 from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError
@@ -126,7 +127,7 @@ def as_in_a_fit(module: ClientModule) -> Iterator[None]:
     module.train()
     module.method.fit = Fit(module.settings.optimizer, 1, 1.0, 1)
     module._weights = module.method.term_weights()
-    module.method.on_fit_start()
+    begin_fit(module.method)
     yield
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fl_lightning.core.division import matches
+from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.loose import Attributes, Mark, changed, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
@@ -119,7 +120,7 @@ class Stack:
             return
         if self._begins:
             versions = [tensor._version for tensor in self.layout.tensors()]
-            method.on_fit_start()
+            begin_fit(method)
             if versions != [tensor._version for tensor in self.layout.tensors()]:
                 self._moved[row] = Rows.empty(self.layout, 1)
                 self._moved[row].put(0)

@@ -160,10 +160,12 @@ class AnchorsInFit(Anchors):
         self.note()
 
 
+@pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize("kind", [AnchorsInReceive, AnchorsInFit])
-def test_a_buffer_that_was_set_from_a_parameter_is_a_constant_of_the_fit(kind, mlp, run_federation):
+def test_a_buffer_that_was_set_from_a_parameter_is_a_constant_of_the_fit(kind, cohort, mlp, run_federation):
     """The gradient went through the buffer, too, and was 0: the run was FedAvg's, and logged a proximal loss."""
-    anchored, proximal = (run_federation(lambda m=m: m(mlp()), 2) for m in (kind, lambda model: FedProx(model, mu=0.3)))
+    kinds = kind, lambda model: FedProx(model, mu=0.3)
+    anchored, proximal = (run_federation(lambda m=m: m(mlp()), 2, cohort=cohort) for m in kinds)
     for name, tensor in proximal.exchange.global_message().weights.items():
         torch.testing.assert_close(anchored.exchange.global_message().weights[name], tensor)
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import frozen_first
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedbabu import FedBABU
@@ -178,17 +177,3 @@ def test_fedbabu_costs_a_fit_of_the_body_alone(mlp, run_federation):
 def test_fedbabu_rejects_bad_values(mlp, option, rule):
     with pytest.raises(ConfigError, match=rule):
         FedBABU(mlp(), **option)
-
-
-def test_different_models_have_one_head(run_federation):
-    """Frozen layers of another width use up other random numbers before h⁰ is drawn."""
-    loop = run_federation(lambda a: FedBABU(frozen_first((6, 9)[a])), architecture=[0, 1, 0, 1], rounds=2)
-    first, other = (dict(module.method.named_parameters()) for module in loop.runner.modules)
-    held = [name for name in first if name.startswith("model.head.")]
-    assert held
-    for client in range(4):
-        module = loop.runner.load(client)
-        module.receive(loop.exchange.inbox(client), loop.data.clients[client])
-        own = dict(module.method.named_parameters())
-        assert all(torch.equal(own[name], first[name]) for name in held)
-    assert first["model.body.neck.first.0.weight"].shape != other["model.body.neck.first.0.weight"].shape

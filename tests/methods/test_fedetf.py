@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from tiny_models import frozen_first
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
@@ -101,17 +100,3 @@ def test_sizes_are_checked(mlp):
     for options in ({"finetune_rounds": -1}, {"finetune_epochs": 0}, {"finetune_lr": 0.0}):
         with pytest.raises(ConfigError, match=rf"method\.{next(iter(options))}: must be >"):
             FedETF(mlp(), **options)
-
-
-def test_different_models_have_one_frame(run_federation):
-    """Frozen layers of another width use up other random numbers before V is drawn."""
-    loop = run_federation(lambda a: FedETF(frozen_first((6, 9)[a])), architecture=[0, 1, 0, 1], rounds=2)
-    first, other = (dict(module.method.named_parameters()) for module in loop.runner.modules)
-    held = [name for name in first if name.startswith("model.head.frame")]
-    assert held
-    for client in range(4):
-        module = loop.runner.load(client)
-        module.receive(loop.exchange.inbox(client), loop.data.clients[client])
-        own = dict(module.method.named_parameters())
-        assert all(torch.equal(own[name], first[name]) for name in held)
-    assert first["model.body.neck.first.0.weight"].shape != other["model.body.neck.first.0.weight"].shape
