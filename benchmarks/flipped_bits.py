@@ -23,8 +23,8 @@ from fl_lightning.data import cache
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.segments import load_state
-from fl_lightning.files import load_tensors, read_json
 from fl_lightning.report.journal import Journal, RunTables, recover
+from fl_lightning.sealed import load_tensors, read_json
 
 FIT = (
     "fit --method FedProto --model MLP --model.hidden [16,8] --data.dataset Digits --data.partition Dirichlet "

@@ -251,9 +251,9 @@ def _evaluate(argv: list[str]) -> int:
 
     from fl_lightning.configuration import read_config
     from fl_lightning.experiment import BuiltExperiment
-    from fl_lightning.files import read_json
     from fl_lightning.report.console import print_evaluation
     from fl_lightning.report.recorded_run import altered_tables, rows_of
+    from fl_lightning.sealed import read_json
 
     trust = Trust(tuple(options.trust))
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))

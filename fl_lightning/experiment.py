@@ -37,7 +37,7 @@ from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.threads import choose_threads
-from fl_lightning.files import WriteError, read_json, write_json, write_text
+from fl_lightning.files import WriteError, write_text
 from fl_lightning.identity import CODE, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
@@ -45,6 +45,7 @@ from fl_lightning.own_sources import edited_since_import, own_sources
 from fl_lightning.reading import dump_yaml
 from fl_lightning.resuming import LOCK, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
+from fl_lightning.sealed import read_json, write_json
 from fl_lightning.sizes import check_memory
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name

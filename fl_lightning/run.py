@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.configuration import Config, read_config
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import read_json
 from fl_lightning.report.columns import is_share
 from fl_lightning.report.record import LOGGED, Row, read_logged, read_metrics, read_rows
 from fl_lightning.report.recorded_run import has_ended, read_run
 from fl_lightning.report.series import Member, in_one_picture
+from fl_lightning.sealed import read_json
 from fl_lightning.trust import Trust
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from fl_lightning import files
+from fl_lightning import sealed
 
 VALUES: list[Any] = [
     None, True, -1, 0, 1, 7, 10**30, 10**400, 0.5, -0.5, 1e308, float("nan"), float("inf"), "", "abc", "é\u202e",
@@ -172,7 +172,7 @@ def _tree(change: Callable[[Any, tuple[Any, ...], random.Random], str]) -> Calla
         if path.suffix == ".json":
             if isinstance(content, dict) and "checksum" in content and place != ("checksum",) and draw.random() < 0.5:
                 del content["checksum"]
-                files.write_json(path, content)  # as by somebody who means it
+                sealed.write_json(path, content)  # as by somebody who means it
                 return f"sealed again: {'.'.join(map(str, place))} {said}"
             path.write_text(json.dumps(content))
         else:
@@ -252,7 +252,7 @@ def _resealed(path: Path, draw: random.Random) -> str:
         said = "deleted"
     else:
         said, node[place[-1]] = draw.choice([*TENSORS, *((repr(value)[:30], value) for value in VALUES[:21])])
-    files.save_tensors(path, content)
+    sealed.save_tensors(path, content)
     return f"{'.'.join(map(str, place))} {said}"
 
 

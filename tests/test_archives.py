@@ -15,8 +15,8 @@ from fl_lightning.data import idx
 from fl_lightning.data.own_files import read_arrays
 from fl_lightning.data.pickles import read_pickle, read_pickled_npz
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import FORMAT, MARK, SEAL, load_tensors, save_tensors
 from fl_lightning.report.page.classifier import _load
+from fl_lightning.sealed import FORMAT, MARK, SEAL, load_tensors, save_tensors
 
 LARGE = 2**28
 

@@ -11,9 +11,9 @@ import fl_lightning
 from fl_lightning.classifier import classifier_of
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.attacks import Attack
-from fl_lightning.files import load_tensors, save_tensors
 from fl_lightning.report.page.classifier import heads_of
 from fl_lightning.report.recorded_run import read_run
+from fl_lightning.sealed import load_tensors, save_tensors
 
 
 def accuracy(model, data, indices):

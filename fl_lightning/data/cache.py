@@ -21,8 +21,9 @@ from fl_lightning.archives import check_stored
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
-from fl_lightning.files import default_cache_dir, remove_abandoned, save_tensors, verify
+from fl_lightning.files import default_cache_dir, remove_abandoned
 from fl_lightning.own_sources import edited_since_import, imported_sources, source_of
+from fl_lightning.sealed import save_tensors, verify
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.terminal import say
 

@@ -16,7 +16,8 @@ from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.partitions import KEY, Partition
 from fl_lightning.data.pickles import read_pickle
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of, fits_checksum, plain_json
+from fl_lightning.files import content_of, plain_json
+from fl_lightning.sealed import fits_checksum
 
 PARTS = ("train", "validation", "test")
 Listed = tuple[Any, Any, Any]

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.segments import Record, round_of_states, verify_states
 from fl_lightning.federation.state_index import packed_index, unpacked_index
-from fl_lightning.files import load_tensors, make_folder, remove, save_tensors, sync_folder, writing
+from fl_lightning.files import make_folder, remove, sync_folder, writing
 from fl_lightning.report.journal import JOURNAL
 from fl_lightning.resuming import CHECKPOINT, checkpoints_in, round_of
+from fl_lightning.sealed import load_tensors, save_tensors
 
 FORMAT = 3
 READABLE = (2, FORMAT)  # version 2 had a file for every client's state

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import read_json
 from fl_lightning.report.record import ever_trained, read_rows
 from fl_lightning.report.recorded_run import read_run
+from fl_lightning.sealed import read_json
 
 KEY = "federation.evaluate.reference"
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.errors import require
-from fl_lightning.files import load_tensors, remove
+from fl_lightning.files import remove
+from fl_lightning.sealed import load_tensors
 
 
 def full_state(module: ClientModule) -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_sizes import num_parameters
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Runner
-from fl_lightning.files import write_json
 from fl_lightning.report.columns import LOG
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import (
@@ -36,6 +35,7 @@ from fl_lightning.report.record import (
     summarise,
 )
 from fl_lightning.report.run_logger import RoundRecord, RunStart
+from fl_lightning.sealed import write_json
 from fl_lightning.terminal import say
 
 

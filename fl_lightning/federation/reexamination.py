@@ -11,8 +11,8 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model
-from fl_lightning.files import read_json
 from fl_lightning.report.record import read_rows
+from fl_lightning.sealed import read_json
 
 Figure = tuple[str, "float | None", float]
 """A column, what the run wrote down, and what comes out now."""

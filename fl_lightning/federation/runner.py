@@ -45,8 +45,8 @@ from fl_lightning.federation.trainers import check_callbacks, clip_last, make_tr
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
-from fl_lightning.files import save_tensors
 from fl_lightning.models.describe import has_batch_norm
+from fl_lightning.sealed import save_tensors
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
 if TYPE_CHECKING:

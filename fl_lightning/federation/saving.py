@@ -18,8 +18,8 @@ from fl_lightning.federation.model_files import is_state_of
 from fl_lightning.federation.sickness import at_server
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.unsaved import checked_state
-from fl_lightning.files import require_readable
 from fl_lightning.identity import CODE, CONTENTS
+from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
 
 

@@ -22,17 +22,8 @@ from typing import IO
 from torch import Tensor
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import (
-    load_tensors,
-    make_folder,
-    plain_tensors,
-    remove,
-    sync_file,
-    sync_folder,
-    tensors_as_bytes,
-    verify,
-    writing,
-)
+from fl_lightning.files import make_folder, remove, sync_file, sync_folder, writing
+from fl_lightning.sealed import load_tensors, plain_tensors, tensors_as_bytes, verify
 
 State = dict[str, Tensor]
 FORMAT = 1

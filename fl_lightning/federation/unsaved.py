@@ -14,8 +14,8 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import shortened
-from fl_lightning.files import require_readable
 from fl_lightning.running_on import mark_of, mark_of_generator
+from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of, plain_tensors
+from fl_lightning.files import content_of
+from fl_lightning.sealed import plain_tensors
 
 KEY = "model.weights"
 _INSIDE = ("state_dict", "model_state_dict", "model")  # under which training scripts keep them

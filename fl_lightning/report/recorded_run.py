@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from fl_lightning.errors import require
-from fl_lightning.files import content_of, fits_checksum, plain_json
+from fl_lightning.files import content_of, plain_json
 from fl_lightning.identity import course, folders, identity, rounding
 from fl_lightning.reading import DEEPEST, MOST_VALUES
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row, read_metrics, read_rows, summarise, watched_by
+from fl_lightning.sealed import fits_checksum
 from fl_lightning.terminal import printable
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -14,7 +14,6 @@ from typing import Any
 
 from fl_lightning.configuration import Config, read_config, short_name
 from fl_lightning.errors import ConfigError, require, suggest
-from fl_lightning.files import read_json
 from fl_lightning.identity import (
     care,
     computed_otherwise,
@@ -33,6 +32,7 @@ from fl_lightning.report.columns import is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import has_ended, rows_of
+from fl_lightning.sealed import read_json
 from fl_lightning.table.definition import Column, Definition, Row
 from fl_lightning.table.overlays import Overlay
 

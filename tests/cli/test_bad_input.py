@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 
-from fl_lightning.files import load_tensors, save_tensors
+from fl_lightning.sealed import load_tensors, save_tensors
 
 OWN_DATASET = """\
 import torch
 
-from fl_lightning.files import load_tensors, save_tensors
+from fl_lightning.sealed import load_tensors, save_tensors
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.dataset import Dataset

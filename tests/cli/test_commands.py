@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from fl_lightning import catalog
-from fl_lightning.files import save_tensors
+from fl_lightning.sealed import save_tensors
 
 WAYS = (
     "FedAvg",

@@ -9,7 +9,7 @@ from fl_lightning.data.partitions import IID, Partition
 from fl_lightning.data.skews import ByGroup, Pathological, PowerLaw, QuantitySkew
 from fl_lightning.data.splits import from_file, holdout, matched
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import write_json
+from fl_lightning.sealed import write_json
 
 
 class Brought(Dataset):

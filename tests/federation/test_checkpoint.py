@@ -8,8 +8,9 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.settings import EvaluationPolicy
-from fl_lightning.files import load_tensors, save_tensors, write_text
+from fl_lightning.files import write_text
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.sealed import load_tensors, save_tensors
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 
-from fl_lightning import files
+from fl_lightning import files, sealed
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.files import WriteError, load_tensors, read_json, save_tensors, verify, write_json, write_text
+from fl_lightning.files import WriteError, write_text
 from fl_lightning.report.journal import RunTables
+from fl_lightning.sealed import load_tensors, read_json, save_tensors, verify, write_json
 
 STATE = {"w": torch.arange(50.0), "inner": {"count": torch.tensor([1, 2]), "name": "head"}}
 COLUMNS = {"metrics.csv": ["round", "Local-T", "seconds"], "clients.csv": ["round", "client", "loss"]}
@@ -39,7 +40,7 @@ def test_every_bit_of_the_last_and_first_bytes_counts(tmp_path, end):
     path = tmp_path / "state.pt"
     save_tensors(path, STATE)
     content = path.read_bytes()
-    for place in range(-files.SEAL.size, 0) if end else range(16):
+    for place in range(-sealed.SEAL.size, 0) if end else range(16):
         for bit in range(8):
             damaged = bytearray(content)
             damaged[place] ^= 1 << bit
@@ -71,7 +72,7 @@ def test_json_with_another_value_is_refused(tmp_path):
 
 def test_json_of_another_version_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "partition.json"
-    monkeypatch.setattr(files, "JSON_FORMAT", 2)
+    monkeypatch.setattr(sealed, "JSON_FORMAT", 2)
     write_json(path, {"clients": []})
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"^evaluate: .*partition\.json is of another version of fl-lightning"):
@@ -97,7 +98,7 @@ def test_what_the_system_refuses_names_the_file_and_leaves_the_old_one(tmp_path,
 
 def test_disk_that_is_full_in_the_middle_of_a_tensor_is_named(tmp_path):
     with pytest.raises(WriteError, match="No space left"):
-        files.write_atomically(tmp_path / "a", lambda file: torch.save(STATE, files.Summed(Full())))
+        files.write_atomically(tmp_path / "a", lambda file: torch.save(STATE, sealed.Summed(Full())))
 
 
 class Full:

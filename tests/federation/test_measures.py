@@ -16,12 +16,12 @@ from fl_lightning.core.method import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.settings import EvaluationPolicy
-from fl_lightning.files import write_json
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.metrics import build_metrics, column_names
 from fl_lightning.parser import resolve
 from fl_lightning.report.columns import may_exist
+from fl_lightning.sealed import write_json
 from fl_lightning.trust import Trust
 
 CLASSES = 5

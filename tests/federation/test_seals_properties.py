@@ -12,10 +12,10 @@ from messages import leaves, messages, same
 
 from fl_lightning.core.message import Message
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import load_tensors, read_json, save_tensors, verify, write_json
 from fl_lightning.report.journal import Journal, RunTables, altered
 from fl_lightning.report.record import read_rows
 from fl_lightning.report.wandb_file import raw_records
+from fl_lightning.sealed import load_tensors, read_json, save_tensors, verify, write_json
 
 QUICK = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 PLAIN = st.recursive(

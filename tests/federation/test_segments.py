@@ -12,7 +12,8 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.segments import HEADER, Record, SegmentLog, load_state, verify_states
 from fl_lightning.federation.state_index import packed_index, unpacked_index
-from fl_lightning.files import WriteError, save_tensors
+from fl_lightning.files import WriteError
+from fl_lightning.sealed import save_tensors
 
 CLIENTS = 40
 

@@ -17,7 +17,6 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
-from fl_lightning.files import load_tensors
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation, label_distillation_loss
 from fl_lightning.methods.fedavg import FedAvg
@@ -25,6 +24,7 @@ from fl_lightning.methods.feddistill import FedDistill
 from fl_lightning.methods.feddistillplus import FedDistillPlus
 from fl_lightning.methods.local import Local
 from fl_lightning.models.cnn import CNN
+from fl_lightning.sealed import load_tensors
 
 
 def client_data(shape, num_classes, classes, per_class=2):

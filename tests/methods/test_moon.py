@@ -8,11 +8,11 @@ from torch import nn
 
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import load_tensors
 from fl_lightning.losses.distillation import Distillation, FeatureDistillation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.moon import MOON
 from fl_lightning.models.wrapped import WrappedModel
+from fl_lightning.sealed import load_tensors
 
 
 def test_moon_without_a_term_is_fedavg_bit_for_bit(conv_net, run_federation, outcome, assert_identical):

@@ -17,7 +17,6 @@ import yaml
 from report.run_folders import make_run
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import save_tensors
 from fl_lightning.report.page import bundle
 from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import bars, both_moments, hurt, spread
@@ -30,6 +29,7 @@ from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTab
 from fl_lightning.report.page.writing import figures_of, write_page
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
+from fl_lightning.sealed import save_tensors
 
 pytest.importorskip("vl_convert")
 

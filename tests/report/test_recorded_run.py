@@ -6,10 +6,10 @@ import pytest
 import yaml
 from report.run_folders import make_run
 
-from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.run import Run
+from fl_lightning.sealed import write_json
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 2_000, "- " * 2_000 + "1", "a: [1, 2", "\0", "5"])

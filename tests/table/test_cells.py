@@ -8,8 +8,8 @@ import pytest
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
-from fl_lightning.files import write_json
 from fl_lightning.report.journal import RunTables
+from fl_lightning.sealed import write_json
 from fl_lightning.table.cells import Cell, Choice, cells_of, of_edited_folders, of_other_folders, of_two_data_sets
 from fl_lightning.table.definition import Column, Row, read_definition
 from fl_lightning.table.overlays import Overlay

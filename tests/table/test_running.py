@@ -9,8 +9,8 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from fl_lightning.files import write_json
 from fl_lightning.resuming import HELD
+from fl_lightning.sealed import write_json
 from fl_lightning.table import running
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import Column, Row

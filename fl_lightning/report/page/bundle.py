@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.files import default_cache_dir, read_json, write_atomically, write_json, write_text
+from fl_lightning.files import default_cache_dir, write_atomically, write_text
 from fl_lightning.report.colours import DASHES
 from fl_lightning.report.page.figure import COLOUR, DASH, LABELS, THIRD, WHOLE, Figure
 from fl_lightning.report.series import Series
+from fl_lightning.sealed import read_json, write_json
 
 KEY = "report"
 WIDTH = 760  # pixels, of a picture

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fl_lightning.archives import check_stored
-from fl_lightning.files import verify
 from fl_lightning.report.page.figure import Figure, Rows, Spec, colour, quantity, tips
 from fl_lightning.report.page.partition import class_counts
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
+from fl_lightning.sealed import verify
 
 HEAD = re.compile(r"(.*?\.)??head\.(.+\.)?weight")
 """Names of weights in a model's head, whose last matrix is the classification layer's, [C, D]."""
