@@ -15,7 +15,7 @@ from fl_lightning.errors import TRACEBACK, ConfigError, line_of, refuse, require
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
 from fl_lightning.parser import configured, one_line_parser, resolve
-from fl_lightning.resuming import continue_command, takes_folders_config, with_resumed_folder
+from fl_lightning.resuming import continue_command, round_of, takes_folders_config, with_resumed_folder
 from fl_lightning.terminal import outlived, require_whole_output, say
 from fl_lightning.trust import Trust
 
@@ -202,7 +202,9 @@ def _fit_and_show(
         try:
             summary = experiment.fit(resume, overwrite, callbacks=shown)
         except StoppedAtOnce as stopped:
-            say("stopped at once; the rounds before this one are saved")
+            kept = experiment.loop.checkpoints
+            saved = [round_of(path) for path in kept.all()] if kept is not None else []
+            say(f"stopped at once; {f'round {saved[-1]} is saved' if saved else 'nothing is saved'}")
             return exit_code(stopped.number)
         except RoundError as error:  # every process of the run knows it
             if TRACEBACK in os.environ:

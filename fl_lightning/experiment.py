@@ -353,7 +353,8 @@ def stop_on_signals(loop: FederatedLoop, numbers: tuple[int, ...]) -> StopSignal
     def ask(number: int) -> None:
         loop.stop(number)
         done = "saved" if loop.checkpoints is not None else "done"
-        round = min(loop.round + 1, loop.settings.rounds)
+        settled = loop.agreement.settled  # a round that is trained may have its figures written still
+        round = min((loop.round if settled is None else settled) + 1, loop.settings.rounds)
         when = f"once round {round} is {done}" if loop.participants else f"before round {round}"
         say(f"stopping {when}; again to stop at once")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fl_lightning.core.compiled import CompiledLosses
 from fl_lightning.core.descent import Descent, FitSettings, Machine
@@ -58,6 +59,9 @@ def _set_up(method: Method) -> None:
     for term in method.terms:
         with own_code("method", term, "setup()"):
             term.setup(method)
+    unsized = next((n for n, own in (*method.named_parameters(), *method.named_buffers()) if is_lazy(own)), None)
+    rule = f"{type(method).__name__}'s {unsized} has no size yet: setup() must give its layers theirs"
+    require(unsized is None, "method", rule)
 
 
 class ClientModule(L.LightningModule):
@@ -255,9 +259,9 @@ class ClientModule(L.LightningModule):
         self._resting: list[nn.Module] = []
         if self._machine.careful is not None:
             self._machine.careful.start_fit(self.method)
+        self._left = [True] * len(self._trainable)  # what the next two freeze stays so
         own.start_fit()
         begin_fit(self.method)
-        self._left = [parameter.requires_grad for parameter in self._trainable]
 
     def on_train_epoch_start(self) -> None:
         """Enter the phase that this epoch belongs to."""
@@ -342,7 +346,7 @@ class ClientModule(L.LightningModule):
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None
-        check_fit(self.method, self.meter)
+        check_fit(self.method, self.meter, skips=self._machine.scaler is not None)
         for term in self.method.terms.exchanging:
             term.after_fit(self.method)
         self.method.on_fit_end()

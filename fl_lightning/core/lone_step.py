@@ -50,6 +50,8 @@ class Descents:
             return
         stepping = {place for name in names for place in self._parts[name]} if names else set(self._trained)
         inputs = [self._leaves[place] for place in self._trained if place in stepping]
+        if not inputs:  # all of it is frozen
+            return
         found = iter(torch.autograd.grad(total, inputs, allow_unused=True))
         self._act([next(found) if place in stepping else None for place in self._trained], names)
 

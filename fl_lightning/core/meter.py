@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from fl_lightning.core.devices import SharedFit
@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 def loss_column(name: str) -> str:
     """The column of a loss: ``loss`` for the sum, ``loss/<term>`` for a part of it."""
     return name if name == "loss" else f"loss/{name}"
+
+
+def as_scalar(name: str, value: Tensor) -> Tensor:
+    """A loss of one element as a scalar.
+
+    Raises:
+        ConfigError: naming the loss, if it has more.
+    """
+    rule = f"its loss {name!r} must be a scalar tensor, not one of shape {list(value.shape)}"
+    require(value.numel() == 1, "method", rule)
+    return value.reshape(())
 
 
 class Broken(NamedTuple):
@@ -66,6 +77,11 @@ class LossMeter:
             raise ConfigError("method", f"its loss {odd!r} must be a scalar tensor", value) from None
         self.num_steps += 1
 
+    @property
+    def names(self) -> set[str]:
+        """What was taken down; the sum is ``loss``."""
+        return set(self.losses)
+
     def means(self) -> dict[str, float]:
         """Mean over the samples of all steps, by name."""
         if self._means is None:
@@ -80,6 +96,8 @@ class LossMeter:
         values = [value for own in self.losses.values() for value, _ in own]
         if len({value.device for value in values}) > 1:  # a term's own zero may lie on the CPU
             values = [value.cpu() for value in values]
+        if any(map(Tensor.dim, values)):
+            values = [as_scalar(name, value).cpu() for name, own in self.losses.items() for value, _ in own]
         every = torch.stack(values).cpu()
         return dict(zip(self.losses, every.split([len(own) for own in self.losses.values()]), strict=True))
 

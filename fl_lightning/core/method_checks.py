@@ -45,17 +45,38 @@ def checked_weights(method: Method) -> dict[str, float]:
     return weights
 
 
-def check_fit(method: Method, meter: LossMeter) -> None:
-    """Refuse a fit in which mini-batches passed, and nobody stepped or took a loss down, or entries came or went.
+def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:
+    """Refuse a fit in which mini-batches passed and nothing stepped, or entries came or went.
+
+    Args:
+        method: the client's, after its fit.
+        meter: what its steps took down.
+        skips: whether a gradient scaler may have passed over every step.
 
     Raises:
         ConfigError: naming the method, or the parameter or buffer that has come or gone.
     """
     division_of(method).check_whole()
-    fit = method.fit
-    idle = fit.num_batches > 0 and fit.num_steps == 0 and meter.num_steps == 0 and not method.model.own.has_loss
-    rule = f"{type(method).__name__}.local_step() trains nothing: no step.descend() in a whole fit"
-    require(not idle, "method", rule)
+    fit, who, own = method.fit, type(method).__name__, method.model.own
+    idle = fit.num_batches > 0 and fit.num_steps == 0 and not own.steps_itself and not skips
+    if idle and meter.num_steps == 0:
+        require(own.has_loss, "method", f"{who}.local_step() trains nothing: no step.descend() in a whole fit")
+    elif idle:
+        names = ", ".join(sorted(meter.names - {"loss"}))
+        rule = f"{who} trains nothing: in a whole fit its losses ({names}) reach no parameter that learns"
+        require(False, "method", f"{rule}, weigh nothing, or are descended on for no part of its phases")
+    if method.terms.extra and meter.num_steps:
+        _check_computed(method, meter)
+
+
+def _check_computed(method: Method, meter: LossMeter) -> None:
+    """Refuse terms that the configuration adds and no step of a fit has computed."""
+    weights, phases = method.term_weights(), [phase for phase in method.phases() if phase.epochs != 0]
+    for term in method.terms.extra:
+        waits = any(counts(term, phase, weights[term.name]) for phase in phases)
+        rule = f"{type(method).__name__}.local_step() does not compute {type(term).__name__}"
+        known = not waits or term.name in meter.names
+        require(known, "method.extra_terms", f"{rule}: descend on step.values(out), which has it")
 
 
 def _check_losses(method: Method) -> None:
@@ -65,6 +86,10 @@ def _check_losses(method: Method) -> None:
         said = method.losses()
     rule = f"{who}.losses() must give each loss of local_step its weight, as in {{'pull': 0.5}}"
     require(isinstance(said, Mapping), "method", rule, said)
+    terms = {term.name for term in method.terms if term is not method.terms.cross_entropy}
+    taken = next((name for name in said if name == "loss" or name in terms), None)
+    whose = "the sum of all losses" if taken == "loss" else "one of its terms"
+    require(taken is None, "method", f"{who}.losses() names {taken!r}, which is {whose}: give it another name")
     checked_weights(method)
 
 

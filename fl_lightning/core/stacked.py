@@ -14,6 +14,7 @@ from torch.func import vmap
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
+from fl_lightning.core.meter import as_scalar
 from fl_lightning.core.rows import Alias, Layout, OneByOne, Unstackable
 from fl_lightning.core.stacked_layers import layers
 from fl_lightning.core.step import Bench, Step
@@ -249,6 +250,7 @@ class StackedStep(Step):
             total = self._total if self._descents == 1 else self._sum(logged)
             assert total is not None
             logged = {"loss": total, **logged}
+        logged = {name: as_scalar(name, value) if value.dim() else value for name, value in logged.items()}
         return _Taken(self._total, self.parts, logged, self._size)
 
 

@@ -176,7 +176,7 @@ class _Phase:
         padded = any(isinstance(own, nn.Embedding) and own.padding_idx is not None for own in method.modules())
         if padded and len(fit.entered) > 1:  # of all but the first client the padding's row would be trained
             raise OneByOne("torch does not stack embeddings with padding_idx as they are alone")
-        self.trained = fit.layout.index(planned.parameters)
+        self.trained = fit.layout.index([parameter for parameter in planned.parameters if parameter.requires_grad])
         self.templates = dict(templates)
         self.parts = {name: fit.layout.index(own) for name, own in planned.parts.items()}
         self.groups = {n: [fit.layout.index(g["params"]) for g in own.param_groups] for n, own in templates.items()}

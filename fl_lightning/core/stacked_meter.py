@@ -56,6 +56,10 @@ class StackedMeter:
                     found[row][name] = total / size
         return found
 
+    def names(self, row: int) -> set[str]:
+        """What was taken down of a client."""
+        return {name for rows, _, values in self._taken if row in rows for name in values}
+
     def of(self, row: int) -> LossMeter:
         """A client's meter."""
         return _OneOf(self, row)
@@ -78,6 +82,10 @@ class _OneOf(LossMeter):
         self._together = together
         self._row = row
         self.num_steps = together.num_steps[row]
+
+    @property
+    def names(self) -> set[str]:
+        return self._together.names(self._row)
 
     def means(self) -> dict[str, float]:
         return self._together.means(self._row)

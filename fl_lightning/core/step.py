@@ -362,7 +362,14 @@ class Step:
         Args:
             values: scalars, by name.
             size: samples that they are means over; None takes the mini-batch's.
+
+        Raises:
+            ConfigError: for one named as the sum of all losses is.
         """
+        who = type(self._bench.method).__name__
+        require(
+            "loss" not in values, "method", f"{who}.local_step() logs 'loss', which is the sum: give it another name"
+        )
         self._logged.update(values)
         self._size = self._size if size is None else size
 
@@ -382,7 +389,7 @@ class Step:
 def _scalar(term: Any, value: Any) -> Tensor:
     """What a term gave, in float32 or wider."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return widened(value)
+        return widened(value if value.dim() == 0 else value.reshape(()))
     got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ConfigError(type(term).__name__, f"its forward must return a scalar tensor, not {got}")
 

@@ -155,6 +155,9 @@ class Terms(nn.ModuleList):
         self, own: Sequence[Term] = (), extra: Sequence[Term] | None = None, instead: Term | None = None
     ) -> None:
         extra = list(extra or ())
+        for term in (*own, *extra, *([] if instead is None else [instead])):
+            rule = f"{type(term).__name__}.__init__() must call super().__init__(weight)"
+            require("_parameters" in vars(term), "method.extra_terms" if term in extra else "method", rule)
         names = {term.name for term in extra}
         own = [term for term in own if term.exchanges or term.name not in names]
         super().__init__([CrossEntropy(), *own, *extra, *([] if instead is None else [instead])])

@@ -21,6 +21,8 @@ class Agreement:
         """Whether all processes know it."""
         self.waited = 0.0
         """Seconds since something was saved, by the main process's clock."""
+        self.settled: int | None = None
+        """The round after which they last settled it; who asks now stops after the next one."""
         self.note_save()
 
     def ask(self, number: int, reason: str) -> None:
@@ -34,11 +36,12 @@ class Agreement:
         """Something was saved now, or there is nothing yet to be saved."""
         self._saved = time.monotonic()
 
-    def settle(self, workers: Workers) -> None:
-        """Tell each other. Who is asked to stop later stops after the next round, with the others."""
+    def settle(self, workers: Workers, round: int) -> None:
+        """Tell each other, after a round. Who is asked to stop later stops after the next one, with the others."""
         said = workers.everyone_says((self.asked_by, time.monotonic() - self._saved, self.asked_why))
         asked = max(number for number, _, _ in said)
         self.reason = self.reason or next((why for _, _, why in said if why), "")
         self.stops = asked != 0
         self.asked_by = self.asked_by or asked
         self.waited = said[MAIN][1]
+        self.settled = round

@@ -48,6 +48,8 @@ class CheckpointPolicy:
         require(self.keep >= 1, "federation.checkpoint.keep", "must be >= 1", self.keep)
         allowed = self.models in (True, False, "auto")
         require(allowed, "federation.checkpoint.models", "must be true, false or auto", self.models)
+        rule = "must be false or auto where nothing is saved (every: 0, seconds: null)"
+        require(self.saves or self.models is not True, "federation.checkpoint.models", rule, self.models)
 
     @property
     def saves(self) -> bool:

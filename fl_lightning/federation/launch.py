@@ -298,7 +298,7 @@ def _ask_main(number: int) -> None:
 def _kill_all(number: int) -> None:
     for child in active_children():
         child.kill()
-    say("stopped at once; the rounds before this one are saved")
+    say("stopped at once; what is saved stays, and --resume auto goes on from it")
     raise StoppedAtOnce(number)
 
 

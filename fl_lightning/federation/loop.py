@@ -186,7 +186,7 @@ class FederatedLoop:
         with watched(self.settings.worker_timeout, self.advice) as self.watch:
             self._call("on_run_start")
             self.agreement.note_save()
-            self.agreement.settle(self.workers)
+            self.agreement.settle(self.workers, self.round)
             while not self.done:
                 self.advance()
             self.ledger.seconds += self.stopwatch.lap()[SECONDS]  # the last round's save stands in no row
@@ -277,7 +277,7 @@ class FederatedLoop:
         row = self.ledger.write(self.round, reports, self.exchange.pulled(), absent, figures, lap)
         self.patience.see(self.round, row if evaluated else None)
         self._call("on_round_end", row)
-        self.agreement.settle(self.workers)
+        self.agreement.settle(self.workers, self.round)
         if self.settings.checkpoint.due(self.round, self.done, self.agreement.waited):
             saving.save(self)
 

@@ -190,7 +190,8 @@ class Runner:
         with at(round, client, "fit"):
             self.fit(module, data, round) if visit.fit is None else visit.fit()
             self._own, self._memory = visit.own, visit.memory
-            losses, logged = checkups.losses(), module.logged.values
+            losses, said = checkups.losses(), set(module.loss_names)
+            logged = {**module.logged.values, **{name: own for name, own in losses.items() if name not in said}}
             checkups.state(module.entries, self._own)
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:

@@ -124,8 +124,8 @@ class Stack:
             if versions != [tensor._version for tensor in self.layout.tensors()]:
                 self._moved[row] = Rows.empty(self.layout, 1)
                 self._moved[row].put(0)
-            self.attributes.thaw(mark.free)  # phases freeze, after this
-            attributes, mark = self.attributes.taken(), self.attributes.mark()
+            free, attributes, mark = mark.free, self.attributes.taken(), self.attributes.mark()
+            self.attributes.thaw(free)
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
@@ -313,7 +313,6 @@ class Stack:
         """Bring a fitted client into the module, and let method and terms keep what they need."""
         method = self.module.method
         self._bring_back(member, fitted, place)
-        method.fit = member.entered.fit
         set_stream_states(member.streams)
         for term in method.terms.exchanging:
             term.after_fit(method)
@@ -324,7 +323,9 @@ class Stack:
         fitted.wait()
         fitted.rows.load(place)
         self.attributes.restore(member.attributes, member.mark)
+        self.attributes.thaw(self._begun[member.row][2].free)
         self.module.meter = fitted.fit.meter.of(place)
+        self.module.method.fit = member.entered.fit
         _train(self.module)
         check_fit(self.module.method, self.module.meter)
 

@@ -111,8 +111,10 @@ class Crew:
             job.process.kill()
 
     def prune(self, job: Job) -> None:
-        """End a run that is not worth going on with; its last round is saved."""
-        if job.process is not None and job.state == "running" and not job.pruned:
+        """End a run that is not worth going on with, or that has not begun; its last round is saved."""
+        if job.state == "waiting":
+            job.state = "pruned"
+        elif job.process is not None and job.state == "running" and not job.pruned:
             job.pruned = True
             job.process.terminate()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import VARIABLES, CommandLine, said_around, variables
+from fl_lightning.command_line import VARIABLES, CommandLine, bare, said_around, variables
 from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.files import content_of, write_text
@@ -45,6 +45,8 @@ DESCRIPTION = (
 COLUMN = Column("validation", Overlay(), {})
 SETTINGS = "settings"
 """The column of `trials.csv` by which trials of one search are told from those of another."""
+HEAD = ("method", "trial", "state", "choice", "runs", SETTINGS)
+"""The columns of `trials.csv`; after the state stands the monitored figure."""
 
 
 class Tuning:
@@ -73,6 +75,8 @@ class Tuning:
         self.search = search
         self.contenders = [own for own in search.contenders if own.name in (only or (own.name,))]
         self.overrides = tuple(overrides)
+        for contender in self.contenders:
+            _require_free(self.overrides, contender)
         self.cells = output / "cells"
         self.folder = output / "tunes" / search.name
         self.jobs = jobs
@@ -132,10 +136,15 @@ class Tuning:
     def _searched(self, contender: Contender, sampler: Sampler) -> tuple[list[Trial], int]:
         median = Median(self.search)
         trials: list[Trial] = []
-        code = 0
+        code, before = 0, self._pruned_before(contender)
         while batch := self._batch(sampler, contender, len(trials)):
             trials += batch
-            crew_code = self._run_batch(batch, median)
+            for trial in batch:
+                if trial.point in sampler.pruned or _runs(trial) in before:
+                    trial.state = "pruned"  # by an earlier start, which is not judged anew
+            left = [trial for trial in batch if trial.state != "pruned"]
+            crew_code = self._run_batch(left, median) if left else 0
+            before |= {_runs(trial) for trial in left if trial.state == "pruned"}
             for trial in takewhile(lambda trial: trial.state != "stopped", batch):
                 sampler.tell(trial)  # in their order: those behind one that was stopped are told when that has ended
             code = max(code, crew_code, exit_code(self._signals.first) if self._signals.first else 0)
@@ -143,6 +152,12 @@ class Tuning:
                 self._broken_off.add(contender.name)
                 break
         return trials, code
+
+    def _pruned_before(self, contender: Contender) -> set[str]:
+        """The runs of each trial that an earlier start of the same search has pruned."""
+        rows, _ = _written_before(self.folder, str(self.search.monitor))
+        own, settings = rows.get(in_spreadsheet(contender.name), []), self._settings(contender)
+        return {row[-2] for row in own if len(row) == len(HEAD) + 1 and (row[2], row[-1]) == ("pruned", settings)}
 
     def _sampler(self, contender: Contender) -> Sampler:
         if self.search.kind == "grid":
@@ -162,14 +177,12 @@ class Tuning:
 
     def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
         cells = [cell for trial in batch for cell in trial.cells]
-        others = {cell.name for cell in cells if cell.finished}  # those that were there before stay as they are
         with Progress(self.console, cells) as progress:
 
             def told(crew: Crew) -> None:
                 progress(crew)
-                for job in crew.running if self.search.pruning else ():
-                    if median.worse(job.cell):
-                        crew.prune(job)
+                if self.search.pruning:
+                    median.cull(crew, batch)
 
             crew = Crew(cells, self.folder / "logs", self.jobs, self._command, told)
             code = crew.run()
@@ -178,9 +191,9 @@ class Tuning:
             median.look(cell)
         for trial in batch:
             self._judge(trial, [states[cell.name] for cell in trial.cells])
-        for cell in cells:
-            if states[cell.name] == "finished" and cell.name not in others:
-                cell.keep_results()
+        for job in crew.jobs:
+            if job.state in ("finished", "pruned") and job.process is not None:  # others stay as they are
+                job.cell.keep_results()
         refused = (job.said for job in crew.jobs if job.state == "failed" and job.code == REFUSED)
         varied = {key for trial in batch for key in trial.point}
         self.refusal = next((said for said in refused if not _speaks_of(said, varied)), "")
@@ -214,10 +227,10 @@ class Tuning:
 
     def write(self, found: dict[str, list[Trial]]) -> str:
         """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
-        rows_before, lines_before = self._of_others()
+        rows_before, lines_before = _written_before(self.folder, str(self.search.monitor))
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(["method", "trial", "state", str(self.search.monitor), "choice", "runs", SETTINGS])
+        writer.writerow([*HEAD[:3], str(self.search.monitor), *HEAD[3:]])
         lines = [
             f"# {in_markdown(self.search.title)}",
             "",
@@ -238,10 +251,9 @@ class Tuning:
                     lines.append(f"| {in_markdown(contender.name)} | – | – | searched with other settings before |")
                 continue
             for trial in trials:
-                runs = " ".join(cell.name for cell in trial.cells)
                 value = "" if trial.value is None else repr(trial.value)
                 named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
-                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs, settings])
+                writer.writerow([named[0], trial.number, trial.state, value, named[1], _runs(trial), settings])
             best = self.best(trials)
             ended, value, said = self._how_many(contender, trials), "–", "no trial is complete"
             if best is not None:
@@ -266,26 +278,6 @@ class Tuning:
         """How many trials a method has."""
         search = self.search
         return len(grid(contender, search.trials)) if search.kind == "grid" else search.trials
-
-    def _of_others(self) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-        """What the files of an earlier search say of the methods that are not searched now, by their names there.
-
-        Nothing where that search monitored another figure, whose values would stand below this one's name.
-        """
-        rows: dict[str, list[list[str]]] = {}
-        lines: dict[str, list[str]] = {}
-        try:
-            head, *known = csv.reader(content_of(self.folder / "trials.csv").decode().splitlines())
-            table = content_of(self.folder / "tune.md").decode().splitlines()
-        except (OSError, ValueError, csv.Error):
-            return {}, {}
-        if str(self.search.monitor) not in head or head[-1] != SETTINGS:
-            return {}, {}
-        for row in known:
-            rows.setdefault(row[0] if row else "", []).append(row)
-        for line in table:
-            lines[line.removeprefix("| ").partition(" | ")[0]] = [line]
-        return rows, lines
 
     def _explained(self) -> str:
         search, unit = self.search, " in percent" if self.search.monitor.is_share else ""
@@ -357,6 +349,45 @@ def _as_chosen(node: Mapping[str, Any], config: Mapping[str, Any], under: Sequen
         )
         own[section] = content if mine == chosen else chosen
     return own
+
+
+def _written_before(folder: Path, monitor: str) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+    """What the files of an earlier search say of each method, by its name there.
+
+    Nothing where that search monitored another figure, whose values would stand below this one's name.
+    """
+    rows: dict[str, list[list[str]]] = {}
+    lines: dict[str, list[str]] = {}
+    try:
+        head, *known = csv.reader(content_of(folder / "trials.csv").decode().splitlines())
+        table = content_of(folder / "tune.md").decode().splitlines()
+    except (OSError, ValueError, csv.Error):
+        return {}, {}
+    if monitor not in head or head[-1] != SETTINGS:
+        return {}, {}
+    for row in known:
+        rows.setdefault(row[0] if row else "", []).append(row)
+    for line in table:
+        lines[line.removeprefix("| ").partition(" | ")[0]] = [line]
+    return rows, lines
+
+
+def _require_free(overrides: Sequence[str], contender: Contender) -> None:
+    """Refuse options that would be said of every run and heeded in none.
+
+    Raises:
+        ConfigError: naming one of a key that the search sets by itself.
+    """
+    varied = set(map(bare, contender.space))
+    for word in overrides:
+        key = bare(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else ""
+        rule = "is what the search varies: change its space" if key in varied else "is validation in every search"
+        require(key not in varied and key != "data.evaluate_on", f"--{key}", f"{rule}, and leave it out")
+
+
+def _runs(trial: Trial) -> str:
+    """A trial's runs, as `trials.csv` has them."""
+    return " ".join(cell.name for cell in trial.cells)
 
 
 def _classes_first(point: Point) -> list[tuple[str, Any]]:

@@ -17,6 +17,7 @@ import numpy as np
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.files import make_folder, writing
 from fl_lightning.table.cells import Cell
+from fl_lightning.table.running import Crew
 from fl_lightning.tune.space import Contender, Point, Search, grid
 
 LEAST = 3  # runs at the same round that there must be before one is called worse than their median
@@ -46,6 +47,9 @@ class Trial:
 
 class Sampler(ABC):
     """Gives a method's points, one after another, and learns what they are worth."""
+
+    pruned: Sequence[Point] = ()
+    """Those of which it knows that an earlier start pruned them."""
 
     @abstractmethod
     def ask(self) -> tuple[Point, Any] | None:
@@ -150,6 +154,8 @@ class Optuna(Sampler):
             return bool(trial.state == state.FAIL and whole and trial.number not in broken_off)
 
         self._known = [trial for trial in every if trial.state in (state.COMPLETE, state.PRUNED) or failed(trial)]
+        pruned = [trial for trial in self._known if trial.state == state.PRUNED and search.pruning]
+        self.pruned = [self._point(trial.params) for trial in pruned]
         for trial in self._known:
             whole = trial.params.keys() == self._space.keys()
             require(whole, "search", f"trial {trial.number} chose {', '.join(trial.params) or 'nothing'}")
@@ -206,9 +212,10 @@ def _study_of(search: Search, contender: Contender, runs: Sequence[str]) -> str:
 
 
 class Median:
-    """Ends runs that lie below the median of the method's other runs at the same round, as Google Vizier does.
+    """Ends runs that lie below the median of the method's other points at the same round, as Google Vizier does.
 
-    Nothing is ended in the first fifth of the rounds, nor before three runs have come that far.
+    Runs are compared with those of the same seed, which have the same clients; a point of which one run is ended is not
+    gone on with. Nothing is ended in the first fifth of the rounds, nor before three other points have come that far.
 
     Args:
         search: the search.
@@ -217,19 +224,39 @@ class Median:
     def __init__(self, search: Search) -> None:
         self._column = search.monitor.column
         self._sign = 1 if search.maximise else -1
-        self._reached: dict[str, dict[int, float]] = {}
+        self._reached: dict[int, dict[str, dict[int, float]]] = {seed: {} for seed in search.seeds}
+        self._whole: set[str] = set()
+
+    def cull(self, crew: Crew, trials: Sequence[Trial]) -> None:
+        """End what is not worth going on with.
+
+        Args:
+            crew: at work on the runs of some points.
+            trials: the points.
+        """
+        for job in crew.jobs:
+            if job.state == "finished" and job.cell.name not in self._whole:
+                self.look(job.cell)
+                self._whole.add(job.cell.name)
+        lagging = {job.cell.name for job in crew.running if self.worse(job.cell)}
+        own = [{cell.name for cell in trial.cells} for trial in trials]
+        ended = {name for names in own if names & lagging for name in names}
+        for job in crew.jobs:
+            if job.cell.name in ended:
+                crew.prune(job)
 
     def worse(self, cell: Cell) -> bool:
         """Whether a run that goes on is worse than the median of the others at its last round."""
         self.look(cell)
-        own = self._reached.get(cell.name, {})
+        every = self._reached[cell.seed]
+        own = every[cell.name]
         if not own or max(own) < WARM_UP * cell.rounds:
             return False
         round = max(own)
         best = max(self._sign * value for value in own.values())
         others: Sequence[float] = [
             float(np.mean([value for at, value in known.items() if at <= round]))
-            for name, known in self._reached.items()
+            for name, known in every.items()
             if name != cell.name and round in known
         ]
         return len(others) >= LEAST and best < float(np.median([self._sign * value for value in others]))
@@ -238,4 +265,4 @@ class Median:
         """Take up what a run has reached so far."""
         rows = {row["round"]: row.get(self._column) for row in cell.rows()}
         numbers = {at: value for at, value in rows.items() if isinstance(value, (int, float))}
-        self._reached[cell.name] = {at: value for at, value in numbers.items() if math.isfinite(value)}
+        self._reached[cell.seed][cell.name] = {at: value for at, value in numbers.items() if math.isfinite(value)}

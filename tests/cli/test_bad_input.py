@@ -141,6 +141,7 @@ VALUES = [
     ("federation.evaluate.batch_size", 0, ["federation.evaluate.batch_size", ">= 1", "0"]),
     ("federation.checkpoint.keep", 0, ["federation.checkpoint.keep", ">= 1", "0"]),
     ("federation.checkpoint.models", "some", ["federation.checkpoint.models", "auto", "some"]),
+    ("federation.checkpoint", {"every": 0, "models": True}, ["federation.checkpoint.models", "nothing is saved"]),
     ("federation.pool", "tape", ["federation.pool", "memory", "disk", "tape"]),
     ("federation.failures", "often", [*FAILURES, "'often'"]),
     ("federation.failures", None, [*FAILURES, "None"]),

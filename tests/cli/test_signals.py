@@ -100,8 +100,49 @@ def test_second_signal_ends_at_once_with_its_own_code(workplace):
     run.signal(signal.SIGUSR1)
     code, _, err = run.result()
     assert code == 138
-    assert err.splitlines()[1] == "stopped at once; the rounds before this one are saved"
+    saved = sorted((workplace.run / "checkpoints").glob("*.ckpt"))
+    newest = int(saved[-1].stem.removeprefix("round-")) if saved else 0
+    assert err.splitlines()[1] == f"stopped at once; {f'round {newest} is' if saved else 'nothing is'} saved"
     assert err.count("\n") == 2
+
+
+SIGNALLING = """\
+import os
+import signal
+
+from fl_lightning.federation.callbacks import FederationCallback
+
+
+class Signals(FederationCallback):
+    def __init__(self, number: int = 1):
+        self.number = number
+
+    def on_round_end(self, loop, row):
+        for _ in range(self.number):
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def with_signals(workplace, number, *options):
+    workplace.write("signalling.py", SIGNALLING)
+    own = f"[{{class_path: signalling.Signals, init_args: {{number: {number}}}}}]"
+    return workplace.call("fit", "--config", "exp.yaml", "--quiet", "--federation.callbacks", own, *options)
+
+
+def test_signal_after_a_rounds_row_names_the_round_that_is_saved(workplace):
+    """It named the next one, which never began."""
+    code, _, err = with_signals(workplace, 1)
+    assert code == 143
+    assert "stopping once round 1 is saved; again" in err
+    assert [path.name for path in (workplace.run / "checkpoints").glob("*.ckpt")] == ["round-0001.ckpt"]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_second_signal_does_not_say_that_what_is_lost_is_saved(every, workplace):
+    code, _, err = with_signals(workplace, 2, "--federation.checkpoint.every", str(every))
+    assert code == 143
+    assert err.splitlines()[-1] == "stopped at once; nothing is saved"
+    assert not list(workplace.run.glob("checkpoints/*.ckpt"))
 
 
 def test_hangups_of_one_lost_terminal_count_once(workplace):

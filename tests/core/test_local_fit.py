@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fl_lightning.core.method import Method, Phase
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.seeding import derive_seed
 
 
@@ -87,6 +88,23 @@ def test_phases_freeze_exactly_whatever_the_optimizer(mlp, sgd, run_federation):
         assert not same(start, between, "head")
         assert same(between, end, "head")
         assert not same(between, end, "body")
+
+
+class Begins(FedAvg):
+    """Freezes the body as a fit of the first round begins."""
+
+    def on_fit_start(self):
+        self.model.body.requires_grad_(self.facts.round > 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"cohort": 4}, {"graph": "auto"}])
+def test_what_a_method_freezes_as_a_fit_begins_stays_frozen_in_that_fit(options, mlp, run_federation, sgd):
+    """The phase thawed it, in silence."""
+    loop = run_federation(lambda: Begins(mlp()), 2, optimizer=sgd(0.1, momentum=0.9), **options)
+    for round in (1, 2):
+        sent, received = (own[round, 0].weights for own in (loop.diary.sent, loop.diary.received))
+        stood = {name for name in sent if torch.equal(sent[name], received[name])}
+        assert stood == ({name for name in sent if name.startswith("model.body.")} if round == 1 else set())
 
 
 def test_everything_is_thawed_after_a_fit(mlp, run_federation):
@@ -393,6 +411,23 @@ class OnlyLooks(Method):
 def test_a_fit_that_nothing_steps_in_is_refused(mlp, run_federation):
     with pytest.raises(ConfigError, match=r"^method: OnlyLooks.local_step\(\) trains nothing: no step.descend\(\) in"):
         run_federation(lambda: OnlyLooks(mlp()), rounds=1)
+
+
+class OutOfReach(Method):
+    """It steps on losses that say nothing to a parameter."""
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({"cross_entropy": (out.logits.argmax(1) != step.y).float().mean()})
+        step.observe(out)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_fit_whose_losses_reach_no_parameter_is_refused(cohort, mlp, run_federation):
+    with pytest.raises(
+        ConfigError, match=r"^method: OutOfReach trains nothing: in a whole fit its losses \(cross_entropy\)"
+    ):
+        run_federation(lambda: OutOfReach(mlp()), rounds=1, cohort=cohort)
 
 
 class DescendsOnItsOwn(Method):

@@ -7,7 +7,9 @@ from torch import nn
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Phase, Predictor
 from fl_lightning.core.server import Server
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
+from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedprox import FedProx
 
@@ -127,6 +129,118 @@ def test_a_loss_that_is_no_tensor_is_named(mlp, set_up_federation):
     kind = own(local_step=local_step, losses=lambda self: {"pull": 1.0})
     with pytest.raises(ConfigError, match=r"^method: its loss 'pull' must be a scalar tensor, got 0\.5"):
         set_up_federation(lambda: kind(mlp()), rounds=1).run()
+
+
+def steps(**losses):
+    """A local step with losses of its own, some of which are only logged."""
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({**step.values(out), **{name: loss(out) for name, loss in losses.items() if name != "seen"}})
+        step.log({name: loss(out).detach() for name, loss in losses.items() if name == "seen"})
+
+    return local_step
+
+
+def square(out):
+    return out.z.square().mean()
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_part_that_no_phase_has_is_said_where_nothing_else_steps(cohort, mlp, run_federation):
+    """It trained nothing."""
+    kind = own(local_step=lambda self, step: step.descend(step.values(step.forward()), "haed"))
+    with pytest.raises(ConfigError, match=r"^method: Own trains nothing: .* descended on for no part of its phases"):
+        run_federation(lambda: kind(mlp()), 1, cohort=cohort)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_value_logged_as_the_loss_is_refused(cohort, mlp, run_federation):
+    """It stood in the column of the sum."""
+    kind = own(local_step=lambda self, step: step.log({"loss": step.values(step.forward())["cross_entropy"]}))
+    with pytest.raises(ConfigError, match=r"^method: Own\.local_step\(\) logs 'loss', which is the sum"):
+        run_federation(lambda: kind(mlp()), 1, cohort=cohort)
+
+
+@pytest.mark.parametrize(("name", "whose"), [("loss", "the sum of all losses"), ("proximal", "one of its terms")])
+def test_losses_named_as_others_are_refused(name, whose, mlp, set_up_federation):
+    """They took the others' columns, and their gradients."""
+    kind = own(local_step=steps(**{name: square}), losses=lambda self: {name: 0.5})
+    with pytest.raises(ConfigError, match=rf"^method: Own\.losses\(\) names '{name}', which is {whose}: give it"):
+        set_up_federation(lambda: kind(mlp(), extra_terms=[Proximal(0.5)]))
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_an_extra_term_that_no_step_computes_is_refused(cohort, mlp, run_federation):
+    """It did nothing, in silence."""
+    kind = own(local_step=lambda self, step: step.descend({"cross_entropy": step.task_loss(step.forward())}))
+    rule = r"^method\.extra_terms: Own\.local_step\(\) does not compute Proximal: descend on step\.values\(out\), which"
+    with pytest.raises(ConfigError, match=rule):
+        run_federation(lambda: kind(mlp(), extra_terms=[Proximal(0.5)]), 1, cohort=cohort)
+    run_federation(lambda: kind(mlp(), extra_terms=[Proximal(0.0)]), 1, cohort=cohort)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_what_a_step_logs_is_written_whether_it_is_named_or_not(cohort, mlp, run_federation):
+    """Of what `losses` did not name nothing was to be seen."""
+    kind = own(local_step=steps(seen=square))
+    report = run_federation(lambda: kind(mlp()), 1, cohort=cohort).diary.reports[1, 0]
+    assert report.logged == {"seen": report.losses["seen"]}
+    named = own(local_step=steps(seen=square), losses=lambda self: {"seen": 0.0})
+    report = run_federation(lambda: named(mlp()), 1, cohort=cohort).diary.reports[1, 0]
+    assert report.logged == {}
+    assert "seen" in report.losses
+
+
+class OfOneElement(Term):
+    """A scalar that has kept a dimension."""
+
+    def forward(self, host, out):
+        return out.z.square().mean().reshape(1)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_losses_of_one_element_are_scalars(cohort, mlp, run_federation):
+    """The fit ended in torch's words about stacks."""
+    reshaped = own(local_step=steps(push=lambda out: square(out).reshape(1)), losses=lambda self: {"push": 0.5})
+    plain = own(local_step=steps(push=square), losses=lambda self: {"push": 0.5})
+    one, other = (run_federation(lambda k=k: k(mlp()), 1, cohort=cohort).diary.reports[1, 0] for k in (reshaped, plain))
+    assert one.losses == pytest.approx(other.losses, abs=1e-6)
+    as_term = run_federation(lambda: FedAvg(mlp(), extra_terms=[OfOneElement(0.5)]), 1, cohort=cohort)
+    assert as_term.diary.reports[1, 0].losses["loss"] == pytest.approx(one.losses["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_a_vector_that_is_logged_is_named(cohort, mlp, run_federation):
+    kind = own(local_step=steps(seen=lambda out: out.z.square().mean(1)))
+    with pytest.raises(
+        ConfigError, match=r"^method: its loss 'seen' must be a scalar tensor, not one of shape \[\d+\]"
+    ):
+        run_federation(lambda: kind(mlp()), 1, cohort=cohort)
+
+
+class Unmade(Term):
+    """It forgets its class."""
+
+    def __init__(self):
+        self.name_of_it = "unmade"
+
+
+def test_a_term_that_forgets_its_class_is_refused(mlp):
+    with pytest.raises(
+        ConfigError, match=r"^method\.extra_terms: Unmade\.__init__\(\) must call super\(\)\.__init__\("
+    ):
+        FedAvg(mlp(), extra_terms=[Unmade()])
+
+
+def test_layers_that_have_no_size_after_setup_are_refused(mlp, set_up_federation):
+    def setup(self):
+        self.side = nn.LazyLinear(3)
+
+    with pytest.raises(
+        ConfigError, match=r"^method: Own's side\.weight has no size yet: setup\(\) must give its layers"
+    ):
+        set_up_federation(lambda: own(setup=setup)(mlp()))
 
 
 class Anchors(FedAvg):

@@ -433,14 +433,14 @@ class EvaluatesSome(FedAvg):
         self.model.body.train(self.facts.client % 2 == 0)
 
 
-class FreezesTooLate(FedAvg):
-    """What is frozen when the optimizers are made already is thawed by the phase."""
+class FreezesLate(FedAvg):
+    """What is frozen when the optimizers are made already."""
 
     def on_fit_start(self):
         self.model.body.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", [FreezesSome, RestsSome, EvaluatesSome, FreezesTooLate])
+@pytest.mark.parametrize("kind", [FreezesSome, RestsSome, EvaluatesSome, FreezesLate])
 def test_clients_whose_phases_or_modes_differ_keep_their_own(kind, both):
     both(lambda: kind(with_batch_norm()))
 

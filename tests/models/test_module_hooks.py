@@ -634,3 +634,18 @@ def test_what_a_module_sets_of_its_trainer_is_not_ignored():
     rule = r"self\.trainer\.should_stop cannot be set in a federated fit; on_train_batch_start ends an epoch"
     with pytest.raises(ConfigError, match=rule):
         wrapped(Stops())
+
+
+class Begins(Plain):
+    """Freezes its hidden layer as a fit begins."""
+
+    def on_fit_start(self):
+        self.hidden.requires_grad_(False)
+
+
+def test_what_a_module_freezes_as_a_fit_begins_stays_frozen(run_federation):
+    """As by itself; the phase thawed it, in silence."""
+    loop = run_federation(lambda: FedAvg(wrapped(Begins())), 1)
+    sent, received = (own[1, 0].weights for own in (loop.diary.sent, loop.diary.received))
+    stood = {name for name in sent if torch.equal(sent[name], received[name])}
+    assert stood == {name for name in sent if "hidden" in name} != set()

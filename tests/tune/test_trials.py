@@ -149,9 +149,9 @@ def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
         Optuna(search, search.contenders[0], tmp_path)
 
 
-def run(name, values, rounds=10, column="Local-T"):
+def run(name, values, rounds=10, column="Local-T", seed=0):
     rows = [{"round": n + 1, column: value} for n, value in enumerate(values)]
-    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={})
+    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={}, seed=seed)
 
 
 def test_what_lies_below_the_median_of_the_others_is_ended(search):
@@ -162,6 +162,89 @@ def test_what_lies_below_the_median_of_the_others_is_ended(search):
     assert not median.worse(run("good", [0.1, 0.65]))
     assert not median.worse(run("young", [0.1]))  # in the first fifth of the rounds
     assert not median.worse(run("blind", []))
+
+
+def test_runs_are_held_against_those_of_their_own_seed(tmp_path):
+    """A hard split was worse than the median of all, and a point that was better on each was ended for it."""
+    (tmp_path / "s.yaml").write_text(SEARCH + "seeds: [0, 1, 2]\n")
+    median = Median(read_search(tmp_path / "s.yaml"))
+    for trial in range(4):
+        for seed, level in enumerate((0.9, 0.88, 0.7)):
+            assert not median.worse(run(f"run{trial}-{seed}", [level + 0.01 * trial] * 10, seed=seed))
+    assert median.worse(run("bad", [0.69] * 10, seed=2))
+
+
+class Working:
+    """Runs at work, of which some are asked to end."""
+
+    def __init__(self, **states):
+        self.jobs = [SimpleNamespace(cell=cell, state=state) for cell, state in states.values()]
+        self.pruned = []
+
+    @property
+    def running(self):
+        return [job for job in self.jobs if job.state == "running"]
+
+    def prune(self, job):
+        self.pruned.append(job.cell.name)
+
+
+def test_a_point_of_which_one_run_is_ended_is_not_gone_on_with(search):
+    """Its other runs went on to their ends, for nothing; what had ended just now counted in the next batch alone."""
+    median = Median(search)
+    ended = [run(f"run{number}", [level] * 10) for number, level in enumerate((0.5, 0.6, 0.7))]
+    bad, beside, other = run("bad", [0.1] * 3), run("beside", [0.9] * 3), run("other", [0.9] * 3)
+    states = {cell.name: (cell, "finished") for cell in ended}
+    states |= {"bad": (bad, "running"), "beside": (beside, "waiting"), "other": (other, "running")}
+    crew = Working(**states)
+    median.cull(crew, [Trial(0, {}, [bad, beside]), Trial(1, {}, [other]), *(Trial(2, {}, [cell]) for cell in ended)])
+    assert crew.pruned == ["bad", "beside"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["grid", "optuna"])
+def test_what_was_pruned_stays_so_when_the_search_is_started_again(kind, tmp_path):
+    """It was run to its end, for by then fewer runs were under way that it could be held against."""
+    if kind == "optuna":
+        pytest.importorskip("optuna")
+    text = SEARCH.replace("search: optuna", f"search: {kind}\npruning: true").replace(
+        "{low: 0.0, high: 1.0}", "[0.1, 0.2]"
+    )
+    ran = []
+
+    def start(said):
+        (tmp_path / "s.yaml").write_text(said)
+        tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
+        tuning.cells_at = lambda contender, point: [run(json.dumps(sorted(point.items())), [])]
+        tuning._write_overlay = lambda *_: None
+
+        def run_batch(batch, median):
+            for trial in batch:
+                ran.append(trial.point)
+                bad = trial.point["optimizer.init_args.lr"] == 0.1
+                trial.state, trial.value = ("pruned", None) if bad else ("complete", 0.5)
+            return 0
+
+        tuning._run_batch = run_batch
+        _, found = tuning.run()
+        tuning.write(found)
+        return (tuning.folder / "trials.csv").read_bytes()
+
+    first, asked = start(text), len(ran)
+    assert start(text) == first
+    again = ran[asked:]
+    assert all(point["optimizer.init_args.lr"] != 0.1 for point in again)
+    start(text.replace("pruning: true", "pruning: false"))  # another search, which prunes nothing
+    assert any(point["optimizer.init_args.lr"] == 0.1 for point in ran[asked + len(again) :])
+
+
+@pytest.mark.parametrize("option", ["--optimizer.lr=0.5", "--optimizer.init_args.lr=0.5", "--data.evaluate_on=test"])
+def test_an_option_that_no_run_would_heed_is_refused(option, search, tmp_path):
+    """`tune.md` and the overlay said that every run was started with it."""
+    key = option.partition("=")[0].replace(".init_args", "")
+    with pytest.raises(ConfigError, match=rf"^{key}: is (what the search varies|validation in every search)"):
+        Tuning(search, tmp_path, 1, None, None, [option])
 
 
 def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path):

@@ -80,8 +80,8 @@ def relations(lines: Sequence[Series], found: Sequence[Heads], measured: bool = 
     after = "the mean prediction for each class's training samples, by their own client's trained model"
     text = (
         f"SL: {after if measured else collected}; CR: the softmax of each row of W Wᵀ, W the "
-        "global classification layer, or the mean over clients' own where there is no global one. "
-        "Each matrix has its own scale of colours."
+        f"global classification layer, or the mean over clients' own (the first {MOST_MODELS}, if there are more) "
+        "where there is no global one. Each matrix has its own scale of colours."
     )
     columns = {"label": "run", "what": "matrix", "i": "class", "j": "says of class", "v": "share"}
     texts, title = {"what": kinds, "i": names, "j": names}, "Soft labels and class relation"
@@ -127,7 +127,8 @@ def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
     }
     text = (
         "One point a client and class of each line's first run: the norm of the class's row in the client's own "
-        "classification layer over the mean of its rows, against the class's share of the client's samples."
+        "classification layer over the mean of its rows, against the class's share of the client's samples; "
+        f"of the first {MOST_MODELS} clients, and about {MOST_DOTS} points a line, if there are more."
     )
     heads = {"label": "run", "client": "client", "held": "class", "x": "share, %", "y": "relative norm"}
     yield Figure("norms", SECTION, "Norm of weights against share", text, spec, rows.columns, heads, {"held": names})
