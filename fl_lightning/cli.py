@@ -203,8 +203,8 @@ def _fit_and_show(
             summary = experiment.fit(resume, overwrite, callbacks=shown)
         except StoppedAtOnce as stopped:
             kept = experiment.loop.checkpoints
-            saved = [round_of(path) for path in kept.all()] if kept is not None else []
-            say(f"stopped at once; {f'round {saved[-1]} is saved' if saved else 'nothing is saved'}")
+            rounds = [round_of(path) for path in kept.all()] if kept is not None else []
+            say(f"stopped at once; {f'round {rounds[-1]} is saved' if rounds else 'nothing is saved'}")
             return exit_code(stopped.number)
         except RoundError as error:  # every process of the run knows it
             if TRACEBACK in os.environ:
