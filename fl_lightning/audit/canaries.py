@@ -1,8 +1,10 @@
 """A one-shot audit: clients that send a random direction, and how much of it is found in what leaves the server.
 
 Andrew, Kairouz, Oh, Oprea, McMahan, Suriyakumar, "One-shot Empirical Privacy Estimation for Federated Learning", ICLR
-2024: k canaries take part in one run; in d dimensions the cosine of a canary that did not take part with what was
-released is N(0, 1/d), that of one that did is N(μ, σ²), and ε is that of telling the two apart.
+2024: k canaries take part in one run; the cosine of a canary that did not take part with what was released is N(0, ν²),
+that of one that did is N(μ, σ²), and ε is that of telling the two apart. In the paper ν² is 1/d, of d values. Where a
+message is clipped in G groups g of d_g values, canaries are as long in each of them, but what was released, f, is not,
+and ν² = Σ_g (|f_g|² / d_g) / (G |f|²).
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Estimate:
         dimensions: d.
         mean: of the canaries' cosines.
         std: of them.
-        epsilon_point: ε of N(0, 1/d) against N(mean, std²), Andrew et al.'s estimate.
+        null: ν, of those that did not take part.
+        rounds: the run's.
+        epsilon_point: ε of N(0, ν²) against N(mean, std²), Andrew et al.'s estimate.
         epsilon_at_least: the same at the end of the 99.9 % confidence intervals of mean and std that gives the least:
             what the audit claims.
         epsilon_accounted: what the accountant says that it is at most; None without noise.
@@ -55,6 +59,8 @@ class Estimate:
     dimensions: int
     mean: float
     std: float
+    null: float
+    rounds: int
     epsilon_point: float
     epsilon_at_least: float
     epsilon_accounted: float | None
@@ -76,6 +82,8 @@ class Canaries(FederationCallback):
     def __init__(self, number: int, seed: int) -> None:
         self.number = number
         self.seed = seed
+        self.coding: Coding | None = None
+        """How messages are laid out, once one has come."""
         self.directions: Tensor | None = None
         self.found: Tensor | None = None
         """[P] what was released so far, every coordinate over its clipping norm."""
@@ -98,7 +106,7 @@ class Canaries(FederationCallback):
             if coding is None:  # nobody has sent anything so far, so that nobody knows how canaries are laid out
                 close()
                 return
-            scale = _scale(coding, mean.norms)
+            self.coding, scale = coding, _scale(coding, mean.norms)
             directions = self._drawn(coding)
             for index in taking:
                 packed = Clipped.of(directions[index] * scale, coding)
@@ -138,7 +146,23 @@ def _scale(coding: Coding, norms: tuple[float, float]) -> Tensor:
     return scale
 
 
-def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str], None]) -> Estimate | None:
+def null_deviation(coding: Coding, released: Tensor) -> float:
+    """ν: how the cosine of a direction that did not take part spreads.
+
+    Args:
+        coding: how messages are laid out.
+        released: [P] what was released, every coordinate over its clipping norm.
+    """
+    sizes = [(float(released[part].square().sum()), len(released[part])) for part in coding.groups]
+    whole = sum(size for size, _ in sizes) * len(sizes)
+    if not whole:  # nothing was, not even noise
+        return float(coding.size**-0.5)
+    return math.sqrt(sum(size / values for size, values in sizes) / whole)
+
+
+def audit_canaries(
+    experiment: BuiltExperiment, number: int, tell: Callable[[str], None], rounds: int | None = None
+) -> Estimate | None:
     """Run a federation again, in memory, with canaries among its clients; None where no `ClipAndNoise` is in its wire.
 
     Noise at the server: what the mean of all rounds says of a canary. Noise at the client: what all its messages say.
@@ -147,6 +171,7 @@ def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str
         experiment: not yet set up.
         number: k.
         tell: is told what happens.
+        rounds: that the run has made; None takes all that it is to make.
 
     Raises:
         ConfigError: for too few canaries to say anything.
@@ -159,44 +184,48 @@ def audit_canaries(experiment: BuiltExperiment, number: int, tell: Callable[[str
     experiment.setup(in_memory=True)
     loop, watch = experiment.loop, Canaries(number, experiment.seed)
     loop.callbacks = [watch] if settings.where == "server" else []
-    tell(f"{experiment.name}: {loop.settings.rounds} rounds with {number} canaries")
+    rounds = loop.settings.rounds if rounds is None else min(rounds, loop.settings.rounds)
+    tell(f"{experiment.name}: {rounds} rounds with {number} canaries")
     assert loop.account is not None
     if settings.where == "server":
-        _run(loop)
+        _run(loop, rounds)
         found, drawn = watch.found, watch.directions
         if found is None or drawn is None:
             raise ConfigError("audit --canaries", NOBODY)
-        dimensions = drawn.shape[1]
+        assert watch.coding is not None
+        coding, null = watch.coding, null_deviation(watch.coding, found)
         cosines = (drawn.double() @ found) / (drawn.double().norm(dim=1) * found.norm())
     else:
-        _run(loop, until=lambda: settings.coding is not None)  # how a message is laid out, the first one tells
+        _run(loop, rounds, lambda: settings.coding is not None)  # how a message is laid out, the first one tells
         if settings.coding is None:
             raise ConfigError("audit --canaries", NOBODY)
-        dimensions = settings.coding.size
-        cosines = _messages(loop, settings, settings.coding, number)
-    accounted = loop.account.epsilon(loop.settings.rounds)
-    return estimate(cosines.numpy(), dimensions, accounted, settings.delta)
+        coding = settings.coding
+        noise = deviations(coding, settings.norms, settings.noise_multiplier) / _scale(coding, settings.norms)
+        null = null_deviation(coding, noise)
+        cosines = _messages(
+            loop.account.mechanism(rounds).times, noise, directions(coding, number, loop.seed), loop.seed
+        )
+    accounted = loop.account.epsilon(rounds)
+    return estimate(cosines.numpy(), coding.size, accounted, settings.delta, null, rounds)
 
 
-def _run(loop: FederatedLoop, until: Callable[[], bool] = lambda: False) -> None:
+def _run(loop: FederatedLoop, rounds: int, until: Callable[[], bool] = lambda: False) -> None:
     loop._call("on_run_start")
-    while loop.round < loop.settings.rounds and not until():
+    while loop.round < rounds and not until():
         loop.advance()
 
 
-def _messages(loop: FederatedLoop, settings: ClipAndNoise, coding: Coding, number: int) -> Tensor:
+def _messages(times: int, noise: Tensor, drawn: Tensor, seed: int) -> Tensor:
     """[k] cosines of canaries with the sum of their own messages, each under its own noise."""
-    assert loop.account is not None
-    times = loop.account.mechanism(loop.settings.rounds).times
-    scale = _scale(coding, settings.norms)
-    noise = deviations(coding, settings.norms, settings.noise_multiplier) / scale
-    drawn = directions(coding, number, loop.seed).double()
-    stream = torch_generator(loop.seed, "canaries/noise")
+    drawn = drawn.double()
+    stream = torch_generator(seed, "canaries/noise")
     sums = times * drawn + times**0.5 * noise * torch.randn(drawn.shape, generator=stream, dtype=torch.float64)
     return torch.nn.functional.cosine_similarity(drawn, sums)
 
 
-def estimate(cosines: np.ndarray, dimensions: int, accounted: float, delta: float) -> Estimate:
+def estimate(
+    cosines: np.ndarray, dimensions: int, accounted: float, delta: float, null: float | None = None, rounds: int = 1
+) -> Estimate:
     """ε from the canaries' cosines.
 
     Args:
@@ -204,8 +233,10 @@ def estimate(cosines: np.ndarray, dimensions: int, accounted: float, delta: floa
         dimensions: d.
         accounted: the accountant's ε.
         delta: δ.
+        null: ν; None takes that of one group.
+        rounds: of the run.
     """
-    number, null = len(cosines), dimensions**-0.5
+    number, null = len(cosines), dimensions**-0.5 if null is None else null
     mean, std = float(cosines.mean()), float(cosines.std(ddof=1))
     tail = (1 - CONFIDENCE) / 2
     least_mean = max(0.0, mean - float(norm.isf(tail)) * std / math.sqrt(number))
@@ -216,6 +247,8 @@ def estimate(cosines: np.ndarray, dimensions: int, accounted: float, delta: floa
         dimensions,
         mean,
         std,
+        null,
+        rounds,
         told_apart(mean, std, null, delta),
         told_apart(least_mean, least_std, null, delta),
         accounted if math.isfinite(accounted) else None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.audit.canaries import Estimate, audit_canaries
-from fl_lightning.audit.inversion import Inversion, Victim, choose_victim, invert
+from fl_lightning.audit.inversion import Inversion, Victim, choose_victim, invert, make_one_step
 from fl_lightning.audit.matching import Attack
 from fl_lightning.audit.page import draw_curves, draw_reconstructions, write_page
 from fl_lightning.configuration import read_config
@@ -20,6 +20,7 @@ from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.files import write_text
 from fl_lightning.parser import resolve
+from fl_lightning.report.record import read_rows
 from fl_lightning.trust import Trust
 
 
@@ -69,7 +70,7 @@ def run_audit(
                 victims.append(victim)
                 found += own
         if canaries:
-            for name, estimate in _estimates(_experiments(runs, trust), canaries, tell):
+            for name, estimate in _estimates(_experiments(runs, trust), [*map(_rounds, runs)], canaries, tell):
                 estimates[name] = estimate
     except BaseException:
         if found or estimates:
@@ -113,6 +114,12 @@ def _experiment(run: Path, trust: Trust) -> BuiltExperiment:
     return BuiltExperiment(resolve(read_config(run / "config.yaml"), trust))
 
 
+def _rounds(run: Path) -> int | None:
+    """How many rounds a run has made; None where it has written none down."""
+    rows = read_rows(run / "metrics.csv") if (run / "metrics.csv").is_file() else []
+    return int(rows[-1]["round"] or 0) or None if rows else None
+
+
 def _experiments(runs: Sequence[Path], trust: Trust) -> list[BuiltExperiment]:
     """The runs, of which those of one name go by their folders, as seen from the one that all lie in."""
     found = [_experiment(run, trust) for run in runs]
@@ -129,6 +136,7 @@ def _inversions(
     """The attacks on every run, all on the same images."""
     first: Victim | None = None
     for experiment in experiments:
+        make_one_step(experiment, images)
         experiment.setup(in_memory=True)
         victim = choose_victim(experiment.loop, images)
         first = victim if first is None else first
@@ -138,9 +146,15 @@ def _inversions(
             raise ConfigError("audit", f"{rule} {victim.client}")
         own = invert(experiment, victim, attack, noise, _every(attack.steps, experiment.name, tell))
         for each in own:
-            end = "sends nothing that can be followed"
-            tell(f"{each.label}: {end if each.found is None else f'{float(each.found.curves[-1].mean()):.1f} dB'}")
+            tell(f"{each.label}: {_end_of(each)}")
         yield victim, own
+
+
+def _end_of(own: Inversion) -> str:
+    if own.found is not None:
+        return f"{float(own.found.curves[-1].mean()):.1f} dB"
+    hidden = f"sends {own.message} values that this search cannot follow: another one might"
+    return hidden if own.message else "sends nothing"
 
 
 def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int], None]:
@@ -152,11 +166,11 @@ def _every(steps: int, name: str, tell: Callable[[str], None]) -> Callable[[int]
 
 
 def _estimates(
-    experiments: Sequence[BuiltExperiment], canaries: int, tell: Callable[[str], None]
+    experiments: Sequence[BuiltExperiment], made: Sequence[int | None], canaries: int, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, Estimate | None]]:
-    for experiment in experiments:
+    for experiment, rounds in zip(experiments, made, strict=True):
         try:
-            own = audit_canaries(experiment, canaries, tell)
+            own = audit_canaries(experiment, canaries, tell, rounds)
         except RoundError as error:
             raise ConfigError("audit --canaries", f"{experiment.name}: {' '.join(str(error).split())}") from error
         if own is None:
@@ -169,11 +183,14 @@ def _estimates(
 
 def _as_dict(own: Inversion) -> dict[str, Any]:
     if own.found is None:
-        return {"label": own.label, "attacked_values": own.sent, "psnr": None, "curves": None}
+        return {**_sizes(own), "psnr": None, "curves": None}
     curves = own.found.curves
     return {
-        "label": own.label,
-        "attacked_values": own.sent,
+        **_sizes(own),
         "psnr": [round(value, 3) for value in curves[-1].tolist()],
         "curves": [[round(value, 3) for value in row] for row in curves.tolist()],
     }
+
+
+def _sizes(own: Inversion) -> dict[str, Any]:
+    return {"label": own.label, "attacked_values": own.sent, "sent_values": own.message, "step": own.step}

@@ -23,7 +23,7 @@ from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.seeding import seed_global_streams, torch_generator
 
 STEP = 1e-3
-"""Learning rate of the one step of plain SGD that the client makes."""
+"""Learning rate of the one step of plain SGD that the client makes, where its message passes no filter."""
 FIRST = 1
 """The round that is attacked: the first, in which all that a client is made of is known."""
 
@@ -34,13 +34,19 @@ class Inversion:
 
     Args:
         label: the run's, and what was done to its message.
+        blurred: whether noise was put on it.
         found: images and curves; None where nothing was sent that could be attacked.
         sent: what was attacked: parameters and class means, in values.
+        message: all values of the message.
+        step: learning rate of the client's step; under filters the run's own, for they change small updates more.
     """
 
     label: str
+    blurred: bool
     found: Found | None
     sent: int
+    message: int
+    step: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class Victim:
     images: Tensor
     bounds: tuple[Tensor, Tensor]
     data: ClientData
+
+
+def make_one_step(experiment: BuiltExperiment, number: int) -> None:
+    """Let clients of a run make one step a fit, on all of so many samples; before the run is set up."""
+    experiment.loop.settings = replace(experiment.loop.settings, local_epochs=1, local_steps=None)
+    experiment.data.batch_size, experiment.data.drop_last = number, False
 
 
 def choose_victim(loop: FederatedLoop, number: int) -> Victim:
@@ -100,11 +112,12 @@ def invert(
 ) -> Any:
     """Attack what the victim sends under a run's configuration, as it is and with noise.
 
-    The client receives what it receives in round 1, makes one step of plain SGD on its images, and sends; its message
-    passes the run's wire. The attacker knows the weights before, the classes, and the method; not what it draws.
+    The client receives what it receives in round 1, makes one step of plain SGD on its images (a phase that has epochs
+    of its own makes as many), and sends; its message passes the run's wire. The attacker knows the weights before, the
+    classes, and the method; not what it draws.
 
     Args:
-        experiment: the run, set up.
+        experiment: the run, set up after `make_one_step`.
         victim: whose message.
         attack: how images are sought.
         noise: the standard deviation of Gaussian noise on a second copy of the message, in units of the update's root
@@ -115,30 +128,39 @@ def invert(
         A list of `Inversion`, the message as it is sent first.
     """
     loop, seed = experiment.loop, experiment.seed
-    believed, before, message = _one_step(loop, victim)
-    gradients = _gradients(believed, before, message)
+    step = _rate(loop) if loop.settings.wire else STEP
+    believed, before, message = _one_step(loop, victim, step)
+    gradients = _gradients(believed, before, message, step)
     means = _class_means(believed, message, victim)
     target = Target(believed, gradients, means, victim.y, victim.bounds, tuple(victim.x.shape))
     name, method = experiment.name, experiment.method_name
     label = method if name == method else f"{method} ({name})"
-    found = [_attacked(label, target, attack, seed, victim, report)]
+    about = message.num_params, step
+    found = [Inversion(label, False, *_attacked(target, attack, seed, victim, report), *about)]
     if noise > 0 and not target.is_empty:
         rows = None if means is None else (_blurred({"means": means[0]}, noise, seed)["means"], means[1])
         blurred = replace(target, gradients=_blurred(gradients, noise, seed), means=rows)
-        found.append(_attacked(f"{label} + noise {noise:g}", blurred, attack, seed, victim, report))
+        own = _attacked(blurred, attack, seed, victim, report)
+        found.append(Inversion(f"{label} + noise {noise:g}", True, *own, *about))
     return found
 
 
 def _attacked(
-    label: str, target: Target, attack: Attack, seed: int, victim: Victim, report: Callable[[int], None]
-) -> Inversion:
+    target: Target, attack: Attack, seed: int, victim: Victim, report: Callable[[int], None]
+) -> tuple[Found | None, int]:
     sent = sum(g.numel() for g in target.gradients.values())
     sent += 0 if target.means is None else target.means[0].numel()
-    found = None if target.is_empty else search(target, attack, seed, victim.images, report)
-    return Inversion(label, found, sent)
+    return None if target.is_empty else search(target, attack, seed, victim.images, report), sent
 
 
-def _one_step(loop: FederatedLoop, victim: Victim) -> tuple[ClientModule, dict[str, Tensor], Message]:
+def _rate(loop: FederatedLoop) -> float:
+    """The learning rate of the run's optimizer."""
+    settings = loop.runner.modules[0].settings
+    assert settings is not None, "`settings` is set by the runner"
+    return float(settings.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"])
+
+
+def _one_step(loop: FederatedLoop, victim: Victim, step: float) -> tuple[ClientModule, dict[str, Tensor], Message]:
     """The client before its step, its parameters then, and what is heard of it after."""
     runner, client = loop.runner, victim.client
     loop.exchange.open(FIRST, [client])
@@ -147,7 +169,7 @@ def _one_step(loop: FederatedLoop, victim: Victim) -> tuple[ClientModule, dict[s
     received = loop.wire.down(loop.exchange.inbox(client), FIRST)
     runner.receive(module, received, victim.data, facts)
     believed = copy.deepcopy(module)
-    settings = FitSettings(lambda parameters: torch.optim.SGD(parameters, lr=STEP), local_epochs=1)
+    settings = FitSettings(lambda parameters: torch.optim.SGD(parameters, lr=step), local_epochs=1)
     module.settings, believed.settings, kept = settings, settings, module.settings
     before = {name: tensor.detach().clone() for name, tensor in module.method.state_dict().items()}
     runner.fit(module, victim.data, FIRST)
@@ -164,7 +186,7 @@ def _heard(loop: FederatedLoop, message: Message, before: dict[str, Tensor]) -> 
     return private[0].alone(packed, before, loop.seed) if isinstance(packed, Clipped) else message
 
 
-def _gradients(believed: ClientModule, before: dict[str, Tensor], message: Message) -> dict[str, Tensor]:
+def _gradients(believed: ClientModule, before: dict[str, Tensor], message: Message, step: float) -> dict[str, Tensor]:
     """What the update says of each parameter's gradient; of artifacts those that are parameters."""
     sent = dict(message.weights)
     for name in before:
@@ -173,7 +195,7 @@ def _gradients(believed: ClientModule, before: dict[str, Tensor], message: Messa
         if isinstance(value, Tensor) and value.shape == before[name].shape:
             sent[name] = value
     trained = {name for name, _ in believed.method.named_parameters()}
-    moved = {name: (before[name] - t.to(before[name])) / STEP for name, t in sent.items() if name in trained}
+    moved = {name: (before[name] - t.to(before[name])) / step for name, t in sent.items() if name in trained}
     return {name: gradient for name, gradient in moved.items() if gradient.abs().max() > 0}
 
 

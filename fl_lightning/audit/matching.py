@@ -198,6 +198,7 @@ def _distance(target: Target, attack: Attack, x: Tensor) -> Tensor:
     """How far the simulated step is from what was sent, and how rough the images are."""
     names = {name: p for name, p in target.module.method.named_parameters() if name in target.gradients}
     total = attack.variation * total_variation(x)
+    x = x.to(next(target.module.method.parameters()).dtype)  # the search itself is in float32
     if names:
         found = simulated(target.module, x, target.y, {id(p): name for name, p in names.items()})
         pairs = [(found[name].flatten(), target.gradients[name].flatten()) for name in names if name in found]

@@ -142,18 +142,20 @@ def _inversion_section(said: Mapping[str, Any], truth: Tensor, found: Sequence[I
     for own in found:
         name = html.escape(own.label)
         if own.found is None:
-            rows.append(
-                f'<tr><th>{name}</th><td colspan="{len(truth) + 1}">nothing was sent that it could follow</td></tr>'
-            )
+            some = f"{own.message:,} values were sent, and none that it could follow: another attack might"
+            why = some if own.message else "nothing was sent that it could follow"
+            rows.append(f'<tr><th>{name}</th><td colspan="{len(truth) + 1}">{why}</td></tr>')
             continue
         last = own.found.curves[-1]
         cells = [_cell(i, f"{v:.1f} dB") for i, v in zip(own.found.images, last.tolist(), strict=True)]
         rows.append(f"<tr><th>{name}</th>" + "".join(cells) + f"<td><b>{last.mean():.1f} dB</b></td></tr>")
+    steps = "; ".join(f"{html.escape(own.label)} {own.step:g}" for own in found if not own.blurred)
     how = f"{settings['steps']} steps of gradient matching ({settings['objective']})"
     note = (
         "The client makes one step of plain SGD on these images in round 1 and sends what its method sends. The "
         "attacker knows the weights before, the classes and the method, and not what the method draws: its best case. "
-        "A low figure says that this attack failed, not that no attack can succeed."
+        "A low figure says that this attack failed, not that no attack can succeed. Under filters on the wire the step "
+        f"is of the run's own learning rate, for they change small updates more than large ones. Its rate: {steps}."
     )
     return [
         "<h2>Images read off a client's message</h2>",
@@ -176,10 +178,11 @@ def _cell(image: Tensor, text: str = "") -> str:
 
 def _looks(found: Sequence[Inversion]) -> list[tuple[str, bool]]:
     """Each attack's colour, the run's own, and whether its line is broken: under noise."""
-    runs = list(dict.fromkeys(own.label.partition(" + ")[0] for own in found))
-    return [
-        (RUN_COLORS[runs.index(run) % 6], bool(noise)) for run, _, noise in (o.label.partition(" + ") for o in found)
-    ]
+    looks, run = [], -1
+    for own in found:
+        run += not own.blurred
+        looks.append((RUN_COLORS[run % 6], own.blurred))
+    return looks
 
 
 def _svg(found: Sequence[Inversion]) -> str:

@@ -349,6 +349,7 @@ class Step:
         """
         assert self._bench.descent is not None, "a step outside a fit cannot descend"
         self._require_steps()
+        self._bench.method.fit.by_hand = True
         self._bench.descent.follow(gradients, parameters, self.steps_now if steps_now is None else steps_now)
 
     def _require_steps(self) -> None:

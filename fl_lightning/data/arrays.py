@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,10 @@ class Arrays:
         check(len(self.y) > 0, "there is not a single sample")
         check(self.x.ndim >= 2, f"x must be [N, ...] with at least one axis for the sample, is {_kind(self.x)}")
         check(len(self.x) == len(self.y), f"x has {len(self.x)} samples but y has {len(self.y)} labels")
+        try:
+            self.num_train = operator.index(self.num_train)  # a tensor's number, too
+        except TypeError:
+            check(False, f"num_train must be a whole number; it is {self.num_train!r}")
         check(
             1 <= self.num_train <= len(self.y),
             f"num_train must be in [1, {len(self.y)}], the samples; it is {self.num_train}",

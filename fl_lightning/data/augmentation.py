@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -25,6 +25,9 @@ from fl_lightning.trust import Trust, is_known
 KEY = "data.augmentation"
 LIBRARY = "torchvision.transforms.v2"
 """Where names without a module are looked for; imported late, because it takes seconds."""
+
+_CUT = ("torchvision.transforms.v2._color", "torchvision.transforms.v2._auto_augment")
+"""Where torchvision has its transforms of colours and contrasts."""
 
 Stage = Callable[[Tensor, int], Tensor]
 """From a batch and a seed to the augmented batch."""
@@ -76,7 +79,8 @@ class Augmentation:
         """
         if x.ndim != 4:
             raise ConfigError(KEY, f"needs images [C, H, W], but a sample of this data set is {_kind(x)}")
-        owners = (part for own in self.transforms for part in (own.modules() if isinstance(own, nn.Module) else [own]))
+        self._check_scale(x)
+        owners = (part for own in self.transforms for part in _parts(own))
         running_on = RunningOn(
             owners, "an image's augmentation may rest on the image and the global streams alone", True
         )
@@ -94,8 +98,26 @@ class Augmentation:
         seeded = "must draw from the global streams (torch's, NumPy's, Python's), which are seeded for every mini-batch"
         require(torch.equal(augmented, again), KEY, f"{self} gives other images the second time: it {seeded}")
 
+    def _check_scale(self, x: Tensor) -> None:
+        """Refuse transforms that would cut images off below 0 and above 1, where torchvision takes floats to lie."""
+        if not x.is_floating_point() or (float(x.min()) >= 0 and float(x.max()) <= 1):
+            return
+        parts = (part for own in self.transforms for part in _parts(own))
+        cuts = next((part for part in parts if type(part).__module__.startswith(_CUT)), None)
+        rule = f"{type(cuts).__name__} takes images of floats from 0 to 1, and these go from {float(x.min()):.3g} to "
+        rule += f"{float(x.max()):.3g}: give bytes (PILToTensor), or data.dataset.normalize: none"
+        require(cuts is None, KEY, rule)
+
     def __str__(self) -> str:
         return ", ".join(getattr(t, "__name__", type(t).__name__) for t in self.transforms)
+
+
+def _parts(transform: Any) -> Iterator[Any]:
+    """A transform, and those that it is made of: torchvision's containers hold theirs in lists."""
+    for part in transform.modules() if isinstance(transform, nn.Module) else [transform]:
+        yield part
+        inner = getattr(part, "transforms", ())
+        yield from (own for each in (inner if isinstance(inner, (list, tuple)) else ()) for own in _parts(each))
 
 
 def _kind(x: Tensor) -> str:

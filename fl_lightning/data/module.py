@@ -77,7 +77,8 @@ class FederatedData:
     num_validation: np.ndarray = field(init=False, repr=False)
     num_test: np.ndarray = field(init=False, repr=False)
     server_test: Tensor = field(init=False, repr=False)
-    """Indices of the union of all clients' test parts, or of the official test part under ``global``."""
+    """Indices of the union of all clients' test parts, or of the official test part under ``global``; of a `Population`
+    the whole of what its test parts are drawn from."""
     validation_union: Tensor = field(init=False, repr=False)
     """Indices of the union of all clients' validation parts."""
     partition_hash: str = field(init=False, repr=False)
@@ -137,8 +138,14 @@ class FederatedData:
             self.store = TensorStore(self.arrays)
         if isinstance(self.partition, Population):
             self._populate(self.partition, seed)
-            self._seed = seed
-            return
+        else:
+            self._deal(seed)
+        rule = "no client has a validation sample: take a larger data.validation_fraction, or fewer clients"
+        require(self.evaluate_on == "test" or bool(self.num_test.any()), "data.evaluate_on", rule, self.evaluate_on)
+        self._seed = seed
+
+    def _deal(self, seed: int) -> None:
+        """Set up clients that share the data set out among them."""
         with isolated_streams(seed, "partition"):  # a rule of the user's own may draw from the global streams
             parts = self._split(seed)
         if self.shift is not None:
@@ -166,7 +173,6 @@ class FederatedData:
             self.server_test = torch.arange(self.arrays.num_train, len(self.arrays.y))
         self.validation_union = torch.from_numpy(np.sort(np.concatenate([part.validation for part in parts])))
         self.partition_hash = self.former_hash = _hash(parts, self.server_test)
-        self._seed = seed
 
     def _populate(self, population: Population, seed: int) -> None:
         """Set up clients of which nothing is computed before they are looked at."""

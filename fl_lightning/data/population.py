@@ -29,7 +29,8 @@ class Population(Partition):
     For federations of up to millions of registered clients: nothing is computed or kept of a client before it takes
     part. **Clients overlap**: a data set has fewer samples than such a federation, so the same one may be held by many
     clients, though by none twice. Samples for training, validation and testing come from three parts of the data set
-    that have none in common, so that nobody is tested on what anybody was trained on.
+    that have none in common, so that nobody is tested on what anybody was trained on. What is tested on the union of
+    all clients' parts (`Global-T`, `Server-T`, `Server-V`) is tested on the whole of the part that they are drawn from.
 
     Args:
         samples: of each client, >= 1: under ``holdout`` test samples among them, under ``matched`` beside them, in the

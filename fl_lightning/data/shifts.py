@@ -51,6 +51,8 @@ class Shift(ABC):
 class NoiseSkew(Shift):
     """Gaussian noise that grows from client to client: client i adds N(0, std · i / K) to inputs on the [0, 1] scale.
 
+    Features of a table get it on the scale that they are learned on; images of floats must be from 0 to 1.
+
     Args:
         std: σ of the paper, > 0, towards which the variance grows; the last client, K − 1, has σ (K − 1) / K.
     """
@@ -70,6 +72,9 @@ class NoiseSkew(Shift):
         noise = torch.from_numpy(rng.standard_normal(x.shape, dtype=np.float32)) * deviation
         if x.dtype == torch.uint8:
             return (x.float() + 255 * noise).round_().clamp_(0, 255).to(torch.uint8), y
+        inside = x.ndim != 4 or not x.numel() or (float(x.min()) >= 0 and float(x.max()) <= 1)
+        rule = "NoiseSkew adds noise on the [0, 1] scale, and images lie outside it: give bytes, or normalize: none"
+        require(inside, KEY, rule)
         return x + noise, y
 
 

@@ -29,6 +29,7 @@ class Member:
         mark: of its method's attributes.
         attributes: the same, to be brought back.
         streams: the global random streams' states.
+        free: of every parameter, whether it was to be trained before the fit began, and is after it.
     """
 
     visit: Visit
@@ -38,6 +39,7 @@ class Member:
     mark: Mark
     attributes: list[dict[str, Any]]
     streams: tuple[Any, ...]
+    free: tuple[bool, ...]
 
     @property
     def key(self) -> Hashable:

@@ -28,7 +28,8 @@ class Newcomers:
 
     They are the last ones. Until they join they neither train nor count in any mean; afterwards they take part like the
     others, from what their method shares, and their mean is a column of its own (`Local-T_newcomers` and the like),
-    while the other columns stay those of the founders.
+    while the other columns stay those of the founders. Their samples are in the union of all clients' parts, which the
+    global model is tested on, from the beginning: it stays the same in all rounds.
 
     Args:
         clients: how many; 0 for none.

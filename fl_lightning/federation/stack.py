@@ -108,6 +108,7 @@ class Stack:
             Unstackable: if it cannot be taken down; where `visit.fit` is set then, it is fitted by itself later.
         """
         row, attributes, mark = len(self._begun), self.attributes.taken(), self.attributes.mark()
+        free = mark.free
         self._entry.put(row)
         self._begun[row] = visit, attributes, mark
         visit.fit = partial(self._fit_alone, visit, self._entry, row, attributes, mark)
@@ -124,14 +125,14 @@ class Stack:
             if versions != [tensor._version for tensor in self.layout.tensors()]:
                 self._moved[row] = Rows.empty(self.layout, 1)
                 self._moved[row].put(0)
-            free, attributes, mark = mark.free, self.attributes.taken(), self.attributes.mark()
+            attributes, mark = self.attributes.taken(), self.attributes.mark()
             self.attributes.thaw(free)
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
         both = options, tuple(method.term_weights().items())
         streams = stream_states() if self._ends or len(self._entry) == 1 else ()
-        self._members.append(Member(visit, row, entered, both, mark, attributes, streams))
+        self._members.append(Member(visit, row, entered, both, mark, attributes, streams, free))
 
     def _configured(self, round: int) -> tuple[Entered, Hashable]:
         """Phases, optimizers and fit of the client in the module; those of the one before, where they are the same."""
@@ -323,7 +324,7 @@ class Stack:
         fitted.wait()
         fitted.rows.load(place)
         self.attributes.restore(member.attributes, member.mark)
-        self.attributes.thaw(self._begun[member.row][2].free)
+        self.attributes.thaw(member.free)
         self.module.meter = fitted.fit.meter.of(place)
         self.module.method.fit = member.entered.fit
         _train(self.module)

@@ -83,7 +83,7 @@ def _print_summary(summary: Mapping[str, Any], console: Console, places: Sequenc
     notes += ["All figures are on validation parts; the test parts were laid aside."] if split == "validation" else []
     final_note = "; final received: after one more receive, without a fit." if final else "."
     notes.append(f"Worst client: in the last round{final_note}")
-    notes += [_untested_line(untested)] if untested else []
+    notes += [_untested_line(untested, split)] if untested else []
     notes += [*fairness_lines(summary), *_undefined_lines(summary)]
     console.print()
     if summary.get("stopped"):
@@ -176,10 +176,10 @@ def _best(best: Mapping[str, Any] | None) -> str:
     return f"{percent(best['value']):>5} ({best['round']})" if best and is_number(best.get("value")) else "    -"
 
 
-def _untested_line(clients: Sequence[int]) -> str:
+def _untested_line(clients: Sequence[int], split: str) -> str:
     shown = ", ".join(map(str, clients[:10])) + (f" and {len(clients) - 10} more" if len(clients) > 10 else "")
     one = len(clients) == 1
-    return f"Left out of all means, for want of test samples: client{'' if one else 's'} {shown}."
+    return f"Left out of all means, for want of {split} samples: client{'' if one else 's'} {shown}."
 
 
 def print_list(entries: Iterable[tuple[str, str, str]]) -> None:

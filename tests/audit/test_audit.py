@@ -13,7 +13,7 @@ import torch
 import yaml
 from harnesses import harness
 
-from fl_lightning.audit.canaries import audit_canaries, directions, estimate, told_apart
+from fl_lightning.audit.canaries import audit_canaries, directions, estimate, null_deviation, told_apart
 from fl_lightning.audit.command import run_audit
 from fl_lightning.audit.matching import Attack, best_order, psnr, total_variation
 from fl_lightning.core.coding import Coding
@@ -259,6 +259,43 @@ def test_method_that_sends_nothing_is_shown_as_one_that_gives_nothing_away(run_f
     assert (tmp_path / "audit" / "psnr.png").exists()
 
 
+def test_what_a_message_holds_that_the_search_cannot_follow_is_said(run_folder, tmp_path):
+    """It was said to send nothing, and the image can be read off it in closed form."""
+    heard = []
+    run = run_folder("run", "--method=DisPFL")
+    (own,) = run_audit([run], tmp_path / "audit", Attack(1), images=1, tell=heard.append)["inversion"]
+    assert (own["attacked_values"], own["psnr"]) == (0, None)
+    assert own["sent_values"] > 1000
+    assert f"sends {own['sent_values']} values that this search cannot follow: another one might" in heard[-1]
+    assert "values were sent, and none that it could follow" in (tmp_path / "audit" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--federation.local_epochs=5", "--data.batch_size=1", "--federation.local_steps=3"])
+def test_the_client_makes_one_step_whatever_the_run_says(option, run_folder, tmp_path):
+    """It made as many as in the run, and the search followed one."""
+    runs = [run_folder("one"), run_folder("other", option)]
+    attack = Attack(6, "dlg")
+    one, other = run_audit(runs, tmp_path / "audit", attack, images=3, noise=0)["inversion"]
+    assert one["curves"] == other["curves"]
+
+
+def test_under_filters_the_step_is_as_large_as_in_the_run(run_folder, tmp_path):
+    """One of 0.001 was lost in the grid of eight bits, which was taken for protection."""
+    runs = [run_folder("plain"), run_folder("coarse", '--federation.wire=[{"class_path": "Quantize"}]')]
+    plain, coarse = run_audit(runs, tmp_path / "audit", Attack(60), images=1, noise=0)["inversion"]
+    assert (plain["step"], coarse["step"]) == (1e-3, 0.2)
+    assert coarse["psnr"][0] > plain["psnr"][0] - 2
+    assert "FedAvg (coarse) 0.2." in (tmp_path / "audit" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_audit_of_other_precisions(precision, run_folder, tmp_path):
+    """The search ended in torch's words about types."""
+    run = run_folder("run", f"--trainer.precision={precision}")
+    plain, blurred = run_audit([run], tmp_path / "audit", Attack(2), images=2)["inversion"]
+    assert len(plain["psnr"]) == len(blurred["psnr"]) == 2
+
+
 def test_step_that_cannot_be_followed_is_said(run_folder, tmp_path):
     with pytest.raises(ConfigError, match="gradients of its own"):
         run_audit([run_folder("run", "--method=PerFedAvg")], tmp_path / "audit", Attack(1))
@@ -284,6 +321,33 @@ def test_claim_stays_below_the_accountant(options, run_folder):
         found = audit_canaries(experiment(run_folder(f"run{seed}", *options, f"--seed={seed}")), 60, lambda _: None)
         assert 0.2 < found.epsilon_at_least < found.epsilon_accounted
         assert found.mean > 3 * found.std / 60**0.5
+
+
+def test_what_did_not_take_part_spreads_as_the_groups_of_a_message_have_it(run_folder):
+    """Groups of unlike sizes were taken to spread as one: more was claimed than the accountant allows."""
+    own = experiment(run_folder("run", "--method=FedCPD", wire(noise_multiplier=3.0), "--federation.rounds=10"))
+    found = audit_canaries(own, 1000, lambda _: None)
+    coding = own.loop.exchange.mean.coding
+    assert len(coding.groups) == 2
+    stream = torch.Generator().manual_seed(0)
+    released = torch.randn(coding.size, generator=stream, dtype=torch.float64)
+    released[coding.groups[1]] *= 5
+    others = directions(coding, 2000, 7).double()
+    cosines = (others @ released) / (others.norm(dim=1) * released.norm())
+    assert float(cosines.std()) == pytest.approx(null_deviation(coding, released), rel=0.06)
+    assert float(cosines.std()) > 1.2 * coding.size**-0.5
+    assert found.null > coding.size**-0.5
+    assert found.epsilon_at_least < found.epsilon_accounted
+
+
+def test_canaries_take_part_in_the_rounds_that_the_run_has_made(run_folder, tmp_path):
+    """A run that had ended early was audited over all its rounds, and claimed more than it was charged."""
+    run = run_folder("run", wire(noise_multiplier=1.0), "--federation.rounds=3")
+    whole = run_audit([run], tmp_path / "whole", Attack(1), images=0, canaries=60)["canaries"]["run"]
+    (run / "metrics.csv").write_text("round,Local-T\n1,0.5\n2,0.6\n")
+    made = run_audit([run], tmp_path / "made", Attack(1), images=0, canaries=60)["canaries"]["run"]
+    assert (whole["rounds"], made["rounds"]) == (3, 2)
+    assert made["epsilon_accounted"] < whole["epsilon_accounted"]
 
 
 SEED_OF_AN_EMPTY_ROUND = 8

@@ -47,6 +47,7 @@ def test_validate_accepts_good_arrays(good):
         (arrays(FLOATS[:0], LABELS[:0]), r"not a single sample"),
         (arrays(num_train=5), r"num_train must be in \[1, 4\], the samples; it is 5"),
         (arrays(num_train=0), r"num_train must be in"),
+        (arrays(num_train=3.0), r"num_train must be a whole number; it is 3\.0"),
         (arrays(classes=()), r"at least one class"),
         (arrays(IMAGES[:, 0]), r"uint8 images must be \[N, C, H, W\], are uint8 \[4, 2, 2\]"),
         (arrays(torch.zeros(4, 8, 8, 3, dtype=torch.uint8)), r"are uint8 \[4, 8, 8, 3\]: permute\(0, 3, 1, 2\)"),
@@ -63,3 +64,10 @@ def test_validate_names_what_is_wrong(bad, message):
     with pytest.raises(ConfigError, match=message) as caught:
         bad.validate("Bad")
     assert caught.value.key == "data.dataset"
+
+
+def test_a_tensors_number_of_training_samples_is_a_number():
+    own = arrays(num_train=torch.tensor(3))
+    own.validate("Own")
+    assert type(own.num_train) is int
+    assert own.num_train == 3

@@ -318,3 +318,21 @@ def test_arrays_are_not_touched(augmented):
     list(data.clients[0].bundles(0, 4))
     assert isinstance(data.arrays, Arrays)
     assert torch.equal(data.arrays.x, before)
+
+
+# --- images of floats -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "transform", [v2.ColorJitter(0.1), v2.RandomApply([v2.RandomInvert()]), v2.RandomSolarize(0.5)]
+)
+def test_colours_of_images_beyond_0_and_1_are_refused(transform):
+    """torchvision cuts floats off at 0 and 1: of what was standardised training saw other images than tests."""
+    standardised, given = images(3).float() / 127.5 - 1, images(3).float() / 255
+    own = Augmentation([v2.RandomHorizontalFlip(), transform])
+    with pytest.raises(
+        ConfigError, match=r"^data\.augmentation: \w+ takes images of floats from 0 to 1, and these go from -"
+    ):
+        own.check(standardised)
+    own.check(given)
+    build_augmentation([CROP, "RandomHorizontalFlip"]).check(standardised)

@@ -160,6 +160,13 @@ def test_partition_record_says_who_holds_what_and_goes_through_json(made):
     assert sorted(held) == list(range(240))
 
 
+@pytest.mark.parametrize("split", ["holdout", "matched"])
+def test_evaluating_on_validation_parts_that_nobody_has_is_refused(made, split):
+    """The run went through without a single figure."""
+    with pytest.raises(ConfigError, match=r"^data\.evaluate_on: no client has a validation sample: take a larger"):
+        federation(made, validation_fraction=1e-6, split=split, evaluate_on="validation")
+
+
 @pytest.mark.parametrize("split", ["holdout", "matched", "global"])
 def test_record_of_a_run_on_validation_parts_can_be_used_for_both(made, tmp_path, split):
     options = {"validation_fraction": 0.2, "split": split}

@@ -20,6 +20,14 @@ def images(n=6, channels=3, size=8):
     )
 
 
+def test_noise_is_not_put_on_another_scale_than_it_is_said_on():
+    """Standardised images had it in units of their own deviation."""
+    x = images().float() / 255
+    assert apply(NoiseSkew(0.01), x, 1)[0].shape == x.shape
+    with pytest.raises(ConfigError, match=r"NoiseSkew adds noise on the \[0, 1\] scale, and images lie outside it"):
+        apply(NoiseSkew(0.01), (x - 0.5) / 0.25, 1)
+
+
 def test_noise_grows_from_client_to_client():
     x = torch.full((20, 1, 16, 16), 128, dtype=torch.uint8)
     spread = [apply(NoiseSkew(0.01), x, client)[0].float().std().item() / 255 for client in range(4)]
