@@ -21,7 +21,8 @@ def leaves(state, prefix=""):
         for key, value in state.items():
             yield from leaves(value, f"{prefix}/{key}")
     elif isinstance(state, torch.Tensor):
-        yield prefix, (str(state.dtype), tuple(state.shape), state.contiguous().numpy().tobytes())
+        plain = state.contiguous().view(-1).view(torch.uint8)  # NumPy has no bfloat16
+        yield prefix, (str(state.dtype), tuple(state.shape), plain.numpy().tobytes())
     else:
         yield prefix, repr(state)
 
@@ -33,13 +34,16 @@ def loaded(path: Path) -> dict:
     return found
 
 
-def read_run(folder: Path, numbers=("metrics.csv", "clients.csv")) -> dict:
+TABLES = ("metrics.csv", "clients.csv", "logged.csv", "topology.csv")
+
+
+def read_run(folder: Path, numbers=TABLES) -> dict:
     """All numbers and weights of a run: tables but for seconds, the newest checkpoint, clients' states, models."""
     newest = max((folder / "checkpoints").glob("round-*.ckpt"))
     checkpoint = {name: value for name, value in loaded(newest).items() if not name.startswith("/clients/")}
     states, records = newest.parent / "clients", Checkpoints(newest.parent).load(newest)["clients"]
     return {
-        **{name: without_seconds(folder / name) for name in numbers},
+        **{name: without_seconds(folder / name) for name in numbers if (folder / name).is_file()},
         "checkpoint": (newest.name, checkpoint),
         "clients": {c: dict(leaves(load_state(states, c, record))) for c, record in sorted(records.items())},
         "models": {path.name: loaded(path) for path in sorted((folder / "models").glob("*.pt"))},
