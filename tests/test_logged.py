@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.report.page.curves import logged
 from fl_lightning.report.record import read_logged, read_metrics
 from fl_lightning.report.recorded_run import read_run
@@ -160,3 +161,23 @@ def test_rows_that_are_damaged_are_left_out(tmp_path):
     file = tmp_path / "logged.csv"
     file.write_text('round,client,value,name\n1,0,0.5,hits\nx,1,0.5,hits\n1,2\n1,,0.5,hits\n1,3,0.25,"cut sh')
     assert [(row["client"], row["value"]) for row in read_logged(file)] == [(0, 0.5), (None, 0.5)]
+
+
+class Looks(FedAvg):
+    """Logs what its `losses()` does not name."""
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend(step.values(out))
+        step.log({"size": out.z.detach().square().mean()})
+
+
+def test_what_a_step_logs_is_written_though_losses_does_not_name_it(trial):
+    """It was written nowhere."""
+    run = trial(name="logged-step", federation__rounds=2, method=f"{__name__}.Looks").fit()
+    rows = read_logged(run.folder / "logged.csv")
+    assert {row["name"] for row in rows} == {"size"}
+    for round in (1, 2):
+        values = of(rows, "size", round)
+        assert values.pop(None) == pytest.approx(sum(values.values()) / len(values))
+        assert min(values.values()) > 0

@@ -116,7 +116,7 @@ def _experiment(run: Path, trust: Trust) -> BuiltExperiment:
 
 def _rounds(run: Path) -> int | None:
     """How many rounds a run has made; None where it has written none down."""
-    rows = read_rows(run / "metrics.csv") if (run / "metrics.csv").is_file() else []
+    rows = read_rows(run / "metrics.csv")
     return int(rows[-1]["round"] or 0) or None if rows else None
 
 

@@ -58,10 +58,10 @@ def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:
     """
     division_of(method).check_whole()
     fit, who, own = method.fit, type(method).__name__, method.model.own
-    idle = fit.num_batches > 0 and fit.num_steps == 0 and not own.steps_itself and not skips
+    idle = fit.num_batches > 0 and fit.num_steps == 0 and not own.steps_itself
     if idle and meter.num_steps == 0:
         require(own.has_loss, "method", f"{who}.local_step() trains nothing: no step.descend() in a whole fit")
-    elif idle and not fit.by_hand:
+    elif idle and not skips and not fit.by_hand:
         names = ", ".join(sorted(meter.names - {"loss"}))
         rule = f"{who} trains nothing: in a whole fit its losses ({names}) reach no parameter that learns"
         require(False, "method", f"{rule}, weigh nothing, or are descended on for no part of its phases")
@@ -70,10 +70,13 @@ def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:
 
 
 def _check_computed(method: Method, meter: LossMeter) -> None:
-    """Refuse terms that the configuration adds and no step of a fit has computed."""
-    weights, phases = method.term_weights(), [phase for phase in method.phases() if phase.epochs != 0]
+    """Refuse terms that the configuration adds and no step of a fit has computed.
+
+    Of the first phase: one that is cut short may not come to the others.
+    """
+    weights, first = method.term_weights(), next(phase for phase in method.phases() if phase.epochs != 0)
     for term in method.terms.extra:
-        waits = any(counts(term, phase, weights[term.name]) for phase in phases)
+        waits = counts(term, first, weights[term.name])
         rule = f"{type(method).__name__}.local_step() does not compute {type(term).__name__}"
         known = not waits or term.name in meter.names
         require(known, "method.extra_terms", f"{rule}: descend on step.values(out), which has it")

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.method import Method
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.exchange import Hop
@@ -37,6 +38,7 @@ from fl_lightning.report.record import (
 from fl_lightning.report.run_logger import RoundRecord, RunStart
 from fl_lightning.sealed import write_json
 from fl_lightning.terminal import say
+from fl_lightning.trust import is_known
 
 
 class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
@@ -253,8 +255,10 @@ def shared_by_class(message: Message | None, template: ClientModule) -> Shared:
 
 
 def _logs(runner: Runner) -> bool:
-    """Whether fits may log values: Lightning's callbacks do, and models with a training step of their own."""
-    return bool(runner.trainer.callbacks) or any(module.own.has_loss for module in runner.modules)  # type: ignore[attr-defined]
+    """Whether fits may log values: Lightning's callbacks do, models with a training step of their own, own methods."""
+    methods = [type(module.method) for module in runner.modules]
+    own = any(kind.local_step is not Method.local_step and not is_known(kind.__module__) for kind in methods)
+    return own or bool(runner.trainer.callbacks) or any(module.own.has_loss for module in runner.modules)  # type: ignore[attr-defined]
 
 
 def _logged_rows(logged: Mapping[int, Mapping[str, float]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
