@@ -198,7 +198,8 @@ def _score(network: nn.Module, label: int | None) -> Score:
 def _last_map(network: nn.Module, convolutions: Sequence[nn.Conv2d], x: Tensor) -> nn.Conv2d | None:
     """The last convolution that was reached and whose map still says where: `FINEST` places or more each way.
 
-    The one with the largest map where all are smaller; None where none was reached.
+    The one with the largest map where all are smaller; None where none was reached. One of a single channel is a gate
+    (CBAM's), which is passed over where there are others: of one channel's logits Grad-CAM is mostly blank.
     """
     seen: list[tuple[int, nn.Conv2d]] = []
 
@@ -213,6 +214,7 @@ def _last_map(network: nn.Module, convolutions: Sequence[nn.Conv2d], x: Tensor) 
     finally:
         for handle in handles:
             handle.remove()
+    seen = [own for own in seen if own[1].out_channels > 1] or seen
     largest = max((size for size, _ in seen), default=0)
     return next((layer for size, layer in reversed(seen) if size == largest), None)
 

@@ -8,11 +8,15 @@ from torch import nn
 pytest.importorskip("captum")
 
 from fl_lightning.attention import _agreement, _as_colours, gradcam, views
+from fl_lightning.core.client import ClientModule
 from fl_lightning.core.predictor import Seen
+from fl_lightning.losses.distillation import Distillation
 from fl_lightning.methods.apfl import APFL
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.drdfl import DRDFL
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.models.cbam import CBAM
 from fl_lightning.models.cnn import CNN
 from fl_lightning.models.mlp import MLP
 from fl_lightning.rebuilding import own_way
@@ -41,6 +45,17 @@ def test_every_network_over_images_is_asked_for_what_it_says():
     for score, layer in found.values():
         assert gradcam(score, layer, x).shape == (2, 16, 16)
         assert all(p.grad is None for p in method.parameters())
+
+
+def test_a_gate_of_one_channel_is_no_map_of_features():
+    """CBAM's spatial gate was taken for the last convolution, and clients looked nowhere."""
+    x = torch.randn(2, 1, 16, 16)
+    method = FedCPD(CNN((1, 16, 16), 10), distillation=Distillation(attention="inline"))
+    ClientModule(method)
+    ((name, _, layer),) = views(method.eval(), x, 7)
+    assert name == "model"
+    assert layer.out_channels > 1
+    assert any(isinstance(part, CBAM) for part in method.model.modules())
 
 
 def test_a_personal_model_is_a_classifier_too():

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
@@ -198,6 +198,16 @@ def careful(plugin: Precision, device: str) -> Precision:
     if type(plugin) is MixedPrecision:
         return MixedSteps(plugin.precision, plugin.device, plugin.scaler)
     return HalfLayers(plugin.precision, device) if type(plugin) is HalfPrecision else plugin
+
+
+def keeps_casts(plugin: Precision) -> bool:
+    """Whether a plugin has contexts of its own, in which torch's autocast may keep casts of weights over several steps.
+
+    Lightning's for mixed precision keeps none, and others cast nothing as they go.
+    """
+    known = isinstance(plugin, (MixedPrecision, HalfPrecision, DoublePrecision))
+    names = ("forward_context", "train_step_context")
+    return not known and any(getattr(type(plugin), name) is not getattr(Precision, name) for name in names)
 
 
 def keeps_float32(module: nn.Module) -> bool:

@@ -45,11 +45,15 @@ class Patience:
         settings: of the stopping; None never stops.
         columns: of `metrics.csv`.
         on_validation: whether all figures are on the validation parts.
+        after: the round after which newcomers join; before, no figure of theirs is waited for.
     """
 
-    def __init__(self, settings: EarlyStopping | None, columns: Sequence[str], on_validation: bool) -> None:
+    def __init__(
+        self, settings: EarlyStopping | None, columns: Sequence[str], on_validation: bool, after: int = 0
+    ) -> None:
         self.settings = settings
         self.monitor = "" if settings is None else monitored(settings, columns, on_validation)
+        self.after = after if self.monitor.endswith("_newcomers") else 0
         mode = "auto" if settings is None else settings.mode
         self.less = less_is_better(self.monitor) if mode == "auto" else mode == "min"
         self.best = math.nan
@@ -60,7 +64,7 @@ class Patience:
 
     def see(self, round: int, row: Mapping[str, Any] | None) -> None:
         """Take in an evaluated round's row; a cell without a number counts as one that is no better."""
-        if self.settings is None or row is None:
+        if self.settings is None or row is None or round <= self.after:
             return
         value = row.get(self.monitor)
         number = math.nan if value is None else float(value)

@@ -66,8 +66,9 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     nodes = flags.get("num_nodes", 1)
     require(1 <= nodes <= MOST_NODES, "trainer.num_nodes", f"must be from 1 to {MOST_NODES}", nodes)
     rule = "a fit validates nothing (federation.evaluate_every says when clients are evaluated): must be null"
-    interval = flags.get("val_check_interval")
+    interval, epochs = flags.get("val_check_interval"), flags.get("check_val_every_n_epoch")
     require(interval in (None, 1), "trainer.val_check_interval", rule, interval)
+    require(epochs in (None, 1), "trainer.check_val_every_n_epoch", rule.replace("null", "null or 1"), epochs)
     if flags.get("max_time") is not None:
         _check_time(flags["max_time"])
 

@@ -38,8 +38,8 @@ class DirectedGraph(Peers):
     Args:
         degree: neighbours that every client draws in a round, >= 1: the ones it sends to (``push_sum``), or hears from
             (``uniform``). Fewer where fewer are there.
-        redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all,
-            so that everybody is reached.
+        redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all
+            who are there, so that everybody is reached.
         edges: a fixed graph instead, as pairs [sender, receiver]. Push-sum needs a way back along each of them, or mass
             would only leave its sender; a client without edges trains alone.
         mixing: ``push_sum``, or ``uniform``: the plain mean of the own and the heard, whose limit is not the mean.
@@ -78,13 +78,14 @@ class DirectedGraph(Peers):
             there = all(0 <= client < self.num_clients for client in edge)
             allowed = f"each must be between clients 0 to {self.num_clients - 1}"
             require(there, "federation.exchange.edges", allowed, list(edge))
-        if self.edges is not None and self.pushes:
-            reached = {client: _reached(client, self.edges) for client in {receiver for _, receiver in self.edges}}
-            for sender, receiver in self.edges:
+        founders = range(self.num_clients - facts.newcomers)
+        for edges in (self.edges or (), [edge for edge in self.edges or () if set(edge) <= set(founders)]):
+            reached = {client: _reached(client, edges) for client in {receiver for _, receiver in edges}}
+            for sender, receiver in edges if self.pushes else ():
                 way = f"under push-sum there must be a way back from client {receiver} to client {sender}, whose mass"
                 allowed = f"{way} would only drain (or take mixing: uniform)"
                 require(sender in reached[receiver], "federation.exchange.edges", allowed, [sender, receiver])
-        self._fixed = self._fixed_edges()
+        self._circle, self._more = self._fixed_edges()
         self.mass: dict[int, float] = {}
         """Client -> its push-sum weight μ, where it is not 1."""
 
@@ -112,20 +113,22 @@ class DirectedGraph(Peers):
         if self.edges is not None:
             return self.edges
         if not self.redraw:
-            return self._fixed
+            order = [client for client in self._circle if client in live]  # it goes round who is out
+            edges = {*zip(order, [*order[1:], *order[:1]], strict=True), *self._more}
+            edges = {(client, other) for client, other in edges if client != other}
+            return edges if self.mixing == "push_sum" else {(other, client) for client, other in edges}
         drawn = [(client, other) for client in live for other in self._draw("graph", round, client, live, self.degree)]
         return drawn if self.mixing == "push_sum" else [(other, client) for client, other in drawn]
 
-    def _fixed_edges(self) -> list[tuple[int, int]]:
-        """A circle in random order and, for each client, `degree` - 1 others: strongly connected."""
+    def _fixed_edges(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """A circle in random order, along which each client has a neighbour, and `degree` - 1 others of each."""
         everybody = range(self.num_clients)
         circle = numpy_generator(self.seed, "exchange/graph").permutation(self.num_clients).tolist()
-        edges = []
+        more = []
         for client, follower in zip(circle, [*circle[1:], circle[0]], strict=True):
             others = [other for other in everybody if other != follower]
-            more = self._draw("graph", 0, client, others, self.degree - 1)
-            edges += [(client, other) for other in (follower, *more) if other != client]
-        return edges if self.mixing == "push_sum" else [(other, client) for client, other in edges]
+            more += [(client, other) for other in self._draw("graph", 0, client, others, self.degree - 1)]
+        return circle, more
 
     def _draw(self, purpose: str, round: int, client: int, among: Iterable[int], count: int) -> list[int]:
         """So many of the others, without replacement; depends on seed, round, client and who is there alone."""
@@ -153,7 +156,8 @@ class DirectedGraph(Peers):
             mass[receiver] = math.fsum(arriving.values())
             if mass[receiver] < LEAST_MASS:
                 weight = f"its push-sum weight is {mass[receiver]:.1e} after round {self.round}"
-                rule = f"client {receiver} hears too little ({weight}): add edges to it or take mixing: uniform"
+                advice = "take redraw: true" if self.edges is None else "add edges to it"
+                rule = f"client {receiver} hears too little ({weight}): {advice} or mixing: uniform"
                 raise ConfigError("federation.exchange", rule)
             rows[receiver] = {sender: part / mass[receiver] for sender, part in arriving.items()}
         self.mass = mass

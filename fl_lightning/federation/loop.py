@@ -117,14 +117,14 @@ class FederatedLoop:
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
         self.ward = Ward(policy, self.workers, self.exchange, self.wire, growth, trained)
         self.examiner = Examiner(self.runner, self.exchange, self.workers, self.calendar, self.ward)
-        newcomers, skips = bool(settings.newcomers.clients), settings.on_client_error == "skip"
+        newcomers, late, skips = settings.newcomers.clients, settings.newcomers.after, policy == "skip"
         own, hostile = settings.record_privacy, self.runner.attackers.clients
         self.records = None if own is None else RecordAccount(own, self.num_train, data.batch_size)
-        self.ledger = Ledger(self.calendar.num_founders, newcomers, self.account, self.records, skips, hostile)
+        self.ledger = Ledger(self.calendar.num_founders, newcomers > 0, self.account, self.records, skips, hostile)
         self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
-        self.patience = Patience(settings.early_stopping, self.row_columns, data.evaluate_on == "validation")
+        self.patience = Patience(settings.early_stopping, self.row_columns, data.evaluate_on == "validation", late)
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts

@@ -29,7 +29,6 @@ from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import (
     LOGGED,
     LOGGED_COLUMNS,
-    chosen_by,
     num_evaluated,
     read_metrics,
     read_rows,
@@ -168,6 +167,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         """Write `summary.json` and return what it says."""
         rows = read_rows(self.folder / "metrics.csv")
         counting = loop.board.clients
+        figures = summarise(rows, loop.patience.monitor, loop.patience.less)
+        honest = "best_by" in figures or loop.data.evaluate_on == "validation"
         without_test = counting[loop.num_test[counting] == 0].tolist() if loop.data.local_test else []
         summary = {
             **self.about,
@@ -179,8 +180,8 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             "participants_per_round": sum(row["participants"] for row in rows) / max(len(rows), 1),
             "partition_hash": loop.data.partition_hash,
             "seconds": loop.seconds,
-            **summarise(rows, loop.patience.monitor, loop.patience.less),
-            "best_on": "validation" if chosen_by(rows) or loop.data.evaluate_on == "validation" else "test",
+            **figures,
+            "best_on": "validation" if honest else "test",
             "final_received": dict(final_received),
             "communication": communication(loop.traffic, rows, sent_to_skipped=not loop.exchange.between_clients),
             "parameters": num_parameters(loop.runner),

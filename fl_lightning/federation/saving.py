@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -119,10 +120,10 @@ def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:
     tests = policy.trained or policy.received
     if settings.rounds >= planned or loop.board.follows or skipped or not tests:
         return
-    before = Calendar(replace(settings, rounds=planned), calendar.num_clients, calendar.seed)
+    before = _as_planned(loop, planned)
     ahead = range(done + 1, next((r for r in range(done + 1, planned) if calendar.is_evaluated(r)), planned) + 1)
     for client in range(loop.num_clients):
-        last = next((r for r in range(done, 0, -1) if calendar.takes_part(client, r)), None)
+        last = _last_fit(calendar, client, done)
         again = any(calendar.takes_part(client, round) for round in ahead)
         rule = (
             f"round {settings.rounds} cannot be the last one: client {client} was not tested in round {last}, its last "
@@ -130,6 +131,33 @@ def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:
             f"a multiple of {settings.evaluate_every}"
         )
         require(last is None or again or before.is_last_before_evaluation(client, last), "federation.rounds", rule)
+
+
+def _as_planned(loop: Loop, rounds: int) -> Calendar:
+    """The calendar of a run of so many rounds."""
+    return Calendar(replace(loop.settings, rounds=rounds), loop.calendar.num_clients, loop.calendar.seed)
+
+
+def _last_fit(calendar: Calendar, client: int, done: int) -> int | None:
+    """The last of the rounds that are done in which a client took part; None for none."""
+    return next((r for r in range(done, 0, -1) if calendar.takes_part(client, r)), None)
+
+
+def _forget_untested(loop: Loop, state: Mapping[str, Any]) -> None:
+    """Drop figures of earlier fits than clients' last ones, where those that fall sick are skipped from now on.
+
+    Rounds that ended with the first sick client tested nobody who was to take part again before the next evaluated
+    round; one that falls sick there would count with what it was before, and has no figure instead.
+    """
+    settings, done = loop.settings, int(state["round"])
+    before = state.get("on_client_error", settings.on_client_error)
+    if settings.on_client_error != "skip" or before == "skip" or loop.board.follows:
+        return
+    calendar = _as_planned(loop, int(state.get("rounds", settings.rounds)))
+    for client in range(loop.num_clients):
+        last = _last_fit(calendar, client, done)
+        if last is not None and not calendar.is_last_before_evaluation(client, last):
+            loop.board.record(client, dict.fromkeys(loop.board.scores, math.nan))
 
 
 def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
@@ -141,6 +169,7 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     same = state["board"]["scores"].keys() == loop.scores.keys()
     require(same, "--resume", f"the checkpoint of round {state['round']} evaluates other columns")
     loop.board.load_state_dict(state["board"])
+    _forget_untested(loop, state)
     loop.cohort.load_state_dict(state.get("cohort", {}))
     loop.ledger.load_state_dict(state)
     loop.patience.load_state_dict(state["patience"])

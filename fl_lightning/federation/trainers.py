@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import (
     Checkpoint,
     GradientAccumulationScheduler,
@@ -23,6 +24,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     ProgressBar,
     StochasticWeightAveraging,
+    Timer,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
@@ -30,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fl_lightning.core.descent import FitSettings, clip
-from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful
+from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful, keeps_casts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
@@ -56,8 +58,8 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError("trainer.accelerator", "there is no GPU on this machine; use cpu or auto", accelerator)
     precision = _precision(flags.get("precision"), accelerator)
-    callbacks = flags.get("callbacks") or []
-    check_kinds(callbacks if isinstance(callbacks, list) else [callbacks])  # some Lightning refuses by other words
+    own = flags.get("callbacks") or []
+    check_kinds(own if isinstance(own, list) else [own])  # some Lightning refuses by other words
     try:
         trainer = L.Trainer(**{**TRAINER_DEFAULTS, **flags, "precision": precision, **_place_among_workers(flags)})
     except ConfigError:
@@ -68,7 +70,10 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
     _leave_files_and_signals_alone(trainer)
     _report_once(trainer)
     strategy = trainer.strategy
-    strategy.precision_plugin = careful(strategy.precision_plugin, strategy.root_device.type)
+    here = strategy.root_device.type
+    synced = bool(flags.get("sync_batchnorm")) and here == "cpu" and not isinstance(strategy, SingleDeviceStrategy)
+    require(not synced, "trainer.sync_batchnorm", "needs GPUs: torch has it for no CPU; leave it out", True)
+    strategy.precision_plugin = careful(strategy.precision_plugin, here)
     if isinstance(strategy, SingleDeviceStrategy):
         # Lightning's own would move the module to the CPU after every fit, and empty the GPU's cache.
         strategy.teardown = strategy.precision_plugin.teardown  # type: ignore[method-assign]
@@ -142,17 +147,25 @@ _BY_KIND: Mapping[str, type] = {
     "LearningRateMonitor": LearningRateMonitor, "ModelCheckpoint": Checkpoint, "RichProgressBar": ProgressBar,
     "StochasticWeightAveraging": StochasticWeightAveraging,
     "GradientAccumulationScheduler": GradientAccumulationScheduler,
+    **{
+        name: getattr(callbacks, name)
+        for name in (
+            "WeightAveraging", "DeviceStatsMonitor", "ThroughputMonitor", "BatchSizeFinder", "LearningRateFinder",
+            "SpikeDetection",
+        )
+        if hasattr(callbacks, name)  # some are younger than the oldest Lightning that this works with
+    },
 }  # fmt: skip
 """Those of which Lightning refuses classes of one's own, too, that derive from them."""
 
 
-def check_kinds(callbacks: Sequence[Any]) -> None:
+def check_kinds(given: Sequence[Any]) -> None:
     """Refuse callbacks of Lightning's that no client's fit can do with.
 
     Raises:
         ConfigError: naming the first.
     """
-    for each in callbacks:
+    for each in given:
         name = type(each).__name__
         kind = next((kind for kind, base in _BY_KIND.items() if isinstance(each, base)), name)
         theirs = kind != name or type(each).__module__.startswith("lightning.")  # a class of one's own knows better
@@ -168,23 +181,32 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         logged: names of the values that a fit logs.
 
     Raises:
-        ConfigError: for one of Lightning's that no client's fit can do with, or that watches a value that no fit has.
+        ConfigError: for one of Lightning's that no client's fit can do with, that watches a value that no fit has, or
+            that would look, or let train, at no time.
     """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    check_kinds(callbacks)
-    own = any(not type(each).__module__.startswith("lightning.") for each in callbacks)  # it may log what it likes
-    for each in callbacks:
+    given = trainer.callbacks  # type: ignore[attr-defined]
+    check_kinds(given)
+    own = any(not type(each).__module__.startswith("lightning.") for each in given)  # it may log what it likes
+    for each in given:
         name, watched = type(each).__name__, getattr(each, "monitor", None)
         known = own or watched is None or watched in logged or not getattr(each, "strict", True)
         require(known, "trainer.callbacks", f"{name} can watch what a client's fit logs: {', '.join(logged)}", watched)
+        looks = getattr(each, "_check_on_train_epoch_end", None) is not False
+        rule = f"{name} would never look: a fit validates nothing; leave check_on_train_epoch_end out"
+        require(looks, "trainer.callbacks", rule)
+        some = not isinstance(each, Timer) or each._duration is None or each._duration > 0
+        require(some, "trainer.callbacks", "Timer leaves a fit no time: its duration must be above 0")
 
 
 def sees_batches(trainer: L.Trainer) -> bool:
-    """Whether a callback is not Lightning's: it may look at single mini-batches, or reckon with how many there are."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return any(
-        isinstance(each, LambdaCallback) or not type(each).__module__.startswith("lightning.") for each in callbacks
-    )
+    """Whether one of Lightning's steps must be one mini-batch.
+
+    A callback that is not Lightning's may look at single ones, or reckon with how many there are; a precision plugin
+    that is not may keep casts of weights for as long as a step lasts.
+    """
+    given = trainer.callbacks  # type: ignore[attr-defined]
+    own = (isinstance(each, LambdaCallback) or not type(each).__module__.startswith("lightning.") for each in given)
+    return any(own) or keeps_casts(trainer.precision_plugin)
 
 
 class ClipsLast(L.Callback):

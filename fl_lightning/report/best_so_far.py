@@ -37,7 +37,9 @@ class BestSoFar:
         table = [dict(row) for row in rows]
         summary = summarise(table, self.monitor, self.less)
         chooser, best = summary.get("best_by", ""), summary["best"]
-        if chooser:
+        if self.monitor in self._merits and chooser != self.monitor:
+            best = {}  # these rows lack the figure that chooses
+        elif chooser:
             falls = less_is_better(chooser) if chooser != self.monitor or self.less is None else self.less
             chosen = best_round(table, chooser, falls)
             best = best if chosen is not None and self._improves(chooser, chosen[chooser], falls) else {}

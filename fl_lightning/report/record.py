@@ -121,12 +121,15 @@ def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) 
 
     Args:
         rows: rows of `metrics.csv`.
-        monitor: the column that chooses the best round; empty takes the first of `CHOOSERS` that there is.
+        monitor: the column that chooses the best round; empty, and one that has no number in any round, takes the
+            first of `CHOOSERS` that there is.
         less: whether less of `monitor` is better; None goes by its name.
     """
     names = [name for name in (rows[0] if rows else {}) if is_score(name)]
     summary: dict[str, Any] = {"last": {}, "best": {}, "mean_last_10": {}}
-    chooser = monitor if monitor in names else chosen_by(rows)
+    numbers = (row.get(monitor) for row in rows)
+    has_numbers = any(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
+    chooser = monitor if monitor in names and has_numbers else chosen_by(rows)
     chosen = best_round(rows, chooser, less if chooser == monitor else None) if chooser else None
     summary |= {"best_by": chooser} if chosen else {}
     for name in names:

@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import ModelSummary
 
 from fl_lightning.cli import main
 from fl_lightning.errors import ConfigError, is_near, listed_names, suggest
-from fl_lightning.federation.trainers import UNFIT, check_callbacks, make_trainer, report_profile
+from fl_lightning.federation.flags import check_flags
+from fl_lightning.federation.trainers import UNFIT, check_callbacks, check_kinds, make_trainer, report_profile
 
 QUICK = ["fit", "--config", "quickstart", "--federation.rounds", "1"]
 NETWORK = """\
@@ -104,6 +105,41 @@ def test_callbacks_that_would_fail_in_every_fit_are_refused_and_own_ones_are_not
             make_trainer({"callbacks": own()})
     own = type("Own", (callbacks.BackboneFinetuning,), {"__module__": "mine"})
     check_callbacks(SimpleNamespace(callbacks=[own(), callbacks.Timer(), callbacks.LambdaCallback()]), ["loss"])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "rule"),
+    [
+        ("EarlyStopping", {"monitor": "loss", "check_on_train_epoch_end": False}, "EarlyStopping would never look"),
+        ("Timer", {"duration": "00:00:00:00"}, "Timer leaves a fit no time"),
+    ],
+)
+def test_callbacks_that_do_nothing_or_let_nobody_train_are_refused(name, given, rule):
+    own = getattr(callbacks, name)(**given)
+    with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}"):
+        check_callbacks(SimpleNamespace(callbacks=[own]), ["loss"])
+
+
+@pytest.mark.parametrize("name", ["WeightAveraging", "SpikeDetection", "DeviceStatsMonitor", "LearningRateFinder"])
+def test_classes_of_ones_own_are_what_they_derive_from(name):
+    """They failed in the first fit, in other words."""
+    base = getattr(callbacks, name, None)
+    if base is None:
+        pytest.skip(f"this Lightning has no {name}")
+    with pytest.raises(ConfigError, match=r"^trainer\.callbacks: Mine (needs|searches)"):
+        check_kinds([object.__new__(type("Mine", (base,), {}))])
+
+
+def test_epochs_between_validations_are_refused():
+    """Early stopping, which Lightning lets look at validations then, never looked."""
+    with pytest.raises(ConfigError, match=r"^trainer\.check_val_every_n_epoch: a fit validates nothing"):
+        check_flags({"check_val_every_n_epoch": 2})
+
+
+def test_batch_norm_is_not_synchronised_on_cpus():
+    """It ended in the first round, its folder begun."""
+    with pytest.raises(ConfigError, match=r"^trainer\.sync_batchnorm: needs GPUs"):
+        make_trainer({"accelerator": "cpu", "devices": 2, "sync_batchnorm": True})
 
 
 def test_partition_without_its_argument_is_told_where_it_goes(tmp_path, monkeypatch, capsys):

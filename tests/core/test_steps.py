@@ -1,12 +1,13 @@
 """Optimizer steps under mixed and half precision: scaled losses, several optimizers, float32 copies."""
 
 import math
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
 from fl_lightning.core.method import Method, Phase
@@ -15,6 +16,7 @@ from fl_lightning.core.steps import HalfLayers, MixedSteps, careful, keeps_float
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.trainers import make_trainer
+from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.seeding import derive_seed
 
 
@@ -305,3 +307,25 @@ def test_unknown_precision_is_refused(precision):
 @pytest.mark.parametrize("precision", [None, "32-true", 32, "bf16", "bf16-mixed", "bf16-true", "64-true"])
 def test_known_precisions_are_taken(precision):
     assert make_trainer({"precision": precision, "accelerator": "cpu"}).precision
+
+
+class Casts(Precision):
+    """Mixed precision as a user might write it, whose casts of weights torch keeps for as long as the context lasts."""
+
+    precision = "bf16-mixed"
+
+    @contextmanager
+    def forward_context(self):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            yield
+
+
+def test_casts_of_weights_are_no_older_than_a_step(mlp, run_federation):
+    """Sixteen steps made up one of Lightning's, and all but the first saw the weights of the first."""
+    one, other = (
+        run_federation(lambda: FedAvg(mlp()), 1, trainer=own)
+        for own in ({"plugins": [Casts()]}, {"precision": "bf16-mixed"})
+    )
+    assert one.diary.reports[1, 0].losses == other.diary.reports[1, 0].losses
+    sent, known = (loop.diary.sent[1, 0].weights for loop in (one, other))
+    assert all(torch.equal(sent[name], known[name]) for name in known)

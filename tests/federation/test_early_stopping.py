@@ -39,6 +39,20 @@ def test_a_run_ends_once_nothing_has_become_better_for_so_many_rounds():
     assert watched([0.3, 0.2], patience=1, monitor="Local-T", on_validation=True) == 2
 
 
+def test_figures_of_newcomers_are_waited_for_once_they_have_joined():
+    """A run ended before they came."""
+    columns = [*COLUMNS, "Local-V_newcomers"]
+    patience = Patience(EarlyStopping(patience=2, monitor="Local-V_newcomers"), columns, False, after=3)
+    for round, value in enumerate([None, None, None, 0.5, 0.4, 0.3], 1):
+        assert not patience.reason
+        patience.see(round, {"Local-V_newcomers": value})
+    assert "since round 4 (0.5), for 2 evaluated rounds" in patience.reason
+    others = Patience(EarlyStopping(patience=2), columns, False, after=3)
+    for round in (1, 2):
+        others.see(round, {"Local-V": None})
+    assert others.reason
+
+
 def test_nothing_is_seen_between_evaluations():
     patience = Patience(EarlyStopping(patience=1), COLUMNS, False)
     patience.see(1, {"Local-V": 0.5})

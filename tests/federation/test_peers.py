@@ -29,11 +29,11 @@ def values(value):
     return Message({"w": torch.tensor([float(value)])}, {}, 1)
 
 
-def connected(exchange, num_clients=4, mixer=None, seed=0):
+def connected(exchange, num_clients=4, mixer=None, seed=0, newcomers=0):
     """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
     server = Server(Message(), mixer=lambda rules: mixer or MeanMixer(rules, own=False))
     template = SimpleNamespace(method=None, make_server=lambda facts: server, initial_message=Message)
-    exchange.setup(template, Facts(num_clients, seed=seed))
+    exchange.setup(template, Facts(num_clients, seed=seed, newcomers=newcomers))
     return exchange
 
 
@@ -434,10 +434,40 @@ def test_graphs_depend_on_seed_and_round_alone(make):
     assert len({frozenset(edges_of(fixed, round, live)) for round in range(1, 6)}) == 1
 
 
-def test_fixed_graph_without_a_client_is_the_graph_of_the_others():
+def test_fixed_graph_goes_round_a_client_that_is_out():
+    """Its neighbours along the circle are joined: of a circle with a gap mass only drains."""
     exchange = connected(DirectedGraph(2, redraw=False), 9, MeanMixer())
     every = edges_of(exchange, 1, list(range(9)))
-    assert edges_of(exchange, 2, [0, 1, 2, 3, 5, 6, 7, 8]) == {edge for edge in every if 4 not in edge}
+    there = [0, 1, 2, 3, 5, 6, 7, 8]
+    left, found = {edge for edge in every if 4 not in edge}, edges_of(exchange, 2, there)
+    circle = connected(DirectedGraph(1, redraw=False), 9, MeanMixer())
+    ((before, _),) = (edge for edge in edges_of(circle, 1, list(range(9))) if edge[1] == 4)
+    ((_, after),) = (edge for edge in edges_of(circle, 1, list(range(9))) if edge[0] == 4)
+    assert found == left | {(before, after)}
+
+
+@pytest.mark.parametrize("mixing", ["push_sum", "uniform"])
+@pytest.mark.parametrize("out", [[], [2], [0, 5], list(range(8))])
+def test_fixed_circle_reaches_everybody_who_is_there(out, mixing):
+    """A client out of every round let the others' push-sum weights fall to nothing, and their rates rise with that."""
+    exchange = connected(DirectedGraph(1, redraw=False, mixing=mixing), 9, MeanMixer(own=mixing != "push_sum"))
+    there = [client for client in range(9) if client not in out]
+    edges = edges_of(exchange, 3, there)
+    if len(there) == 1:
+        assert edges == set()
+        return
+    assert sorted(sender for sender, _ in edges) == sorted(receiver for _, receiver in edges) == there
+    reached = {there[0]}
+    for _ in there:
+        reached |= {receiver for sender, receiver in edges if sender in reached}
+    assert reached == set(there)
+
+
+def test_edges_lead_back_before_newcomers_have_joined_too():
+    edges = [[0, 1], [1, 3], [3, 0]]
+    connected(DirectedGraph(edges=edges), 4, MeanMixer())
+    with pytest.raises(ConfigError, match=r"must be a way back from client 1 to client 0, whose mass"):
+        connected(DirectedGraph(edges=edges), 4, MeanMixer(), newcomers=1)
 
 
 def test_random_peers_converge_to_the_mean():

@@ -380,6 +380,28 @@ def test_run_with_a_sick_client_resumes_exactly(mlp, assert_resumes):
     assert_resumes(lambda: ill(FedRep, fails="fit")(mlp()), rounds=4, on_client_error="skip")
 
 
+@pytest.mark.parametrize("sick", [3, 6])
+def test_what_was_not_tested_is_not_made_up_without_the_sick(sick, mlp, set_up_federation, tmp_path):
+    """Under `stop` nobody is tested who takes part again before the next evaluation: an older fit's figures stood."""
+
+    def set_up(rounds=6, policy="stop"):
+        kind = ill(FedRep, fails="fit", when=(sick, 1))
+        options = {"evaluate_every": 3, "on_client_error": policy, "folder": tmp_path}
+        return set_up_federation(lambda: kind(mlp()), rounds=rounds, **options)
+
+    broken = set_up()
+    with pytest.raises(ClientError):
+        broken.run()
+    goes_on = set_up(policy="skip")
+    goes_on.load_state_dict(goes_on.checkpoints.load(goes_on.checkpoints.find("auto")))
+    assert goes_on.round == sick - 1
+    while goes_on.round < sick:
+        goes_on.advance()
+    known = goes_on.scores["Local-T"]
+    assert np.isnan(known).tolist() == [client == 1 for client in range(4)]
+    assert goes_on.diary.rows[-1]["Local-T"] == pytest.approx(float(np.delete(known, 1).mean()))
+
+
 def test_client_that_is_sick_at_once_starts_when_it_is_well(mlp, run_federation):
     loop = run_federation(lambda: ill(FedRep, fails="fit", when=(1, 1))(mlp()), on_client_error="skip")
     assert [row["skipped"] for row in loop.diary.rows] == [1, 0, 0]

@@ -150,3 +150,26 @@ def test_direction_is_of_the_column_that_is_watched_alone():
     rows = [{"round": 1, "Local-T": 0.1, "Local-V": 0.2}, {"round": 2, "Local-T": 0.3, "Local-V": 0.4}]
     assert summarise(rows, "eval_loss/Local-V", True)["best"]["Local-T"] == {"value": 0.3, "round": 2}
     assert summarise(rows, "Local-V", True)["best"]["Local-T"] == {"value": 0.1, "round": 1}
+
+
+@pytest.mark.parametrize("never", [None, float("nan")])
+def test_a_watched_figure_that_never_had_a_number_chooses_nothing(never):
+    """`best` was each column's own, chosen on the test parts, and `best_on` said validation."""
+    rows = [
+        {"round": round, "Local-T": test, "Local-V": validation, "F1Score/Local-V": never}
+        for round, (test, validation) in enumerate([(0.1, 0.6), (0.9, 0.4)], 1)
+    ]
+    summary = summarise(rows, "F1Score/Local-V")
+    assert summary["best_by"] == "Local-V"
+    assert summary["best"]["Local-T"] == {"value": 0.1, "round": 1}
+    best = BestSoFar("F1Score/Local-V")
+    assert best.see(rows[:1])["best/Local-T"] == 0.1
+    assert best.see(rows[1:]) == {}
+
+
+def test_best_so_far_goes_by_the_watched_figure_once_there_is_one():
+    best = BestSoFar("Local-V_newcomers")
+    assert best.see([{"round": 1, "Local-T": 0.9, "Local-V": 0.9, "Local-V_newcomers": None}])["best/Local-T"] == 0.9
+    late = [{"round": 2, "Local-T": 0.5, "Local-V": 0.5, "Local-V_newcomers": 0.3}]
+    assert best.see(late)["best/Local-T"] == 0.5
+    assert best.see([{"round": 3, "Local-T": 0.9, "Local-V": 0.95, "Local-V_newcomers": None}]) == {}

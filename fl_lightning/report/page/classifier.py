@@ -63,7 +63,7 @@ def relations(lines: Sequence[Series], found: Sequence[Heads], measured: bool = 
                 rows.add(s=place, pick=len(picks) - 1, what=what, **values)
     if not len(rows):
         return
-    axis: Spec = {"type": "nominal", "sort": names, "axis": {"labelLimit": 90}}
+    axis: Spec = {"type": "nominal", "sort": names, "axis": {"labelLimit": 90, "labelOverlap": True}}
     cell: Spec = {
         "width": 250,
         "height": 250,

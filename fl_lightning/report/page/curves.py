@@ -149,7 +149,10 @@ def _single(lines: Sequence[Series], column: str, section: str, title: str, text
 
 def losses(lines: Sequence[Series]) -> Iterator[Figure]:
     """The loss and its terms, a panel each."""
-    text = "Means over the round's steps and clients; terms without their weights. The total is their weighted sum."
+    text = (
+        "Means over those of the round's steps that have them, and over clients; terms without their weights. The "
+        "total is their weighted sum where every step has all of them: not so where parts are trained in turn."
+    )
     yield from _small_panels(lines, "loss", "term", "Loss and its terms", text)
 
 
