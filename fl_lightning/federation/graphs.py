@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -97,7 +97,7 @@ class DirectedGraph(Peers):
     @override
     def connect(self, round: int, live: Sequence[int]) -> Topology:
         there = set(live)
-        edges = [edge for edge in self._edges(round, live) if set(edge) <= there]
+        edges = [edge for edge in self._edges(round, live, there) if set(edge) <= there]
         senders: dict[int, list[int]] = {client: [client] for client in live}
         copies = dict.fromkeys(live, 1)
         for sender, receiver in edges:
@@ -109,11 +109,11 @@ class DirectedGraph(Peers):
             for receiver, own in senders.items()
         }
 
-    def _edges(self, round: int, live: Sequence[int]) -> Iterable[tuple[int, int]]:
+    def _edges(self, round: int, live: Sequence[int], there: Collection[int]) -> Iterable[tuple[int, int]]:
         if self.edges is not None:
             return self.edges
         if not self.redraw:
-            order = [client for client in self._circle if client in live]  # it goes round who is out
+            order = [client for client in self._circle if client in there]  # it goes round who is out
             edges = {*zip(order, [*order[1:], *order[:1]], strict=True), *self._more}
             edges = {(client, other) for client, other in edges if client != other}
             return edges if self.mixing == "push_sum" else {(other, client) for client, other in edges}

@@ -142,6 +142,8 @@ class Tuning:
             for trial in batch:
                 if trial.point in sampler.pruned or _runs(trial) in before:
                     trial.state = "pruned"  # by an earlier start, which is not judged anew
+                    for cell in trial.cells:
+                        median.look(cell)
             left = [trial for trial in batch if trial.state != "pruned"]
             crew_code = self._run_batch(left, median) if left else 0
             before |= {_runs(trial) for trial in left if trial.state == "pruned"}
