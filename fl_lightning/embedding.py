@@ -83,6 +83,7 @@ def embeddings(lines: Sequence[Series], trust: Trust) -> Iterator[Figure]:
         f"shares any of that size: t-SNE, perplexity {PERPLEXITY:.0f}, at most {MOST_SAMPLES} samples of the line's "
         "first run. Distances between far clusters mean nothing."
     )
+    text += " There are twenty colours: classes that are twenty apart have the same." if len(names) > 20 else ""
     heads = {"label": "run", "kind": "point", "held": "class", "client": "client", "x": "t-SNE 1", "y": "t-SNE 2"}
     texts = {"held": names, "kind": list(KINDS)}
     spec, title = _points(names), "Test samples and prototypes"
