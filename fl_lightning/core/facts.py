@@ -118,8 +118,8 @@ class Fit:
         """Optimizer steps that were really made; a gradient scaler may skip some."""
         self.lr = 0.0
         """Learning rate of the first optimizer."""
-        self.by_hand = False
-        """Whether a step followed gradients that the method found by itself, which may wait for more of them."""
+        self.descends = False
+        """Whether a step has descended on its losses; others may only log them, or follow gradients of their own."""
 
     @property
     def in_last_epoch(self) -> bool:

@@ -61,7 +61,7 @@ def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:
     idle = fit.num_batches > 0 and fit.num_steps == 0 and not own.steps_itself
     if idle and meter.num_steps == 0:
         require(own.has_loss, "method", f"{who}.local_step() trains nothing: no step.descend() in a whole fit")
-    elif idle and not skips and not fit.by_hand:
+    elif idle and fit.descends and not skips:
         names = ", ".join(sorted(meter.names - {"loss"}))
         rule = f"{who} trains nothing: in a whole fit its losses ({names}) reach no parameter that learns"
         require(False, "method", f"{rule}, weigh nothing, or are descended on for no part of its phases")

@@ -153,6 +153,8 @@ class StackedFit:
                 _Phase(self, index, planned, own).run(begin, checks(planned.phase.name))
                 begin += planned.epochs
         finally:
+            for entered in self.entered:
+                entered.fit.descends |= method.fit.descends
             method.facts, method.fit = facts, fit
             for parameter in trainable:
                 parameter.requires_grad_(True)

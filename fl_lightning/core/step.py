@@ -81,8 +81,8 @@ class Bench:
         """The context of a pass through a network; None where there is none."""
         return self.machine.precision if self.machine.autocasts else None
 
-    def require_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Refuse a loss without a weight, which would count as nothing.
+    def note_descent(self, values: Mapping[str, Tensor]) -> None:
+        """Take down that a step descends, and refuse a loss without a weight, which would count as nothing.
 
         Raises:
             ConfigError: naming it.
@@ -90,6 +90,7 @@ class Bench:
         if not values.keys() <= self.weights.keys():
             name, who = min(values.keys() - self.weights.keys()), type(self.method).__name__
             raise ConfigError("method", f"{who}.local_step() has a loss {name!r} to which losses() gives no weight")
+        self.method.fit.descends = True
 
 
 class Step:
@@ -323,7 +324,7 @@ class Step:
         Raises:
             ConfigError: naming a loss that has no weight.
         """
-        self._bench.require_weights(values)
+        self._bench.note_descent(values)
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1
@@ -349,7 +350,6 @@ class Step:
         """
         assert self._bench.descent is not None, "a step outside a fit cannot descend"
         self._require_steps()
-        self._bench.method.fit.by_hand = True
         self._bench.descent.follow(gradients, parameters, self.steps_now if steps_now is None else steps_now)
 
     def _require_steps(self) -> None:

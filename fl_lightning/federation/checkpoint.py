@@ -49,7 +49,8 @@ class CheckpointPolicy:
         allowed = self.models in (True, False, "auto")
         require(allowed, "federation.checkpoint.models", "must be true, false or auto", self.models)
         rule = "must be false or auto where nothing is saved (every: 0, seconds: null)"
-        require(self.saves or self.models is not True, "federation.checkpoint.models", rule, self.models)
+        kept = self.models is not True or self.every > 0 or self.seconds is not None
+        require(kept, "federation.checkpoint.models", rule, self.models)
 
     @property
     def saves(self) -> bool:

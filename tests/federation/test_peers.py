@@ -29,11 +29,11 @@ def values(value):
     return Message({"w": torch.tensor([float(value)])}, {}, 1)
 
 
-def connected(exchange, num_clients=4, mixer=None, seed=0, newcomers=0):
+def connected(exchange, num_clients=4, mixer=None, seed=0):
     """An exchange whose clients hear their neighbours' messages and leave their own out, unless a mixer says more."""
     server = Server(Message(), mixer=lambda rules: mixer or MeanMixer(rules, own=False))
     template = SimpleNamespace(method=None, make_server=lambda facts: server, initial_message=Message)
-    exchange.setup(template, Facts(num_clients, seed=seed, newcomers=newcomers))
+    exchange.setup(template, Facts(num_clients, seed=seed))
     return exchange
 
 
@@ -461,13 +461,6 @@ def test_fixed_circle_reaches_everybody_who_is_there(out, mixing):
     for _ in there:
         reached |= {receiver for sender, receiver in edges if sender in reached}
     assert reached == set(there)
-
-
-def test_edges_lead_back_before_newcomers_have_joined_too():
-    edges = [[0, 1], [1, 3], [3, 0]]
-    connected(DirectedGraph(edges=edges), 4, MeanMixer())
-    with pytest.raises(ConfigError, match=r"must be a way back from client 1 to client 0, whose mass"):
-        connected(DirectedGraph(edges=edges), 4, MeanMixer(), newcomers=1)
 
 
 def test_random_peers_converge_to_the_mean():
