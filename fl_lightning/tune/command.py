@@ -8,7 +8,7 @@ import io
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import VARIABLES, CommandLine, bare, said_around, variables
-from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
+from fl_lightning.command_line import bare, said_around, variables
+from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
-from fl_lightning.files import content_of, write_text
-from fl_lightning.parser import one_line_parser, resolve
+from fl_lightning.files import write_text
+from fl_lightning.parser import one_line_parser
 from fl_lightning.reading import dump_yaml
 from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
@@ -33,9 +33,9 @@ from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
-from fl_lightning.trust import Trust
 from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
+from fl_lightning.tune.written import HEAD, as_chosen, is_name, runs_of, written_before
 
 DESCRIPTION = (
     "Search hyperparameters on the clients' validation parts; test parts are laid aside. Every method has the same "
@@ -43,10 +43,6 @@ DESCRIPTION = (
     "overlays. Options of a configuration (--data.dataset.root DIR) are laid over every run."
 )
 COLUMN = Column("validation", Overlay(), {})
-SETTINGS = "settings"
-"""The column of `trials.csv` by which trials of one search are told from those of another."""
-HEAD = ("method", "trial", "state", "choice", "runs", SETTINGS)
-"""The columns of `trials.csv`; after the state stands the monitored figure."""
 
 
 class Tuning:
@@ -140,13 +136,13 @@ class Tuning:
         while batch := self._batch(sampler, contender, len(trials)):
             trials += batch
             for trial in batch:
-                if trial.point in sampler.pruned or _runs(trial) in before:
+                if trial.point in sampler.pruned or runs_of(trial) in before:
                     trial.state = "pruned"  # by an earlier start, which is not judged anew
                     for cell in trial.cells:
                         median.look(cell)
             left = [trial for trial in batch if trial.state != "pruned"]
             crew_code = self._run_batch(left, median) if left else 0
-            before |= {_runs(trial) for trial in left if trial.state == "pruned"}
+            before |= {runs_of(trial) for trial in left if trial.state == "pruned"}
             for trial in takewhile(lambda trial: trial.state != "stopped", batch):
                 sampler.tell(trial)  # in their order: those behind one that was stopped are told when that has ended
             code = max(code, crew_code, exit_code(self._signals.first) if self._signals.first else 0)
@@ -157,7 +153,7 @@ class Tuning:
 
     def _pruned_before(self, contender: Contender) -> set[str]:
         """The runs of each trial that an earlier start of the same search has pruned."""
-        rows, _ = _written_before(self.folder, str(self.search.monitor))
+        rows, _ = written_before(self.folder, str(self.search.monitor))
         own, settings = rows.get(in_spreadsheet(contender.name), []), self._settings(contender)
         return {row[-2] for row in own if len(row) == len(HEAD) + 1 and (row[2], row[-1]) == ("pruned", settings)}
 
@@ -229,7 +225,7 @@ class Tuning:
 
     def write(self, found: dict[str, list[Trial]]) -> str:
         """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
-        rows_before, lines_before = _written_before(self.folder, str(self.search.monitor))
+        rows_before, lines_before = written_before(self.folder, str(self.search.monitor))
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow([*HEAD[:3], str(self.search.monitor), *HEAD[3:]])
@@ -255,7 +251,7 @@ class Tuning:
             for trial in trials:
                 value = "" if trial.value is None else repr(trial.value)
                 named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
-                writer.writerow([named[0], trial.number, trial.state, value, named[1], _runs(trial), settings])
+                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs_of(trial), settings])
             best = self.best(trials)
             ended, value, said = self._how_many(contender, trials), "–", "no trial is complete"
             if best is not None:
@@ -321,57 +317,9 @@ class Tuning:
         layers = [*contender.overlay.layers(), *_classes_first(best.point)]
         own = (whole_list(spelled_out(key, config), value, config) for key, value in layers)
         node = laid_over([("method", method), *own])
-        node = _as_chosen(node, config, [*self.search.base.words(), *self.overrides])
-        alone = {name: own["class_path"] for name, own in node.items() if _is_name(own)}
+        node = as_chosen(node, config, [*self.search.base.words(), *self.overrides])
+        alone = {name: own["class_path"] for name, own in node.items() if is_name(own)}
         write_text(path, head + dump_yaml({**node, **alone}))
-
-
-_SET_ASIDE = ("validation_fraction", "evaluate_on")
-"""What a search says of `data` by itself."""
-
-
-def _as_chosen(node: Mapping[str, Any], config: Mapping[str, Any], under: Sequence[str]) -> dict[str, Any]:
-    """An overlay's sections; whole those of which what lies under it would make something else than the trial had.
-
-    Args:
-        node: what the overlay would hold.
-        config: the trial's, resolved.
-        under: the command line that it is laid over.
-    """
-    try:
-        found = resolve(CommandLine([*under, node], VARIABLES).tree, Trust(own=True))
-    except ConfigError:  # what was found must not be lost over how it is written down
-        found = {}
-    own: dict[str, Any] = {}
-    for section, content in node.items():
-        left_out = _SET_ASIDE if section == "data" else ()
-        mine, chosen = (
-            {k: v for k, v in each.items() if k not in left_out} if isinstance(each, Mapping) else each
-            for each in (found.get(section), config[section])
-        )
-        own[section] = content if mine == chosen else chosen
-    return own
-
-
-def _written_before(folder: Path, monitor: str) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-    """What the files of an earlier search say of each method, by its name there.
-
-    Nothing where that search monitored another figure, whose values would stand below this one's name.
-    """
-    rows: dict[str, list[list[str]]] = {}
-    lines: dict[str, list[str]] = {}
-    try:
-        head, *known = csv.reader(content_of(folder / "trials.csv").decode().splitlines())
-        table = content_of(folder / "tune.md").decode().splitlines()
-    except (OSError, ValueError, csv.Error):
-        return {}, {}
-    if monitor not in head or head[-1] != SETTINGS:
-        return {}, {}
-    for row in known:
-        rows.setdefault(row[0] if row else "", []).append(row)
-    for line in table:
-        lines[line.removeprefix("| ").partition(" | ")[0]] = [line]
-    return rows, lines
 
 
 def _require_free(overrides: Sequence[str], contender: Contender) -> None:
@@ -387,11 +335,6 @@ def _require_free(overrides: Sequence[str], contender: Contender) -> None:
         require(key not in varied and key != "data.evaluate_on", f"--{key}", f"{rule}, and leave it out")
 
 
-def _runs(trial: Trial) -> str:
-    """A trial's runs, as `trials.csv` has them."""
-    return " ".join(cell.name for cell in trial.cells)
-
-
 def _classes_first(point: Point) -> list[tuple[str, Any]]:
     """A point's settings, a class before its arguments: it drops what was said of an earlier one's."""
     return sorted(point.items(), key=lambda setting: setting[0].removesuffix(".class_path").count("."))
@@ -404,11 +347,6 @@ def _end_of(states: Sequence[str]) -> str:
     if not set(states) <= {"finished", "pruned"}:  # some were asked to end, or never began
         return "stopped"
     return "pruned" if "pruned" in states else "failed"  # finished, and no number came of it
-
-
-def _is_name(node: Any) -> bool:
-    """Whether a section is a class without arguments."""
-    return isinstance(node, dict) and node.keys() == {"class_path"}
 
 
 def _speaks_of(line: str, keys: Iterable[str]) -> bool:

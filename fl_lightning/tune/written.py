@@ -1,0 +1,80 @@
+"""What a search writes down of its trials, and what an earlier start of it wrote."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.command_line import VARIABLES, CommandLine
+from fl_lightning.errors import ConfigError
+from fl_lightning.files import content_of
+from fl_lightning.parser import resolve
+from fl_lightning.trust import Trust
+from fl_lightning.tune.trials import Trial
+
+SETTINGS = "settings"
+"""The column of `trials.csv` by which trials of one search are told from those of another."""
+HEAD = ("method", "trial", "state", "choice", "runs", SETTINGS)
+"""The columns of `trials.csv`; after the state stands the monitored figure."""
+
+
+def runs_of(trial: Trial) -> str:
+    """A trial's runs, as `trials.csv` has them."""
+    return " ".join(cell.name for cell in trial.cells)
+
+
+def written_before(folder: Path, monitor: str) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+    """What the files of an earlier search say of each method, by its name there.
+
+    Nothing where that search monitored another figure, whose values would stand below this one's name.
+    """
+    rows: dict[str, list[list[str]]] = {}
+    lines: dict[str, list[str]] = {}
+    try:
+        head, *known = csv.reader(content_of(folder / "trials.csv").decode().splitlines())
+        table = content_of(folder / "tune.md").decode().splitlines()
+    except (OSError, ValueError, csv.Error):
+        return {}, {}
+    if monitor not in head or head[-1] != SETTINGS:
+        return {}, {}
+    for row in known:
+        rows.setdefault(row[0] if row else "", []).append(row)
+    for line in table:
+        lines[line.removeprefix("| ").partition(" | ")[0]] = [line]
+    return rows, lines
+
+
+# --- overlays -------------------------------------------------------------------------------------------------------
+
+_SET_ASIDE = ("validation_fraction", "evaluate_on")
+"""What a search says of `data` by itself."""
+
+
+def as_chosen(node: Mapping[str, Any], config: Mapping[str, Any], under: Sequence[str]) -> dict[str, Any]:
+    """An overlay's sections; whole those of which what lies under it would make something else than the trial had.
+
+    Args:
+        node: what the overlay would hold.
+        config: the trial's, resolved.
+        under: the command line that it is laid over.
+    """
+    try:
+        found = resolve(CommandLine([*under, node], VARIABLES).tree, Trust(own=True))
+    except ConfigError:  # what was found must not be lost over how it is written down
+        found = {}
+    own: dict[str, Any] = {}
+    for section, content in node.items():
+        left_out = _SET_ASIDE if section == "data" else ()
+        mine, chosen = (
+            {k: v for k, v in each.items() if k not in left_out} if isinstance(each, Mapping) else each
+            for each in (found.get(section), config[section])
+        )
+        own[section] = content if mine == chosen else chosen
+    return own
+
+
+def is_name(node: Any) -> bool:
+    """Whether a section is a class without arguments."""
+    return isinstance(node, dict) and node.keys() == {"class_path"}
