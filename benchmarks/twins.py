@@ -4,10 +4,11 @@
     python benchmarks/twins.py 500 2000           seeds 500 to 1,999
     python benchmarks/twins.py 1234 --show        one of them, and what it is
 
-A seed draws a federation on Digits, in double precision: method and its options, models, data, participation, failures,
-exchange, robust rule, filters, attack, trainer. It is run as it is, and again with two workers, killed and resumed, on
-disk (the same bits are asked of them), and stacked, recorded, with nothing recalled (the same but for rounding); and
-`evaluate` is asked to find its figures again. One line for each that does not; the seed repeats it.
+A seed draws a federation on Digits: method and its options, models, data, participation, failures, exchange, robust
+rule, filters, attack, measures, callbacks, trainer. It is run as it is, and again with two workers, killed and resumed,
+on disk (the same bits are asked of them), and, where it is in double precision, stacked, recorded, with nothing
+recalled (the same but for rounding); and `evaluate` is asked to find its figures again. One line for each that does
+not; the seed repeats it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,42 @@ EVALUATED = "evaluated"
 KINDS = (EVALUATED, *EXACT, *ROUNDED)
 COUNTED = ("uplink_", "downlink_")
 """Columns that no rounding moves."""
+DOUBLE = "64-true"
+"""The precision in which a difference is none of rounding; in the others, only what makes the same bits is compared."""
 NET = """
+import lightning
+import torch
 from torch import nn
+
+import fl_lightning
+
+
+class Warmup(lightning.Callback):
+    def on_train_batch_start(self, trainer, module, batch, index):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.01 * min(1, (index + 1) / 4)
+
+
+class Noise(lightning.Callback):
+    def on_train_start(self, trainer, module):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.001 * torch.randn_like(parameter))
+
+
+class Counts(fl_lightning.FederationCallback):
+    rounds = 0
+
+    def state_dict(self):
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state):
+        self.rounds = state["rounds"]
+
+    def on_round_end(self, loop, row):
+        self.rounds += 1
+        if self.rounds != row["round"]:
+            raise RuntimeError(f"{self.rounds} rounds counted, {row['round']} made")
 
 
 class Net(nn.Module):
@@ -83,7 +118,7 @@ class Draw(random.Random):
         if not self.chance(share):
             return None
         name = self.choice(sorted(known))
-        return {"class_path": name, "init_args": dict(known[name])}
+        return {"class_path": name.partition(" ")[0], "init_args": dict(known[name])}
 
 
 def configuration(seed: int) -> dict[str, Any]:
@@ -98,10 +133,20 @@ def configuration(seed: int) -> dict[str, Any]:
         "optimizer": draw.of(OPTIMIZERS),
         "data": _data(draw),
         "federation": _federation(draw),
-        "trainer": {"accelerator": "cpu", "precision": "64-true"},
+        "trainer": {"accelerator": "cpu", "precision": DOUBLE},
     }
+    if draw.chance(0.3):
+        config["trainer"]["precision"] = draw.choice(["32-true", "bf16-mixed", "bf16-true"])
     if draw.chance(0.15):
         config["trainer"]["accumulate_grad_batches"] = draw.choice([2, 3])
+    if draw.chance(0.1):
+        config["trainer"]["limit_train_batches"] = draw.choice([2, 0.5])
+    if draw.chance(0.1):
+        config["trainer"]["callbacks"] = [{"class_path": draw.choice(["nets.Warmup", "nets.Noise"])}]
+    if draw.chance(0.1):
+        config["federation"]["callbacks"] = [{"class_path": "nets.Counts"}]
+    if draw.chance(0.1):
+        config["metrics"] = [draw.of(METRICS)]
     if draw.chance(0.15):
         clip = draw.choice(
             [{"gradient_clip_val": 0.5}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}]
@@ -139,6 +184,10 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "RandomPeers": {"degree": 2},
     "DirectedGraph": {"degree": 2},
 }
+METRICS: dict[str, dict[str, Any]] = {
+    "torchmetrics.classification.MulticlassF1Score": {"num_classes": 10},
+    "torchmetrics.classification.MulticlassCalibrationError": {"num_classes": 10},
+}
 SERVERS: dict[str, dict[str, Any]] = {"ServerMomentum": {}, "ServerAdam": {}, "ServerYogi": {}}
 RULES: dict[str, dict[str, Any]] = {
     "CoordinateMedian": {},
@@ -149,7 +198,9 @@ RULES: dict[str, dict[str, Any]] = {
 }
 FILTERS: dict[str, dict[str, Any]] = {
     "Quantize": {},
+    "Quantize with feedback": {"error_feedback": True, "ways": "up"},
     "TopK": {},
+    "TopK without feedback": {"share": 0.3, "error_feedback": False},
     "ClipAndNoise": {"clip": 1.0, "noise_multiplier": 0.1},
 }
 
@@ -204,10 +255,13 @@ def _data(draw: Draw) -> dict[str, Any]:
         "batch_size": draw.choice([4, 8, 13, 32]),
         "drop_last": draw.chance(0.2),
         "validation_fraction": draw.choice([0, 0, 0.2]),
+        "split": draw.choice(["holdout", "holdout", "matched", "global"]),
         "shift": draw.of(SHIFTS, 0.2),
     }
     if draw.chance(0.15):
         data["augmentation"] = ["RandomHorizontalFlip"]
+    if data["validation_fraction"] and draw.chance(0.3):
+        data["evaluate_on"] = "validation"
     return data
 
 
@@ -229,6 +283,9 @@ def _federation(draw: Draw) -> dict[str, Any]:
             "clients": "participants" if draw.chance(0.1) else "all",
             "trained": not draw.chance(0.1),
             "globally": not draw.chance(0.2),
+            "server": not draw.chance(0.1),
+            "loss": not draw.chance(0.1),
+            "batch_size": 7 if draw.chance(0.1) else None,
         },
     }
     if draw.chance(0.2):
@@ -242,7 +299,7 @@ def _federation(draw: Draw) -> dict[str, Any]:
     if draw.chance(0.15):
         federation["newcomers"] = {"clients": 2, "after": 1}
     if draw.chance(0.15):
-        federation["wire"] = [draw.of(FILTERS)]
+        federation["wire"] = [draw.of(FILTERS) for _ in range(draw.choice([1, 1, 2, 3]))]
     if draw.chance(0.15):
         kinds = ("noise", "sign_flip", "scale", "label_flip", "same_value", "inner_product")
         federation["attack"] = {"clients": [draw.randrange(6)], "kind": draw.choice(kinds)}
@@ -374,7 +431,10 @@ def twins(seed: int, make: Any, kinds: list[str], show: bool, found: Counter[str
             print(f"seed {seed}: {kind} ({code}): {said.strip()[-300:]}", flush=True)
         return
     found["federations"] += 1
+    rounds = config["trainer"]["precision"] != DOUBLE
     for kind in kinds:
+        if rounds and kind in ROUNDED:
+            continue
         if kind == EVALUATED:
             wrong = evaluated(place)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -106,6 +106,12 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text)
+
+
+def enumerated(numbers: Sequence[int], most: int = 10) -> str:
+    """The first of some numbers, and how many more there are: ``2, 5 and 7 more``."""
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def say(text: str) -> None:

@@ -13,6 +13,7 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.report.record import read_rows
 from fl_lightning.sealed import read_json
+from fl_lightning.terminal import enumerated, say
 
 Figure = tuple[str, "float | None", float]
 """A column, what the run wrote down, and what comes out now."""
@@ -59,6 +60,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     lost = not folder.is_dir() and loop.board.took_part.any()
     if lost or not loop.settings.evaluate.trained:
         return {}
+    kept: list[int] = []
     scores = {
         name: np.full(len(loop.board.clients), np.nan) for name in loop.examiner.columns if "_received" not in name
     }
@@ -69,6 +71,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             load_model(module, file, "evaluate")
             found = loop.runner.evaluator.client(module, client, "trained")
         elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
+            kept.append(client)
             found = {name: float(values[place]) for name, values in loop.scores.items() if name in scores}
         elif client < loop.calendar.num_present(loop.round):
             found = loop.runner.evaluate_resting(client)
@@ -76,4 +79,7 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             continue
         for name, value in found.items():
             scores[name][place] = value
+    if kept:
+        whose = f"clients {enumerated(kept)}" if kept[1:] else f"client {kept[0]}"
+        say(f"fl-lightning: {folder} lacks the last model of {whose}: counted as the run scored it, not computed again")
     return loop.board.spreads(scores)

@@ -76,6 +76,7 @@ def test_client_that_falls_sick_in_its_last_round_counts_with_its_last_score(wor
     workplace.fit("--method", "mine.Sick", "--quiet", *skip)
     code, out, err = workplace.call("evaluate", "runs/run", "--trust", "mine")
     assert code == 0, out + err
+    assert "runs/run/models lacks the last model of client 2: counted as the run scored it, not computed again" in err
 
 
 def test_growth_that_allows_nothing_is_refused(workplace):
