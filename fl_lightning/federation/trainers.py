@@ -93,9 +93,10 @@ def _leave_files_and_signals_alone(trainer: L.Trainer) -> None:
 
 def _report_once(trainer: L.Trainer) -> None:
     """Let what Lightning prints at every fit be printed once: a model's summary; the profiler by `report_profile`."""
+    is_main = not _together() or dist.get_rank() == 0  # each worker's Trainer takes itself for the only one
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, ModelSummary):
-            each.on_fit_start = _once(each.on_fit_start)
+            each.on_fit_start = _once(each.on_fit_start) if is_main else _nothing
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profiler.describe_run, profiler.describe = profiler.describe, _nothing
 
@@ -287,9 +288,13 @@ def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
     plugins = plugins if isinstance(plugins, list) else [plugins]
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         plugins = [*plugins, LightningEnvironment()]  # not torchrun's or SLURM's
-    together = dist.is_available() and dist.is_initialized()
     on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return {"plugins": plugins, **({"devices": [gpu_here()]} if together and on_gpu else {})}
+    return {"plugins": plugins, **({"devices": [gpu_here()]} if _together() and on_gpu else {})}
+
+
+def _together() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _check_nodes(flags: Mapping[str, Any]) -> None:

@@ -156,8 +156,8 @@ class DRDFL(Method):
         ψ: L_PR + L_rec,  adversary: L_adv,  φ: L_adv^u + L_kl + L_rec,  θ: L_rec,  ω: CE(ω(x), y) + CE(ω(x̂ + noise), y)
 
     The successor in the ring hears the shared encoder (the Learngene: 29,240 values on 3x32x32 images) and the classes'
-    Gaussians (2·K·64). It takes the mean with its own encoder, and moves its own Gaussians a little; a client that
-    never took part copies both.
+    Gaussians (2·K·64). It takes the mean with its own encoder, and moves its own Gaussians a little; a
+    newcomer (`federation.newcomers`) copies both, and one that is first drawn later takes the mean, like all.
 
     Args:
         model: the private local classifier ω, on images of 8x8 or more; ResNet18 in the paper.

@@ -60,6 +60,12 @@ def test_two_workers_make_the_run_of_one(workplace, finished, assert_same_run):
     assert_same_run(workplace.run, finished.run)
 
 
+def test_summary_of_the_model_is_printed_by_one_of_the_workers(workplace):
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", "--trainer.callbacks", "[ModelSummary]", *TWO)
+    assert code == 0, err
+    assert (out + err).count("Trainable params") == 1
+
+
 def test_all_workers_save_where_the_main_one_says_that_it_is_time(workplace):
     policy = ("--federation.checkpoint.every", "0", "--federation.checkpoint.keep", "9")
     workplace.fit("--quiet", *TWO, *policy, "--federation.checkpoint.seconds", "0.000001")
