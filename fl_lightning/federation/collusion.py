@@ -13,9 +13,8 @@ from fl_lightning.core.message import Message, accumulation_dtype
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import transport
 from fl_lightning.federation.attacks import KEY, attacked, rebuilt
-from fl_lightning.federation.exchange import Exchange
+from fl_lightning.federation.posting import Posts
 from fl_lightning.federation.runner import Runner
-from fl_lightning.federation.sickness import ServerError, at
 from fl_lightning.federation.workers import Workers
 
 Key = tuple[str, str, str]
@@ -38,15 +37,16 @@ class Collusion:
 
     Args:
         runner: knows the attackers and the resident modules.
-        exchange: where messages go.
+        posts: where messages go.
         workers: the processes that share the work.
+        in_turn: whether clients hear each other in the same round.
 
     Raises:
-        ConfigError: if clients hear each other in the same round, so that nobody knows all messages before they count.
+        ConfigError: if they do, so that nobody knows all messages before they count.
     """
 
-    def __init__(self, runner: Runner, exchange: Exchange, workers: Workers) -> None:
-        if exchange.in_turn:
+    def __init__(self, runner: Runner, posts: Posts, workers: Workers, in_turn: bool) -> None:
+        if in_turn:
             rule = "must be another one where clients train in turn: nobody knows the others' messages in time"
             raise ConfigError(f"{KEY}.kind", rule, "inner_product")
         assert runner.attackers.attack is not None
@@ -56,7 +56,7 @@ class Collusion:
         self.increments = runner.attackers.increments
         self.parameters = runner.trained_names
         self.device = runner.device
-        self.exchange = exchange
+        self.posts = posts
         self.workers = workers
         self._held: dict[int, Held] = {}
         self._sums: dict[Key, tuple[ExactSum, ExactSum]] = {}
@@ -85,8 +85,7 @@ class Collusion:
         for client in sorted(held):
             own = held[client]
             message = self._forged(own, means) if client in self.attackers else own.message
-            with at(round, client, "message", ServerError):
-                self.exchange.post(client, message)
+            self.posts.take(round, client, message)
 
     def _forged(self, own: Held, means: Mapping[Key, Tensor]) -> Message:
         changed = {}

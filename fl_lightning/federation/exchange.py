@@ -49,8 +49,9 @@ class Exchange(ABC):
     """Carries messages from one round to the next.
 
     A round is ``open`` → one ``post`` per participant → ``close``; after that `inbox` holds what every client hears at
-    the start of its next round. Messages are posted as fits end, so that an exchange which only averages never holds
-    more than one of them.
+    the start of its next round. Where messages only meet in sums (`works_in_parts`) they are posted as fits end, so
+    that there is never more than one of them; otherwise in the order of clients, to an exchange, or a server, of one's
+    own once all fits are done.
     """
 
     paper: ClassVar[str] = ""

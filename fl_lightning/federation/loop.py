@@ -32,13 +32,14 @@ from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
 from fl_lightning.federation.model_files import place_of
 from fl_lightning.federation.model_sizes import model_bytes
+from fl_lightning.federation.posting import Posts
 from fl_lightning.federation.privacy import start_account
 from fl_lightning.federation.record_privacy import RecordAccount
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.scores import ScoreBoard
 from fl_lightning.federation.settings import Federation
-from fl_lightning.federation.sickness import ServerError, Ward, at, at_server, heard
+from fl_lightning.federation.sickness import Ward, at_server, heard
 from fl_lightning.federation.trainers import report_profile
 from fl_lightning.federation.transport import Waiting
 from fl_lightning.federation.visits import Job, Visit
@@ -138,14 +139,14 @@ class FederatedLoop:
             exchange.guard(settings.aggregator, template, max(1, int(self.calendar.expected(1))))
         self.account = start_account(settings.wire or (), exchange, template, facts, self.calendar)
         self.workers = of_one_kind(Workers.present(spread=self.runner.single_device), self.data)
-        self.exchange, self.carriers = exchange, Carriers(exchange, self.seed)
-        if self.workers.size > 1:
-            self.exchange = shared_exchange(exchange, self.workers, self.runner.device, self.carriers)
+        self.carriers = Carriers(exchange, self.seed)
+        self.exchange = shared_exchange(exchange, self.workers, self.runner.device, self.carriers)
         if settings.compile:
             compile_steps(self.runner, self.workers.is_main)
         self.cohort = Cohort(self.runner, settings.cohort, self.exchange.in_turn, self.workers.is_main, settings.graph)
+        self.posts = Posts(self.exchange, self.carriers, in_order=self.cohort.size is None)
         hostile = self.runner.attackers.collude
-        self.collusion = Collusion(self.runner, self.exchange, self.workers) if hostile else None
+        self.collusion = Collusion(self.runner, self.posts, self.workers, exchange.in_turn) if hostile else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class FederatedLoop:
             self.exchange.open(round, self.participants)
             owners = self._share_out(round)
         self._call("on_round_start", round, self.participants)
-        with self.stopwatch.part("evaluate"):
+        with self.stopwatch.part("evaluate"), at_server(round):  # which is asked who hears what
             self.examiner.prepare(round, self.participants)
         reports: list[ClientReport] = []
         own = self.fit_order([client for client in self.participants if owners[client] == self.workers.rank])
@@ -226,6 +227,7 @@ class FederatedLoop:
             reports = self._gather(reports)
             if self.collusion is not None:
                 self.collusion.release(round)
+            self.posts.deliver(round)
             with at_server(round, self.carriers.streams("close")):
                 self.exchange.close()
                 self.ward.check_outgoing(round)
@@ -243,9 +245,8 @@ class FederatedLoop:
             report.uplink = self.exchange.uplink(client, report.message)
             if self.collusion is not None:
                 self.collusion.hold(client, Held(report.message, visit.began, job.message))
-                return report
-            with at(round, client, "message", ServerError), self.carriers.streams("post", client):
-                self.exchange.post(client, report.message)  # if it fails, half of it may be in the sums already
+            else:
+                self.posts.take(round, client, report.message)
         return report
 
     def _share_out(self, round: int) -> dict[int, int]:

@@ -63,6 +63,8 @@ class Unsaved:
         before, self._before = self._before, now
         lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
         lost = [name for name in lost if name not in owner.state_dict()]
+        sent = _sent(owner) if lost else set()
+        lost = [name for name in lost if now[name] not in sent]
         if lost:
             who = type(owner).__name__
             say(
@@ -102,6 +104,14 @@ def _saves_by_itself(owner: Kept) -> bool:
     kind = type(owner)
     saves = next(own for own in kind.__mro__ if "state_dict" in vars(own))
     return is_known(kind.__module__) or not is_known(saves.__module__)
+
+
+def _sent(owner: Kept) -> set[Hashable]:
+    """What stands for a server's message and what is in it, which are saved: they may have other names, too."""
+    if not isinstance(owner, Server):
+        return set()
+    weights, artifacts = owner.message.weights, owner.message.artifacts
+    return set(map(_mark, [owner.message, weights, artifacts, *weights.values(), *artifacts.values()]))
 
 
 def _mark(value: Any) -> Hashable:

@@ -150,12 +150,17 @@ def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device, 
         workers: the processes.
         device: where messages are, on either side.
         carriers: whose random streams the exchange has.
+
+    Returns:
+        What every process posts its own clients' messages to; the exchange itself where there is one process.
     """
-    return _SharedExchange(exchange, workers, device, carriers)
+    return exchange if workers.size == 1 else _SharedExchange(exchange, workers, device, carriers)
 
 
 class _SharedExchange(Exchange):
-    """What `shared_exchange` returns."""
+    """What `shared_exchange` returns where there are several processes."""
+
+    works_in_parts = True  # each takes its own clients' messages, whatever becomes of them
 
     def __init__(self, exchange: Exchange, workers: Workers, device: torch.device, carriers: Carriers) -> None:
         self.exchange = exchange

@@ -77,11 +77,21 @@ class HasNothing(Server):
         self.message_for = {}.get
 
 
-class SendsBack(Sees):
-    """Has something for those alone who have sent something."""
+class GivesAway(Server):
+    """Has something for each client once a round, or twice; when it is asked again, it has nothing."""
+
+    times = 1
+
+    def open_round(self):
+        super().open_round()
+        self.left = {client: [self.message] * self.times for client in range(4)}
 
     def message_for(self, client):
-        return self.last[client] if self.last else self.message
+        return self.left[client].pop()
+
+
+class GivesAwayTwice(GivesAway):
+    times = 2
 
 
 class Distrusts(Server):
@@ -150,6 +160,19 @@ def test_state_that_a_resumed_run_would_lack_is_said_once(kind, times, mlp, set_
     set_up_federation(lambda: with_server(kind)(mlp()), rounds=3).run()
     said = "fl-lightning: Remembers.velocity changes from round to round and is not in Remembers.state_dict()"
     assert capsys.readouterr().err.count(said) == times
+
+
+class BeginsThere(Server):
+    """Goes on from what went out, by other names."""
+
+    def open_round(self):
+        super().open_round()
+        self.start, self.bias = self.message.weights, self.message.weights["model.head.bias"]
+
+
+def test_what_a_servers_message_says_is_saved_with_it(mlp, set_up_federation, capsys):
+    set_up_federation(lambda: with_server(BeginsThere)(mlp()), rounds=3).run()
+    assert "changes from round to round" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -232,7 +255,8 @@ def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
         (KeepsNothing, r"2, the server: KeepsNothing\.state_dict\(\) must give plain containers"),
         (HasNothing, r"1, the server: HasNothing\.message_for\(\) gives NoneType, and must give a Message"),
         (Distrusts, r"1, client 0, message: ValueError: a client's weight in a mean must be a number >= 0, not -\d+"),
-        (SendsBack, r"\d, the server: KeyError: \d \(test_unsaved\.py:\d+\)"),
+        (GivesAway, r"1, the server: IndexError: pop from empty list \(test_unsaved\.py:\d+\)"),
+        (GivesAwayTwice, r"1, the server: IndexError: pop from empty list \(test_unsaved\.py:\d+\)"),
     ],
 )
 @pytest.mark.parametrize("participation", [0.5, 1.0])
