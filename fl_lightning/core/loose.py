@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.core.message import version_of
 from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
@@ -22,7 +23,9 @@ _OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
 _OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 """What recurrent layers make of their parameters, at every pass anew."""
+_OF_LAYERS = _OF_MODULES | _OF_PARAMETERS
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_SIMPLE = frozenset(_PLAIN)
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -45,6 +48,8 @@ class Mark(NamedTuple):
         return self._replace(attributes=_without_ids(self.attributes))
 
 
+Contents = Mapping[str, tuple[Any, Hashable]]
+"""What attributes hold, by their names: the objects, and what they come to."""
 FEW = 64
 """Numbers of a tensor on the CPU that count as part of what a step was told."""
 MOST_BYTES, MOST_LEAVES = 2**20, 2000
@@ -135,18 +140,27 @@ def _is_rebuilt(value: Any) -> bool:
     return type(value) in (list, tuple) or isinstance(value, dict) or hasattr(value, "_fields")
 
 
-def leaves(value: Any) -> dict[str, Hashable]:
-    """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like."""
+def leaves(value: Any, layout: Layout | None = None) -> dict[str, Hashable]:
+    """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like.
+
+    Args:
+        value: the object.
+        layout: where parameters and buffers stand; then of other large tensors, how often they were written to.
+    """
     found: dict[str, Hashable] = {}
-    _take_leaves(value, "", found, set())
+    _take_leaves(value, "", found, set(), None if layout is None else layout.numbers())
     return found
 
 
-def _take_leaves(value: Any, way: str, found: dict[str, Hashable], known: set[int]) -> None:
+def _take_leaves(
+    value: Any, way: str, found: dict[str, Hashable], known: set[int], numbers: Collection[int] | None
+) -> None:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _PLAIN):
         found[way] = type(value).__name__, value
+    elif isinstance(value, Tensor) and numbers is not None:
+        found[way] = "tensor", None if id(value) in numbers else version_of(value)
     elif isinstance(value, Tensor):
         small = value.device.type == "cpu" and value.numel() <= FEW
         small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -163,7 +177,7 @@ def _take_leaves(value: Any, way: str, found: dict[str, Hashable], known: set[in
             if len(found) > MOST_LEAVES:
                 found[way] = type(value).__name__, len(inside), id(value)
                 break
-            _take_leaves(own, f"{way}.{key}", found, known)
+            _take_leaves(own, f"{way}.{key}", found, known, numbers)
     else:
         found[way] = type(value).__name__, id(value)
 
@@ -214,11 +228,13 @@ class Attributes:
         self._layout = layout
         self._modules = list(method.modules())
         self._parameters = list(method.parameters())
-        self._named = [
+        self._named: list[tuple[str, nn.Module]] = [
             (name or type(method).__name__, module)
             for name, module in method.named_modules()
             if not type(module).__module__.startswith("torch.nn")
         ]
+        own = {id(module) for _, module in self._named}
+        self._layers = [module for module in self._modules if id(module) not in own]
 
     def mark(self) -> Mark:
         """What stands for the present attributes.
@@ -249,13 +265,15 @@ class Attributes:
 
     def layers(self) -> Hashable:
         """What torch's own layers have beside their tensors, and what hooks passes run through."""
-        own, left = {id(module) for _, module in self._named}, _OF_MODULES | _OF_PARAMETERS
         found: list[Hashable] = []
+        for module in self._layers:
+            for key, value in vars(module).items():
+                if key not in _OF_LAYERS:
+                    found.append((key, value if type(value) in _SIMPLE else repr(value)))
         for module in self._modules:
-            if id(module) not in own:
-                found += [(key, repr(value)) for key, value in vars(module).items() if key not in left]
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            found += [tuple(leaves(hook).items()) for hook in hooks]
+            if module._forward_pre_hooks or module._forward_hooks:
+                hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+                found += [tuple(leaves(hook).items()) for hook in hooks]
         return tuple(found)
 
     def objects(self) -> dict[tuple[str, str], dict[str, Hashable]]:
@@ -266,6 +284,17 @@ class Attributes:
             for key, value in vars(module).items()
             if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *_PLAIN))
         }
+
+    def contents(self) -> Contents:
+        """What the attributes hold that can be written into; of torch's own layers, what they have."""
+        found: dict[str, tuple[Any, Hashable]] = {"an attribute of one of torch's layers": (None, self.layers())}
+        for name, module in self._named:
+            for key, value in vars(module).items():
+                if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS:
+                    continue
+                for way, own in _beneath(value):
+                    found[f"{name}.{key}{way}"] = own, tuple(leaves(own, self._layout).items())
+        return found
 
     def by_class(self, module: str, name: str) -> bool:
         """Whether a module has an attribute by its class, which an instance may have another value of."""
@@ -311,6 +340,12 @@ class Attributes:
             for key in [key for key in there if key not in _OF_MODULES and key not in own]:
                 del there[key]
             there.update(own)
+
+
+def overwritten(before: Contents, now: Contents) -> str:
+    """The name of an object that holds something else than it held; empty where none does."""
+    there = (name for name, (value, own) in now.items() if name in before and before[name][0] is value)
+    return next((name for name in there if before[name][1] != now[name][1]), "")
 
 
 def difference(one: Mark, other: Mark) -> str:
@@ -359,6 +394,17 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _beneath(value: Any) -> Iterator[tuple[str, Any]]:
+    """What can be written into, and `_copied` leaves as it is, of a value; with the way to it."""
+    if not isinstance(value, (list, dict, set)):
+        inside = [("", value)]
+    elif isinstance(value, dict):
+        inside = [(f"[{key!r}]", own) for key, own in value.items()]
+    else:
+        inside = [(f"[{place}]", own) for place, own in enumerate(value)]
+    return (pair for pair in inside if not isinstance(pair[1], _PLAIN))
 
 
 def _mark(

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core import recording
@@ -143,9 +144,14 @@ class Cohort:
                         yield visit
                     else:
                         begun.append(visit)
+                if stack is not None and begun and not self._waits_well(stack, begun[-1]):
+                    yield from self._again([*chain.from_iterable(ahead), *begun], ward)
+                    stack, ahead, begun = None, deque(), []
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
-                self._fit(stack)
+                if not self._fit(stack):
+                    yield from self._again(begun, ward)
+                    begun = []
             ahead.append(begun)
             waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
             while len(ahead) > waiting:  # while a GPU does the steps that it was just told
@@ -215,7 +221,24 @@ class Cohort:
         except Unstackable as error:
             self._refuse(str(error))
 
-    def _fit(self, stack: Stack) -> None:
+    def _waits_well(self, stack: Stack, last: Visit) -> bool:
+        """Whether those who have entered may go on waiting for their fit, now that one more has come in."""
+        if not self.stacks:
+            return False
+        name = self._lanes_of([last.job.client]).overwritten(stack)
+        if name:
+            reason = f"what a client receives is written into {name}, which the one before it holds, too"
+            self._give_up(stack, f"{reason}: set it anew, or keep it in a buffer", alone=not stack.goes_ahead)
+        return not name
+
+    def _again(self, visits: Sequence[Visit], ward: Ward) -> Iterator[Visit]:
+        """Participants who cannot be fitted together after all: each begins once more, right before its fit."""
+        jobs = {visit.job.client: visit.job for visit in visits}
+        for client in jobs:
+            yield from self._begun(client, jobs.__getitem__, ward, None)
+
+    def _fit(self, stack: Stack) -> bool:
+        """Fit those who have entered; whether that went."""
         if self.stacks:
             try:
                 with self.runner.stopwatch.part("fit"):
@@ -225,10 +248,16 @@ class Cohort:
                     self._choose(*stack.measure())
             except Unstackable as error:
                 alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
-                if (alone or error.__cause__ is not None) and stack.records and self._most > 1:
-                    self._take_apart(str(error))
-                else:
-                    self._refuse(str(error))
+                self._give_up(stack, str(error), alone or error.__cause__ is not None)
+                return False
+        return True
+
+    def _give_up(self, stack: Stack, reason: str, alone: bool) -> None:
+        """From now on fit no clients together: but record each one's steps, if that goes alone."""
+        if alone and stack.records and not self.apart:
+            self._take_apart(reason)
+        else:
+            self._refuse(reason)
 
     def _take_apart(self, reason: str) -> None:
         """From now on record each client's steps alone, which needs nothing of how torch stacks them."""
@@ -241,7 +270,8 @@ class Cohort:
             self._told = True
             if self.is_main:
                 method = type(self.runner.modules[0].method).__name__
-                line = f"{method}'s clients are not stacked, each one's steps are recorded: {self._unstacked}"
+                recorded = "" if self.unrecorded else ", each one's steps are recorded"
+                line = f"{method}'s clients are not stacked{recorded}: {self._unstacked}"
                 say(f"fl-lightning: federation.cohort: {line}")
 
     def _choose(self, count: int, timing: Timing) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fl_lightning.core import recording
+from fl_lightning.core.loose import Contents, overwritten
 from fl_lightning.federation.stack import Stack
 
 MOST = 4
@@ -28,6 +29,7 @@ class Lanes:
         self._make = make
         self.stacks = [make()]
         """In the order in which they were used, the one whose last clients came first in front."""
+        self._contents: Contents = {}
 
     def __len__(self) -> int:
         return len(self.stacks)
@@ -53,7 +55,14 @@ class Lanes:
         stack = self.stacks.pop(0)
         self.stacks.append(stack)
         stack.open(count)
+        if not stack.goes_ahead:  # those before have sent, and need nothing of what they had
+            self._contents = {}
         return stack
+
+    def overwritten(self, stack: Stack) -> str:
+        """What the client that came in last has changed of what those who wait hold, too; empty where it is nothing."""
+        before, self._contents = self._contents, stack.attributes.contents()
+        return overwritten(before, self._contents)
 
     def _has_more(self) -> bool:
         """Whether one more is worth its memory: what was recorded worked, and there is room for all of it again."""

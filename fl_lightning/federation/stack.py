@@ -13,7 +13,7 @@ import torch
 
 from fl_lightning.core.division import matches
 from fl_lightning.core.handover import begin_fit
-from fl_lightning.core.loose import Attributes, Mark, changed, difference
+from fl_lightning.core.loose import Attributes, Contents, Mark, changed, difference, overwritten
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.planning import Plan
@@ -169,10 +169,8 @@ class Stack:
         for member in self._members:
             alike.setdefault(member.key, []).append(member)
         groups = [own for own in alike.values() if len(own) > 1] or list(alike.values())[: int(self.records)]
-        if len(self._members) > 1 and not groups:
-            name = difference(self._members[0].mark, self._members[1].mark)
-            if name:
-                raise Unstackable(f"its clients differ in {name}")
+        if len(self._members) > 1 and not groups and (name := difference(*(own.mark for own in self._members[:2]))):
+            raise Unstackable(f"its clients differ in {name}")
         if not groups:
             return
         begun = [self._begins_at(own) for own in groups]
@@ -267,7 +265,9 @@ class Stack:
         if len(own) == 1:  # nobody to be tested with
             return
         ended, rows = 0 if self._ends else len(own), fitted.rows
+        contents: Contents = {}
         for place, member in enumerate(own if self._ends else ()):
+            contents = _unwritten(contents, self.attributes)
             with suppress(Exception):  # it is raised when the client's turn comes
                 self._take_up(member, fitted, place)
                 rows.put(place)
@@ -367,6 +367,19 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
 def _has_own(module: Any, kind: type, name: str) -> bool:
     """Whether a module does something of its own in a method of its kind's, by its class or by itself."""
     return getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
+
+
+def _unwritten(before: Contents, attributes: Attributes) -> Contents:
+    """What attributes hold, once a client has ended its fit and others have not.
+
+    Raises:
+        Unstackable: if it has written into what the others hold, too.
+    """
+    now = attributes.contents()
+    name = overwritten(before, now)
+    if name:
+        raise Unstackable(f"what a client keeps of its fit is written into {name}, which others hold, too")
+    return now
 
 
 def _changed_object(before: Mapping[Any, Mapping[str, Any]], after: Mapping[Any, Mapping[str, Any]]) -> str:

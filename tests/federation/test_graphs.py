@@ -280,6 +280,25 @@ def test_what_torch_cannot_stack_is_recorded_alone(run_federation, assert_near, 
     assert "unstacked" in recorded.cohort.state_dict()
 
 
+ELSEWHERE = [torch.ones(100)]
+
+
+class Takes(Reads):
+    """Asks for a layout, and takes a tensor that is in nobody's keeping."""
+
+    def local_step(self, step):
+        step.x.is_contiguous(memory_format=torch.channels_last)
+        values = step.values(step.forward())
+        step.descend({name: value * ELSEWHERE[0].mean() for name, value in values.items()})
+
+
+def test_what_is_neither_stacked_nor_recorded_is_not_said_to_be(run_federation, mlp, make_data, capsys):
+    loop = run_federation(lambda: Takes(mlp()), 3, data=make_data([[6, 6, 6, 6]] * 4), cohort=2, graph="auto")
+    said = capsys.readouterr().err
+    assert loop.cohort.unrecorded or loop.cohort.reason
+    assert "steps are recorded" not in said
+
+
 def with_dropout(mlp):
     """Drops a quarter of the embeddings."""
     model = mlp()
@@ -351,7 +370,11 @@ OBJECTS = {
     "array": (lambda: np.ones(1), lambda own, value: own.fill(value), lambda own: own.item()),
     "deque": (lambda: deque([1.0], 1), lambda own, value: own.append(value), lambda own: own[0]),
     "closure": (closed, lambda own, value: own[1](value), lambda own: own[0]()),
-    "partial": (lambda: partial(getitem, [1.0], 0), lambda own, value: own.args[0].insert(0, value), lambda own: own()),
+    "partial": (
+        lambda: partial(getitem, [1.0], 0),
+        lambda own, value: own.args[0].__setitem__(0, value),
+        lambda own: own(),
+    ),
     "tensor": (SimpleNamespace, lambda own, value: setattr(own, "f", torch.tensor(value)), lambda own: own.f),
 }
 

@@ -1,0 +1,114 @@
+"""What clients hold in one object, each in its turn: none trains on another one's, however they are fitted."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning.methods.fedavg import FedAvg
+
+DATA = [(2, 2, 2, 2), (6, 1, 6, 6), (4, 4, 4, 4), (5, 5, 1, 5)]
+
+
+def _write_nested(method, value):
+    method.held["of"]["this"] = value
+
+
+def _set_layer(method, value):
+    method.model.head.held = value
+
+
+HOLDERS = {
+    "tensor": (lambda: torch.zeros(()), lambda m, v: m.held.fill_(v), lambda m: m.held),
+    "large tensor": (lambda: torch.zeros(100), lambda m, v: m.held.fill_(v), lambda m: m.held[7]),
+    "tensor in a dict": (
+        lambda: {"a": torch.zeros(())},
+        lambda m, v: m.held["a"].fill_(v),
+        lambda m: m.held["a"],
+    ),
+    "dict in a dict": (lambda: {"of": {"this": 0.0}}, _write_nested, lambda m: m.held["of"]["this"]),
+    "object": (lambda: SimpleNamespace(v=0.0), lambda m, v: setattr(m.held, "v", v), lambda m: m.held.v),
+    "tensor of an object": (
+        lambda: SimpleNamespace(v=torch.zeros(100)),
+        lambda m, v: m.held.v.fill_(v),
+        lambda m: m.held.v[7],
+    ),
+    "object in a list": (
+        lambda: [SimpleNamespace(v=0.0)],
+        lambda m, v: setattr(m.held[0], "v", v),
+        lambda m: m.held[0].v,
+    ),
+    "array": (lambda: np.zeros(1), lambda m, v: m.held.fill(v), lambda m: float(m.held[0])),
+    "deque": (lambda: deque([0.0], maxlen=1), lambda m, v: m.held.append(v), lambda m: m.held[0]),
+    "layer": (lambda: None, _set_layer, lambda m: m.model.head.held),
+}
+"""How a value is held, written and read."""
+
+
+class Holding(FedAvg):
+    """Weighs its loss by a value of the client's own."""
+
+    way = "object"
+    hook = "receive"
+
+    def setup(self):
+        super().setup()
+        self.held = HOLDERS[self.way][0]()
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        HOLDERS[self.way][1](self, 1.0 + float(data.class_counts[1]))
+
+    def local_step(self, step):
+        out = step.forward()
+        values = step.values(out)
+        step.descend({name: value * HOLDERS[self.way][2](self) for name, value in values.items()})
+
+
+class Ending(FedAvg):
+    """Sends nothing of a fit but how many clients have ended theirs since its last receive."""
+
+    def setup(self):
+        super().setup()
+        self.held = SimpleNamespace(count=0)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.held.count = 0
+
+    def on_fit_end(self):
+        super().on_fit_end()
+        self.held.count += 1
+        with torch.no_grad():
+            self.model.head.bias += self.held.count
+
+
+@pytest.fixture
+def same(run_federation, make_data, assert_near):
+    """A federation one by one and otherwise; the latter when the two are alike."""
+
+    def run(make, **options):
+        given = {"data": make_data(DATA), "trainer": {"precision": "64-true"}}
+        plain, other = (run_federation(make, 2, **given, **own) for own in ({}, options))
+        assert_near(plain, other, 1e-9)
+        return other
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{"cohort": 2}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}], ids=str)
+@pytest.mark.parametrize("way", HOLDERS)
+def test_what_a_receive_writes_in_place_is_nobody_elses(way, options, same, mlp, capsys):
+    kind = type("Holding", (Holding,), {"way": way})
+    loop = same(lambda: kind(mlp()), **options)
+    said = capsys.readouterr().err
+    assert said.count("set it anew, or keep it in a buffer") == ("cohort" in options)
+    assert (loop.cohort.reason == "") is ("graph" in options)  # one after another nobody needs it any more
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}], ids=str)
+def test_what_the_end_of_a_fit_writes_in_place_is_nobody_elses(options, same, mlp):
+    loop = same(lambda: Ending(mlp()), **options)
+    assert ("what a client keeps of its fit" in loop.cohort.reason) is ("cohort" in options)
