@@ -136,7 +136,8 @@ class Tuning:
         while batch := self._batch(sampler, contender, len(trials)):
             trials += batch
             for trial in batch:
-                if trial.point in sampler.pruned or runs_of(trial) in before:
+                pruned = trial.point in sampler.pruned or runs_of(trial) in before
+                if pruned and not (trial.cells and all(cell.finished for cell in trial.cells)):
                     trial.state = "pruned"  # by an earlier start, which is not judged anew
                     for cell in trial.cells:
                         median.look(cell)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -133,12 +133,15 @@ class Optuna(Sampler):
         except ConfigError:
             file.close()
             raise
+        with writing(path):
+            _end_line(file, path.read_bytes())
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)  # of a search that was killed as it wrote
         return file
 
     def _open(self, path: Path, search: Search, name: str) -> None:
         """Take up what a journal says, or begin one."""
         optuna = self._optuna
-        backend = optuna.storages.journal.JournalFileBackend(str(path))
+        backend = optuna.storages.journal.JournalFileBackend(str(path.absolute()))
         self._study = optuna.create_study(
             study_name=name,
             storage=optuna.storages.JournalStorage(backend),
@@ -203,6 +206,26 @@ class Optuna(Sampler):
     def close(self) -> None:
         """Let the journal go."""
         self._journal.close()
+
+
+def _end_line(file: BinaryIO, there: bytes) -> None:
+    """End the last line of a journal, which Optuna would go on with in its middle: what a kill has cut off goes.
+
+    Args:
+        file: the journal, open for appending.
+        there: what is in it.
+    """
+    start = there.rfind(b"\n") + 1
+    last = there[start:]
+    if not last.startswith(b"{"):  # whole, or no journal at all
+        return
+    try:
+        json.loads(last)
+    except ValueError:
+        file.truncate(start)
+    else:
+        file.write(b"\n")
+        file.flush()
 
 
 def _study_of(search: Search, contender: Contender, runs: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import io
 import json
 import math
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -149,9 +150,44 @@ def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
         Optuna(search, search.contenders[0], tmp_path)
 
 
-def run(name, values, rounds=10, column="Local-T", seed=0):
+@pytest.mark.parametrize("cut", [1, 20])
+def test_a_journal_whose_last_line_is_cut_is_gone_on_with(cut, search, tmp_path):
+    """What came next stood behind the half line, and the journal was refused from then on."""
+    pytest.importorskip("optuna")
+    journal = tmp_path / "Method.journal"
+
+    def go_on(count):
+        with closing(Optuna(search, search.contenders[0], tmp_path)) as sampler:
+            asked = []
+            for number in range(count):
+                point, handle = sampler.ask()
+                sampler.tell(Trial(number, point, value=worth(point), state="complete", handle=handle))
+                asked.append(point)
+            return asked
+
+    known = go_on(4)
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    assert go_on(6)[:4] == known  # the fourth, whose value is lost, is asked for again
+    assert go_on(8)[:4] == known
+    for line in journal.read_bytes().splitlines():
+        json.loads(line)
+
+
+def test_a_search_that_was_killed_as_it_wrote_locks_out_nobody(search, tmp_path, monkeypatch):
+    """By a relative path, Optuna's lock leads nowhere: every later start waited for it for ever."""
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    lock = Path("out", "Method.journal.lock")
+    lock.parent.mkdir()
+    lock.symlink_to("out/Method.journal")
+    with closing(Optuna(search, search.contenders[0], Path("out"))) as sampler:
+        assert sampler.ask() is not None
+    assert not lock.is_symlink()
+
+
+def run(name, values, rounds=10, column="Local-T", seed=0, finished=False):
     rows = [{"round": n + 1, column: value} for n, value in enumerate(values)]
-    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={}, seed=seed)
+    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={}, seed=seed, finished=finished)
 
 
 def test_what_lies_below_the_median_of_the_others_is_ended(search):
@@ -213,10 +249,10 @@ def test_what_was_pruned_stays_so_when_the_search_is_started_again(kind, tmp_pat
     )
     ran = []
 
-    def start(said):
+    def start(said, finished=False):
         (tmp_path / "s.yaml").write_text(said)
         tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
-        tuning.cells_at = lambda contender, point: [run(json.dumps(sorted(point.items())), [])]
+        tuning.cells_at = lambda contender, point: [run(json.dumps(sorted(point.items())), [], finished=finished)]
         tuning._write_overlay = lambda *_: None
 
         def run_batch(batch, median):
@@ -237,6 +273,9 @@ def test_what_was_pruned_stays_so_when_the_search_is_started_again(kind, tmp_pat
     assert all(point["optimizer.init_args.lr"] != 0.1 for point in again)
     start(text.replace("pruning: true", "pruning: false"))  # another search, which prunes nothing
     assert any(point["optimizer.init_args.lr"] == 0.1 for point in ran[asked + len(again) :])
+    known = len(ran)
+    start(text, finished=True)  # the first one again: what the other has finished counts
+    assert any(point["optimizer.init_args.lr"] == 0.1 for point in ran[known:])
 
 
 @pytest.mark.parametrize("option", ["--optimizer.lr=0.5", "--optimizer.init_args.lr=0.5", "--data.evaluate_on=test"])
