@@ -67,6 +67,11 @@ class Series:
         """Its colour on a dark page."""
         return PALETTE[self.colour][1]
 
+    @property
+    def over(self) -> tuple[RecordedRun, ...]:
+        """The runs that are finished; all where none is. One that goes on has no last round yet beside theirs."""
+        return tuple(run for run in self.runs if not run.unfinished) or self.runs
+
     def curve(self, column: str) -> Curve:
         """A column of ``metrics.csv`` over the rounds that any of the runs has it in."""
         return curve_of([run.rows for run in self.runs], column)

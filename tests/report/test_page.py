@@ -426,6 +426,22 @@ def test_page_names_runs_that_are_not_finished(tmp_path):
     assert "<li>1: it is not finished: 3 of its 6 rounds are done</li>" in path.read_text()
 
 
+def test_a_run_that_goes_on_has_no_last_round_beside_finished_ones(tmp_path):
+    """Its round 3 stood beside their round 6, and the table above left it out."""
+    runs = [make_run(tmp_path / str(seed), seed=seed, rounds=3 if seed == 2 else 6) for seed in range(3)]
+    for run in runs:
+        config = json.loads((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(json.dumps({**config, "federation": {"rounds": 6}}))
+    (runs[2] / "summary.json").unlink()
+    assert moments(lines_of(*runs)) == moments(lines_of(*runs[:2]))
+    assert moments(lines_of(runs[2])).count("±") == 1  # in the head: alone, it is where it is
+
+    def widths(*runs):
+        return next(spread(lines_of(*runs))).columns["x"]
+
+    assert widths(*runs) == widths(*runs[:2])
+
+
 def test_page_says_what_is_missing(tmp_path):
     run = make_run(tmp_path / "a")
     (run / "partition.json").write_text("{")
@@ -517,6 +533,17 @@ def test_figures_are_written_as_pictures(tmp_path):
     curve = (tmp_path / "pictures" / "local-t.svg").read_text()
     assert "Alpha" in curve
     assert all(line.light in curve for line in lines_of(*runs))
+
+
+def test_an_axis_of_one_value_names_it(tmp_path):
+    """The library rounds it to a whole number: a loss of 0.41 was called 0."""
+    run = make_run(tmp_path / "a", rounds=1)
+    write_page(members_of(run), tmp_path / "p.html", "One", pictures=tmp_path / "pictures")
+    head, row = (run / "metrics.csv").read_text().splitlines()
+    value = 100 * float(dict(zip(head.split(","), row.split(","), strict=True))["Local-T"])
+    for name in ("local-t", "communication-local-t"):
+        assert f">{value:.4g}<" in (tmp_path / "pictures" / f"{name}.svg").read_text()
+    assert ">0.002<" in (tmp_path / "pictures" / "communication-local-t.svg").read_text()  # MB
 
 
 def test_missing_renderer_is_one_line(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
     rows = Rows("s", "pick", "kind", "x", "low", "high")
     for moment, column in enumerate(MOMENTS):
         for place, line in enumerate(lines):
-            values = [list(last_of_clients(run, column).values()) for run in line.runs]
+            values = [list(last_of_clients(run, column).values()) for run in line.over]
             values = [own for own in values if own]
             for kind, take in enumerate(KINDS.values()):
                 if values:

@@ -32,6 +32,11 @@ ACCURACIES = {
     "Global-T_received": "Each client's model right after the receive, on all clients' test samples.",
     "Server-T": "The global model on all clients' test samples, where the method has one.",
 }
+VALUES: Spec = {
+    "labelExpr": "abs(toNumber(replace(datum.label, regexp(',', 'g'), '')) - datum.value) > 1e-9 * abs(datum.value)"
+    " ? format(datum.value, '.4~g') : datum.label"
+}
+"""An axis that names its values: where there is only one, the library rounds it to a whole number."""
 FEW_POINTS = 30  # lines of so many points show them
 LEAST_ROUNDS = 3  # between the first and the last, for ticks to be chosen by the library
 COSTED_POINTS = 60  # of a line over communication, whose points can each be hovered over
@@ -209,7 +214,7 @@ def communication(lines: Sequence[Series]) -> Iterator[Figure]:
             heads = {"label": "run", "round": "round", "x": "MB sent so far", "y": f"{column}, %"}
             title = f"{column} against communication"
             key = f"communication-{_key(column)}"
-            yield Figure(key, "Cost", title, f"Accuracy {moment}. {text}", _against(), rows.columns, heads)
+            yield Figure(key, "Cost", title, f"Accuracy {moment}. {text}", _against(rows), rows.columns, heads)
 
 
 def _sent(line: Series) -> dict[int, float]:
@@ -224,8 +229,9 @@ def _sent(line: Series) -> dict[int, float]:
     return _by_round(curve_of(totals, "sent"))
 
 
-def _against() -> Spec:
-    y = quantity("y", "accuracy, %", scale={"zero": False})
+def _against(rows: Rows) -> Spec:
+    y = quantity("y", "accuracy, %", axis=VALUES, scale={"zero": False})
+    points = {"size": 18} if len(set(rows.columns["round"])) <= FEW_POINTS else False
     said = tips(("label", "run"), ("round", "round"), ("x", "MB sent"), ("y", "accuracy, %"))
     nearest = {"type": "point", "on": "pointerover", "nearest": True, "clear": "pointerout"}
     return {
@@ -234,7 +240,7 @@ def _against() -> Spec:
         "layer": [
             {
                 "transform": [{"filter": "!datum.flat"}],
-                "mark": {"type": "line", "strokeWidth": 2},
+                "mark": {"type": "line", "strokeWidth": 2, "point": points},
                 "encoding": {"order": {"field": "round"}, "strokeDash": dash()},
             },
             {
@@ -251,7 +257,7 @@ def _against() -> Spec:
                 },
             },
         ],
-        "encoding": {"x": quantity("x", "MB sent so far"), "y": y, "color": colour()},
+        "encoding": {"x": quantity("x", "MB sent so far", axis=VALUES), "y": y, "color": colour()},
     }
 
 
@@ -280,11 +286,11 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
     band: Spec = {
         "transform": [*(spread if clients else []), {"filter": f"datum.{low} !== null"}, *cut],
         "mark": {"type": "area", "opacity": 0.16, "line": False},
-        "encoding": {"y": quantity(low, unit), "y2": {"field": high}},
+        "encoding": {"y": quantity(low, unit, axis=VALUES), "y2": {"field": high}},
     }
     line: Spec = {
         "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 18} if few else False},
-        "encoding": {"y": quantity("y", unit, scale={"zero": False}), "strokeDash": dash()},
+        "encoding": {"y": quantity("y", unit, axis=VALUES, scale={"zero": False}), "strokeDash": dash()},
     }
     chosen = {"type": "point", "encodings": ["x"], "on": "pointerover", "nearest": True, "clear": "pointerout"}
     hover: Spec = {

@@ -110,7 +110,7 @@ def moments(lines: Sequence[Series]) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = []
     for line in lines:
-        said = [run.figures for run in line.runs]
+        said = [run.figures for run in line.over]
         for way in ("", *_ways(line)):
             small = [f"by {way.removeprefix('/')}"] if way else []
             small += [line.setting] if many else []
