@@ -134,8 +134,8 @@ def attend(folder: Path, name: str, trust: Trust) -> Attention:
         if client in chosen:
             for network, score, layer in views(method, x, classes.index(name)):
                 maps.setdefault(network, {})[client] = gradcam(score, layer, x).cpu().numpy()
-    mean, std = loop.data.store.pixel_mean_and_std()
-    images = _as_colours((x * std + mean).clamp(0, 1).float()).permute(0, 2, 3, 1)
+    least, largest = loop.data.store.bounds()
+    images = _as_colours(((x - least) / (largest - least)).clamp(0, 1).float()).permute(0, 2, 3, 1)
     return Attention(images.cpu().numpy(), list(chosen), maps)
 
 

@@ -95,16 +95,8 @@ def choose_victim(loop: FederatedLoop, number: int) -> Victim:
     x, y = own.store.gather(chosen)
     require(x.ndim == 4 and x.is_floating_point(), "audit", "only images can be read off gradients: say --images 0")
     x = x.contiguous()
-    bounds = _bounds(own)
+    bounds = own.store.bounds()
     return Victim(own.client, x, y, (x - bounds[0]) / (bounds[1] - bounds[0]), bounds, data)
-
-
-def _bounds(own: ClientData) -> tuple[Tensor, Tensor]:
-    mean, std = own.store.pixel_mean_and_std()
-    if own.store.x.is_floating_point():
-        low, high = own.store.x.min(), own.store.x.max()
-        return low.view(1, 1, 1, 1), high.view(1, 1, 1, 1)
-    return (0 - mean) / std, (1 - mean) / std
 
 
 def invert(

@@ -44,9 +44,9 @@ svg text {{ fill: var(--soft); font: 12px system-ui, sans-serif; }} svg .grid {{
 
 
 def as_array(image: Tensor) -> np.ndarray:
-    """[H, W] or [H, W, 3] in [0, 1], of an image [C, H, W]."""
+    """[H, W] or [H, W, 3] in [0, 1], of an image [C, H, W]: of fewer than three channels the first, as grey."""
     array = image.detach().cpu().numpy()
-    return array[0] if len(array) == 1 else array[:3].transpose(1, 2, 0)
+    return array[0] if len(array) < 3 else array[:3].transpose(1, 2, 0)
 
 
 def draw_reconstructions(truth: Tensor, found: Sequence[Inversion], path: Path) -> Path:

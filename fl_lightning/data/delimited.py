@@ -68,12 +68,15 @@ def _cells(text: str, separator: str) -> _Lines:
 def _parsed(text: str, separator: str, quoting: Literal[0, 3]) -> _Lines:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, quoting=quoting)
     rows, before = [], 0
+    limit = csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # texts may be as long as they are
     try:
         for row in reader:
             rows.append((before + 1, row))
             before = reader.line_num
     except csv.Error as error:
         raise csv.Error(f"line {reader.line_num}: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 

@@ -80,8 +80,9 @@ class ArrayFile(Dataset):
             return found.get(name)
         parts = [as_array(found[part]) for part in (f"{name}_train", f"{name}_test") if part in found]
         kinds = [part.dtype.name for part in parts]
-        same = name != "x" or len({kind.startswith("float") for kind in kinds}) < 2
-        require(same, f"{KEY}.path", "x_train and x_test must be of one type", ", ".join(kinds))
+        alike = "f" if name == "x" else "US"  # as floats, or as names
+        same = len({part.dtype.kind in alike for part in parts}) < 2
+        require(same, f"{KEY}.path", f"{name}_train and {name}_test must be of one type", ", ".join(kinds))
         shapes = [list(part.shape) for part in parts]
         same = all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
         require(same, f"{KEY}.path", f"{name}_train and {name}_test must have samples of one shape", shapes)
@@ -285,13 +286,17 @@ def _one_hot(cells: Sequence[str]) -> np.ndarray:
 
 
 def _labels(cells: Sequence[str]) -> np.ndarray:
-    """Whole numbers where all are, each written in one way, else names: ``01`` beside ``1`` is another class."""
+    """Whole numbers where all are, each written in one way, else names: ``01`` beside ``1`` is another class.
+
+    Names, too, where one has more than 64 bits: together NumPy would make floats of them, which are no longer apart.
+    """
     try:
         numbers = [int(cell) for cell in cells]
     except ValueError:
         return np.array(cells)
     one_way = len({cell.strip() for cell in cells}) == len(set(numbers))
-    return np.array(numbers if one_way else cells)
+    fits = not numbers or (min(numbers) >= -(2**63) and max(numbers) < 2**63)
+    return np.array(numbers if one_way and fits else cells)
 
 
 class LEAF(Dataset):

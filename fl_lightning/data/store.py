@@ -51,6 +51,13 @@ class TensorStore:
         std = 1 / (255 * self._scale)
         return -self._shift * std, std
 
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """What black and white are in a batch of images: [1, C, 1, 1] each; of floats their least and largest value."""
+        if self._scale is None:
+            return self.x.min().view(1, 1, 1, 1), self.x.max().view(1, 1, 1, 1)
+        mean, std = self.pixel_mean_and_std()
+        return (0 - mean) / std, (1 - mean) / std
+
     def scale_and_shift(self) -> tuple[Tensor, Tensor]:
         """What normalises a batch of images as they are stored, ``x * scale + shift``: [1, C, 1, 1] each.
 

@@ -167,7 +167,7 @@ class TextFile(Dataset):
         except Exception as error:  # a word that it has no number for, nor one for unknown ones
             said = " ".join(str(error).split())[:120]
             raise ConfigError(f"{KEY}.tokenizer", f"{self.tokenizer} does not encode the texts ({said})") from error
-        size = 1 + max(pad, *tokenizer.get_vocab().values())  # its numbers may have gaps
+        size = 1 + max([pad, *tokenizer.get_vocab().values()])  # its numbers may have gaps
         return padded(encoded, self.length, pad, _unknown(tokenizer, pad)), size
 
 

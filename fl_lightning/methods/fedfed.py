@@ -101,6 +101,7 @@ class FedFed(Method):
     shared samples of either copy as the client has of its own, classes in equal parts, and trains
     CE(w([x; x_p¹; x_p²])), each source a third. While nothing was shared a round is FedAvg's; with `feature_rounds` 0
     all are. Tests see images as they are.
+    q gives [0, 1]: images that come as floats must lie there, for what does not is no part of it.
 
     Message: w and q; then w alone, with n_i (2·pixels + 1) values up once and those of the other clients down once.
 

@@ -16,6 +16,7 @@ from harnesses import harness
 from fl_lightning.audit.canaries import audit_canaries, directions, estimate, null_deviation, told_apart
 from fl_lightning.audit.command import run_audit
 from fl_lightning.audit.matching import Attack, best_order, psnr, total_variation
+from fl_lightning.audit.page import as_array
 from fl_lightning.core.coding import Coding
 from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.errors import ConfigError
@@ -381,3 +382,9 @@ def test_more_noise_claims_less(run_folder):
         own = experiment(run_folder(f"z{z}", wire(noise_multiplier=z)))
         claims.append(audit_canaries(own, 60, lambda _: None).epsilon_point)
     assert claims[0] > 2 * claims[1]
+
+
+@pytest.mark.parametrize(("channels", "shape"), [(1, (4, 5)), (2, (4, 5)), (3, (4, 5, 3)), (5, (4, 5, 3))])
+def test_images_of_any_number_of_channels_are_drawn(channels, shape):
+    """Two channels ended in a traceback, after the whole attack."""
+    assert as_array(torch.rand(channels, 4, 5)).shape == shape

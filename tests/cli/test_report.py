@@ -2,7 +2,11 @@
 
 import shutil
 
+import numpy as np
 import pytest
+import torch
+
+from fl_lightning.trust import Trust
 
 pytest.importorskip("vl_convert")
 
@@ -125,3 +129,19 @@ def test_embeddings_and_attention_of_a_real_run(workplace):
     assert (code, err.count("\n")) == (2, 1)
     assert "--attention" in err
     assert "bird" in err
+
+
+def test_images_of_floats_are_drawn_between_their_least_and_their_largest_value(workplace):
+    """What lies below 0 was black."""
+    pytest.importorskip("captum")
+    from fl_lightning.attention import attend
+
+    rows = torch.linspace(-1, 1, 64).reshape(8, 8)
+    images = torch.stack([rows if n % 2 else rows.flip(0) for n in range(32)])[:, None]
+    torch.save({"x": images, "y": torch.arange(32) % 2}, workplace.path / "a.pt")
+    dataset = {"class_path": "ArrayFile", "init_args": {"path": str(workplace.path / "a.pt")}}
+    model = {"class_path": "CNN", "init_args": {"channels": [2, 2], "kernel_size": 3, "padding": 1, "hidden": 4}}
+    workplace.change(data={"dataset": dataset, "partition": "IID", "num_clients": 2}, model=model)
+    workplace.fit("--quiet", "--method", "FedAvg", "--federation.rounds", "1")
+    drawn = attend(workplace.run, "1", Trust()).images[0]
+    np.testing.assert_allclose(drawn[..., 0], (rows.numpy() + 1) / 2, atol=1e-6)

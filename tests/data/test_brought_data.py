@@ -1,5 +1,6 @@
 """What users bring: arrays, tables, texts, other libraries' data sets and other benchmarks' folders."""
 
+import csv
 import json
 import pickle
 from dataclasses import replace
@@ -349,6 +350,8 @@ def test_a_tokenizer_of_somebody_elses(tmp_path):
     dataset = TextFile(str(tmp_path / "t.csv"), tokenizer=str(tmp_path / "tokenizer.json"), length=3)
     assert checked(dataset).x.tolist() == [[1, 2, 2], [0, 3, 3]]
     assert dataset.encode({"text": ["ugly"]}).tolist() == [[0, 3, 3]]
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))  # which knows no word
+    assert checked(dataset).x.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_what_a_tokenizer_has_no_number_for(tmp_path):
@@ -1062,3 +1065,30 @@ def test_marks_of_no_number_are_found_in_their_line(tmp_path, mark):
     (tmp_path / "t.csv").write_text("age,y\n" + "".join(f"{mark if i == 7 else i},{i % 2}\n" for i in range(12)))
     with pytest.raises(ConfigError, match=r"line 9 has nothing under 'age'"):
         CSVTable(str(tmp_path / "t.csv"), "y").arrays()
+
+
+def test_a_text_of_any_length_is_cut(tmp_path):
+    """Above 131,072 letters the whole file was no CSV file."""
+    lines = ["text,label", f"{'good ' * 40_000},yes", "bad,no"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    arrays = checked(TextFile(str(tmp_path / "t.csv"), text="text", label="label", length=3, vocabulary=10))
+    assert arrays.x.shape == (2, 3)
+    assert csv.field_size_limit() == 131_072
+
+
+def test_whole_numbers_of_more_than_64_bits_are_names(tmp_path):
+    """As floats, two of these users were one."""
+    users = [2**63, 2**63 + 1, -1]
+    lines = ["a,user,y", *(f"{n},{user},{n % 2}" for n, user in enumerate(users * 2))]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    arrays = checked(CSVTable(str(tmp_path / "t.csv"), label="y", group="user"))
+    assert sorted(arrays.group_names) == sorted(map(str, users))
+
+
+def test_labels_of_both_parts_are_of_one_kind(tmp_path):
+    """Names in one and numbers in the other were classes that never meet."""
+    np.savez(
+        tmp_path / "a.npz", x_train=np.ones((4, 2)), y_train=list("abab"), x_test=np.ones((2, 2)), y_test=np.arange(2)
+    )
+    with pytest.raises(ConfigError, match=r"y_train and y_test must be of one type, got 'str32, int64'"):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
