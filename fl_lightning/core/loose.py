@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,8 +51,18 @@ class Mark(NamedTuple):
         return self._replace(attributes=_without_ids(self.attributes))
 
 
-Contents = Mapping[str, tuple[Any, Hashable]]
-"""What attributes hold, by their names: the objects, and what they come to."""
+class Contents(NamedTuple):
+    """What attributes hold that can be written into.
+
+    Args:
+        objects: by their names, with what they come to.
+        layers: names and values of what each of torch's own layers has.
+    """
+
+    objects: Mapping[str, tuple[Any, Hashable]] = MappingProxyType({})
+    layers: Sequence[tuple[tuple[str, ...], tuple[Any, ...]]] = ()
+
+
 FEW = 64
 """Numbers of a tensor on the CPU that count as part of what a step was told."""
 MOST_BYTES, MOST_LEAVES = 2**20, 2000
@@ -228,6 +241,7 @@ class Attributes:
         self._layout = layout
         self._modules = list(method.modules())
         self._parameters = list(method.parameters())
+        self._constant: dict[int, Any] = {}
         self._named: list[tuple[str, nn.Module]] = [
             (name or type(method).__name__, module)
             for name, module in method.named_modules()
@@ -287,14 +301,17 @@ class Attributes:
 
     def contents(self) -> Contents:
         """What the attributes hold that can be written into; of torch's own layers, what they have."""
-        found: dict[str, tuple[Any, Hashable]] = {"an attribute of one of torch's layers": (None, self.layers())}
+        found: dict[str, tuple[Any, Hashable]] = {}
         for name, module in self._named:
             for key, value in vars(module).items():
-                if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS:
+                if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS or id(value) in self._constant:
+                    continue
+                if _is_constant(value):
+                    self._constant[id(value)] = value  # which keeps its address
                     continue
                 for way, own in _beneath(value):
                     found[f"{name}.{key}{way}"] = own, tuple(leaves(own, self._layout).items())
-        return found
+        return Contents(found, [(tuple(own), tuple(own.values())) for own in map(vars, self._layers)])
 
     def by_class(self, module: str, name: str) -> bool:
         """Whether a module has an attribute by its class, which an instance may have another value of."""
@@ -344,8 +361,30 @@ class Attributes:
 
 def overwritten(before: Contents, now: Contents) -> str:
     """The name of an object that holds something else than it held; empty where none does."""
-    there = (name for name, (value, own) in now.items() if name in before and before[name][0] is value)
-    return next((name for name in there if before[name][1] != now[name][1]), "")
+    known = before.objects
+    there = (name for name, (value, own) in now.objects.items() if name in known and known[name][0] is value)
+    name = next((name for name in there if known[name][1] != now.objects[name][1]), "")
+    if name or not before.layers:
+        return name
+    return next(filter(None, map(_set_anew, before.layers, now.layers)), "")
+
+
+def _set_anew(before: tuple[tuple[str, ...], tuple[Any, ...]], now: tuple[tuple[str, ...], tuple[Any, ...]]) -> str:
+    """What says which attribute of a layer has another value; empty where none has."""
+    (names, values), (own, others) = before, now
+    if names == own and all(map(operator.is_, values, others)):
+        return ""
+    was, there = dict(zip(names, values, strict=True)), dict(zip(own, others, strict=True))
+    odd = (key for key, value in there.items() if key not in _OF_LAYERS and repr(value) != repr(was.get(key, was)))
+    return next((f"the attribute {key} of one of torch's layers" for key in odd), "")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether nothing can be written into a value."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_constant, value))
+    fixed = is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return all(map(_is_constant, vars(value).values())) if fixed else type(value) in _SIMPLE
 
 
 def difference(one: Mark, other: Mark) -> str:

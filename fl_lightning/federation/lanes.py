@@ -29,7 +29,7 @@ class Lanes:
         self._make = make
         self.stacks = [make()]
         """In the order in which they were used, the one whose last clients came first in front."""
-        self._contents: Contents = {}
+        self._contents, self._several = Contents(), False
 
     def __len__(self) -> int:
         return len(self.stacks)
@@ -56,11 +56,14 @@ class Lanes:
         self.stacks.append(stack)
         stack.open(count)
         if not stack.goes_ahead:  # those before have sent, and need nothing of what they had
-            self._contents = {}
+            self._contents = Contents()
+        self._several = count > 1 or stack.goes_ahead
         return stack
 
     def overwritten(self, stack: Stack) -> str:
         """What the client that came in last has changed of what those who wait hold, too; empty where it is nothing."""
+        if not self._several:
+            return ""
         before, self._contents = self._contents, stack.attributes.contents()
         return overwritten(before, self._contents)
 

@@ -265,7 +265,7 @@ class Stack:
         if len(own) == 1:  # nobody to be tested with
             return
         ended, rows = 0 if self._ends else len(own), fitted.rows
-        contents: Contents = {}
+        contents = Contents()
         for place, member in enumerate(own if self._ends else ()):
             contents = _unwritten(contents, self.attributes)
             with suppress(Exception):  # it is raised when the client's turn comes
