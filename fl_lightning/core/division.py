@@ -154,9 +154,10 @@ def _count(module: nn.Module) -> int:
     """How many parameters and persistent buffers it has, tied ones each time."""
     count = 0
     for part in parts_of(module):
-        own = sum(tensor is not None for tensor in part._parameters.values())
-        loose = part._non_persistent_buffers_set
-        count += own + sum(tensor is not None and name not in loose for name, tensor in part._buffers.items())
+        for tensor in part._parameters.values():
+            count += tensor is not None
+        for name, buffer in part._buffers.items():
+            count += buffer is not None and name not in part._non_persistent_buffers_set
     return count
 
 

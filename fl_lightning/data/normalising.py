@@ -90,6 +90,8 @@ def as_labels(
     if array.dtype.kind == "S":
         array = np.char.decode(array, "utf-8", "backslashreplace")
     names, numbers = np.unique(array, return_inverse=True)
+    odd = next((own for own in names.tolist() if isinstance(own, str) and not _is_text(own)), None)
+    require(odd is None, KEY, f"{name}: the label {odd!a} is no text, but half of a letter of UTF-16")
     rule = f"{name}: the labels are {len(names)} different numbers in {len(array)} samples; cut what is measured into"
     require(not _are_measured(array, names), KEY, f"{rule} classes")
     if are_places and array.dtype.kind == "i" and len(names) and int(names[0]) < 0:
@@ -100,6 +102,14 @@ def as_labels(
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def class_names(names: Any, name: str) -> list[str]:

@@ -344,12 +344,12 @@ class ClientData:
     @property
     def num_train(self) -> int:
         """Number of training samples."""
-        return len(self.train)
+        return self.train.shape[0]
 
     @property
     def num_test(self) -> int:
         """Number of test samples of its own."""
-        return len(self.test)
+        return self.test.shape[0]
 
     @property
     def held_classes(self) -> Tensor:

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
     def at(self, positions: Tensor) -> Outcome:
         """Those of some of the samples."""
-        return Outcome(*(field.index_select(0, positions) if len(field) else field for field in self))
+        return Outcome(*(field.index_select(0, positions) if field.shape[0] else field for field in self))
 
     def to(self, device: torch.device | str) -> Outcome:
         """The same on a device."""

@@ -1092,3 +1092,11 @@ def test_labels_of_both_parts_are_of_one_kind(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"y_train and y_test must be of one type, got 'str32, int64'"):
         ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
+def test_half_a_letter_is_no_label(tmp_path):
+    """JSON may hold one; no picture can show it."""
+    rows = [{"text": "good", "label": "\\ud800"}, {"text": "bad", "label": "b"}]
+    (tmp_path / "t.jsonl").write_text("\n".join(f'{{"text": "{r["text"]}", "label": "{r["label"]}"}}' for r in rows))
+    with pytest.raises(ConfigError, match=r"the label '\\ud800' is no text, but half of a letter of UTF-16"):
+        TextFile(str(tmp_path / "t.jsonl")).arrays()
