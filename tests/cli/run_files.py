@@ -21,7 +21,7 @@ def leaves(state, prefix=""):
         for key, value in state.items():
             yield from leaves(value, f"{prefix}/{key}")
     elif isinstance(state, torch.Tensor):
-        plain = state.contiguous().view(-1).view(torch.uint8)  # NumPy has no bfloat16
+        plain = state.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)  # NumPy has no bfloat16
         yield prefix, (str(state.dtype), tuple(state.shape), plain.numpy().tobytes())
     else:
         yield prefix, repr(state)
