@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fl_lightning.core import recording
 from fl_lightning.methods.fedavg import FedAvg
 
 DATA = [(2, 2, 2, 2), (6, 1, 6, 6), (4, 4, 4, 4), (5, 5, 1, 5)]
@@ -112,3 +113,13 @@ def test_what_a_receive_writes_in_place_is_nobody_elses(way, options, same, mlp,
 def test_what_the_end_of_a_fit_writes_in_place_is_nobody_elses(options, same, mlp):
     loop = same(lambda: Ending(mlp()), **options)
     assert ("what a client keeps of its fit" in loop.cohort.reason) is ("cohort" in options)
+
+
+@pytest.mark.parametrize("cohort", [1, 2])
+@pytest.mark.parametrize("way", HOLDERS)
+def test_nor_where_the_next_ones_come_in_while_a_device_works(way, cohort, same, mlp, monkeypatch, capsys):
+    monkeypatch.setattr(recording.Aside, "is_aside", True)
+    monkeypatch.setattr(recording, "has_room", lambda device: False)
+    kind = type("Holding", (Holding,), {"way": way})
+    loop = same(lambda: kind(mlp()), cohort=cohort, graph="auto")
+    assert "set it anew, or keep it in a buffer" in loop.cohort.reason
