@@ -9,7 +9,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -307,7 +307,8 @@ class Attributes:
                 if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS or id(value) in self._constant:
                     continue
                 if _is_constant(value):
-                    self._constant[id(value)] = value  # which keeps its address
+                    if len(self._constant) < MOST_LEAVES:  # a receive may make one of its own for every client
+                        self._constant[id(value)] = value  # which keeps its address
                     continue
                 for way, own in _beneath(value):
                     found[f"{name}.{key}{way}"] = own, tuple(leaves(own, self._layout).items())
@@ -383,8 +384,9 @@ def _is_constant(value: Any) -> bool:
     """Whether nothing can be written into a value."""
     if type(value) in (tuple, frozenset):
         return all(map(_is_constant, value))
-    fixed = is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return all(map(_is_constant, vars(value).values())) if fixed else type(value) in _SIMPLE
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return all(_is_constant(getattr(value, own.name, None)) for own in fields(value))
+    return type(value) in _SIMPLE
 
 
 def difference(one: Mark, other: Mark) -> str:

@@ -26,7 +26,7 @@ class Posts:
         looks = not (exchange.works_in_parts or exchange.in_turn)
         ours = all(is_known(type(own).__module__) for own in (exchange, getattr(exchange, "server", exchange)))
         self._waits = looks and not (ours and in_order)
-        self._held: dict[int, Message] = {}
+        self._round, self._held = 0, dict[int, Message]()
 
     def take(self, round: int, client: int, message: Message) -> None:
         """Take what a client sends.
@@ -36,6 +36,8 @@ class Posts:
             client: 0-based.
             message: as it has passed the wire.
         """
+        if round != self._round:  # what waits of a round that broke off is nobody's any more
+            self._round, self._held = round, {}
         if self._waits:
             self._held[client] = message
         else:

@@ -1,6 +1,7 @@
 """What clients hold in one object, each in its turn: none trains on another one's, however they are fitted."""
 
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,6 +87,24 @@ class Ending(FedAvg):
             self.model.head.bias += self.held.count
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    rate: float = 1.0
+    steps: tuple[int, ...] = (1, 2)
+
+
+class Decided(FedAvg):
+    """Has what nobody can write into, some of it anew for every client."""
+
+    def setup(self):
+        super().setup()
+        self.options = Option()
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.sizes = (64, self.options.steps)
+
+
 @pytest.fixture
 def same(run_federation, make_data, assert_near):
     """A federation one by one and otherwise; the latter when the two are alike."""
@@ -107,6 +126,11 @@ def test_what_a_receive_writes_in_place_is_nobody_elses(way, options, same, mlp,
     said = capsys.readouterr().err
     assert said.count("set it anew, or keep it in a buffer") == ("cohort" in options)
     assert (loop.cohort.reason == "") is ("graph" in options)  # one after another nobody needs it any more
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}], ids=str)
+def test_what_nobody_can_write_into_takes_no_clients_apart(options, same, mlp):
+    assert same(lambda: Decided(mlp()), **options).cohort.reason == ""
 
 
 @pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}], ids=str)
