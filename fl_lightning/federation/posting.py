@@ -36,18 +36,22 @@ class Posts:
             client: 0-based.
             message: as it has passed the wire.
         """
-        if round != self._round:  # what waits of a round that broke off is nobody's any more
-            self._round, self._held = round, {}
         if self._waits:
-            self._held[client] = message
+            self._waiting(round)[client] = message
         else:
             self._post(round, client, message)
 
     def deliver(self, round: int) -> None:
         """Post what waits."""
-        held, self._held = self._held, {}
+        held, self._held = self._waiting(round), {}
         for client in sorted(held):
             self._post(round, client, held[client])
+
+    def _waiting(self, round: int) -> dict[int, Message]:
+        """What waits; what waited in a round that broke off is nobody's any more."""
+        if round != self._round:
+            self._round, self._held = round, {}
+        return self._held
 
     def _post(self, round: int, client: int, message: Message) -> None:
         with at(round, client, "message", ServerError), self._carriers.streams("post", client):

@@ -7,6 +7,7 @@ import torch
 
 from fl_lightning.core.server import Server
 from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.sickness import ClientError
 from fl_lightning.methods.fedavg import FedAvg
 
 ORDERS = {
@@ -82,3 +83,21 @@ def test_messages_that_meet_in_sums_wait_for_nobody(mlp, set_up_federation, monk
     monkeypatch.setattr(loop.runner, "run", lambda *given: fitted.append(list(posted)) or run(*given))
     loop.advance()
     assert fitted == [list(range(count)) for count in range(4)]
+
+
+def test_a_round_that_broke_off_leaves_nothing_to_be_posted(mlp, set_up_federation, monkeypatch):
+    loop = set_up_federation(lambda: FedAsync(mlp()))
+    run, well = loop.runner.run, 2
+
+    def runs(visit, wire):
+        if visit.job.client >= well:
+            raise ClientError("sick")
+        return run(visit, wire)
+
+    monkeypatch.setattr(loop.runner, "run", runs)
+    with pytest.raises(ClientError):
+        loop.advance()
+    loop.round, well = 1, 0
+    monkeypatch.setattr(loop.ward, "policy", "skip")
+    loop.advance()
+    assert loop.exchange.server.seen == []
