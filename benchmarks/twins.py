@@ -418,7 +418,7 @@ def _alike(one: torch.Tensor, other: torch.Tensor, close: float) -> bool:
 def _rounds(config: dict[str, Any]) -> bool:
     """Whether rounding decides more than last digits: of the first steps of Adam, all as long, which ones are sent."""
     cuts = any(own["class_path"] == "TopK" for own in config["federation"].get("wire") or ())
-    return config["trainer"]["precision"] != DOUBLE or (cuts and config["optimizer"]["class_path"] != "SGD")
+    return config["trainer"].get("precision") != DOUBLE or (cuts and config["optimizer"]["class_path"] != "SGD")
 
 
 def twins(seed: int, make: Any, kinds: list[str], show: bool, found: Counter[str]) -> None:
