@@ -7,6 +7,7 @@ import functools
 import operator
 import random
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -153,27 +154,30 @@ def _is_rebuilt(value: Any) -> bool:
     return type(value) in (list, tuple) or isinstance(value, dict) or hasattr(value, "_fields")
 
 
-def leaves(value: Any, layout: Layout | None = None) -> dict[str, Hashable]:
+def leaves(value: Any, passed: Collection[int] | None = None) -> dict[str, Hashable]:
     """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like.
 
     Args:
         value: the object.
-        layout: where parameters and buffers stand; then of other large tensors, how often they were written to.
+        passed: ids of modules and tensors that are passed over. Then other modules are looked into, and large tensors
+            and arrays, too: to see whether any of it was written into, not what it is.
     """
     found: dict[str, Hashable] = {}
-    _take_leaves(value, "", found, set(), None if layout is None else layout.numbers())
+    _take_leaves(value, "", found, set(), passed)
     return found
 
 
 def _take_leaves(
-    value: Any, way: str, found: dict[str, Hashable], known: set[int], numbers: Collection[int] | None
+    value: Any, way: str, found: dict[str, Hashable], known: set[int], passed: Collection[int] | None
 ) -> None:
     if isinstance(value, np.generic):
         value = value.item()
+    most = MOST_LEAVES if passed is None else 50 * MOST_LEAVES
     if isinstance(value, _PLAIN):
         found[way] = type(value).__name__, value
-    elif isinstance(value, Tensor) and numbers is not None:
-        found[way] = "tensor", None if id(value) in numbers else version_of(value)
+    elif passed is not None and isinstance(value, (Tensor, np.ndarray, bytearray, nn.Module)):
+        if id(value) not in passed:
+            found[way] = _sum_of(value, passed)
     elif isinstance(value, Tensor):
         small = value.device.type == "cpu" and value.numel() <= FEW
         small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -187,12 +191,28 @@ def _take_leaves(
         known.add(id(value))
         found[way] = type(value).__name__, len(inside)
         for key, own in inside.items():
-            if len(found) > MOST_LEAVES:
-                found[way] = type(value).__name__, len(inside), id(value)
+            if len(found) > most:
+                found[way] = type(value).__name__, len(inside), id(value if passed is None else inside)
                 break
-            _take_leaves(own, f"{way}.{key}", found, known, numbers)
+            _take_leaves(own, f"{way}.{key}", found, known, passed)
     else:
         found[way] = type(value).__name__, id(value)
+
+
+def _sum_of(value: Any, passed: Collection[int]) -> Hashable:
+    """What changes when something is written into a tensor, an array, bytes or a module."""
+    if isinstance(value, nn.Module):
+        home = {**value._parameters, **value._buffers, **value._modules}
+        return tuple(leaves(home, passed).items())
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            return version_of(value)
+        whole = value.detach().flatten().clone(memory_format=torch.contiguous_format)
+        # `.data` is written to uncounted
+        return version_of(value), zlib.crc32(whole.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return tuple(leaves(value.tolist(), passed).items())
+    return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else bytes(value))
 
 
 def _inside(value: Any) -> Mapping[Any, Any] | None:
@@ -242,6 +262,7 @@ class Attributes:
         self._modules = list(method.modules())
         self._parameters = list(method.parameters())
         self._constant: dict[int, Any] = {}
+        self._own = {id(module) for module in self._modules}
         self._named: list[tuple[str, nn.Module]] = [
             (name or type(method).__name__, module)
             for name, module in method.named_modules()
@@ -302,6 +323,7 @@ class Attributes:
     def contents(self) -> Contents:
         """What the attributes hold that can be written into; of torch's own layers, what they have."""
         found: dict[str, tuple[Any, Hashable]] = {}
+        passed = self._layout.numbers().keys() | self._own
         for name, module in self._named:
             for key, value in vars(module).items():
                 if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS or id(value) in self._constant:
@@ -311,7 +333,7 @@ class Attributes:
                         self._constant[id(value)] = value  # which keeps its address
                     continue
                 for way, own in _beneath(value):
-                    found[f"{name}.{key}{way}"] = own, tuple(leaves(own, self._layout).items())
+                    found[f"{name}.{key}{way}"] = own, tuple(leaves(own, passed).items())
         return Contents(found, [(tuple(own), tuple(own.values())) for own in map(vars, self._layers)])
 
     def by_class(self, module: str, name: str) -> bool:

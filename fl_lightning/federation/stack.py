@@ -265,15 +265,15 @@ class Stack:
         if len(own) == 1:  # nobody to be tested with
             return
         ended, rows = 0 if self._ends else len(own), fitted.rows
-        contents = Contents()
+        contents = self.attributes.contents() if self._ends else Contents()
         for place, member in enumerate(own if self._ends else ()):
-            contents = _unwritten(contents, self.attributes)
             with suppress(Exception):  # it is raised when the client's turn comes
                 self._take_up(member, fitted, place)
                 rows.put(place)
                 member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
                 member.visit.fit = partial(self._bring_back, member, fitted, place)
                 ended += 1
+            contents = _unwritten(contents, self.attributes)
         if ended == len(own) and all(member.visit.job.trained for member in own):
             clients, marks = [member.visit.job.client for member in own], [member.mark for member in own]
             with self.runner.stopwatch.part("evaluate"):

@@ -1,12 +1,13 @@
 """What clients hold in one object, each in its turn: none trains on another one's, however they are fitted."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fl_lightning.core import recording
 from fl_lightning.methods.fedavg import FedAvg
@@ -44,6 +45,24 @@ HOLDERS = {
     ),
     "array": (lambda: np.zeros(1), lambda m, v: m.held.fill(v), lambda m: float(m.held[0])),
     "deque": (lambda: deque([0.0], maxlen=1), lambda m, v: m.held.append(v), lambda m: m.held[0]),
+    "data of a tensor": (lambda: torch.zeros(100), lambda m, v: m.held.data.fill_(v), lambda m: m.held[7]),
+    "network in a list": (
+        lambda: [nn.Sequential(nn.Linear(1, 1))],
+        lambda m, v: m.held[0][0].weight.data.fill_(v),
+        lambda m: m.held[0][0].weight.detach()[0, 0],
+    ),
+    "large array": (lambda: np.zeros(200_000), lambda m, v: m.held.fill(v), lambda m: float(m.held[0])),
+    "array of objects": (
+        lambda: np.array([None, 0.0]),
+        lambda m, v: m.held.__setitem__(1, v),
+        lambda m: m.held[1],
+    ),
+    "bytes": (lambda: bytearray(1), lambda m, v: m.held.__setitem__(0, int(v)), lambda m: float(m.held[0])),
+    "long list": (
+        lambda: {"a": [0.0] * 3000},
+        lambda m, v: m.held["a"].__setitem__(2999, v),
+        lambda m: m.held["a"][2999],
+    ),
     "layer": (lambda: None, _set_layer, lambda m: m.model.head.held),
 }
 """How a value is held, written and read."""
@@ -85,6 +104,28 @@ class Ending(FedAvg):
         self.held.count += 1
         with torch.no_grad():
             self.model.head.bias += self.held.count
+
+
+class EndingLast(Ending):
+    """The same of the last client alone, and what it writes is sent by all before it."""
+
+    def on_fit_end(self):
+        FedAvg.on_fit_end(self)
+        if self.facts.num_clients == 4 and int(self.own) == 2:
+            self.held.count = 1
+
+    def setup(self):
+        super().setup()
+        self.register_buffer("own", torch.zeros(()), persistent=True)
+
+    def receive(self, message, data):
+        super().receive(message, data)
+        self.own.fill_(float(data.class_counts[1]))
+
+    def send(self, data):
+        message = super().send(data)
+        bias = message.weights["model.head.bias"] + self.held.count
+        return replace(message, weights={**message.weights, "model.head.bias": bias})
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +175,9 @@ def test_what_nobody_can_write_into_takes_no_clients_apart(options, same, mlp):
 
 
 @pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}], ids=str)
-def test_what_the_end_of_a_fit_writes_in_place_is_nobody_elses(options, same, mlp):
-    loop = same(lambda: Ending(mlp()), **options)
+@pytest.mark.parametrize("kind", [Ending, EndingLast])
+def test_what_the_end_of_a_fit_writes_in_place_is_nobody_elses(kind, options, same, mlp):
+    loop = same(lambda: kind(mlp()), **options)
     assert ("what a client keeps of its fit" in loop.cohort.reason) is ("cohort" in options)
 
 
