@@ -6,9 +6,6 @@ import copy
 import functools
 import operator
 import random
-import types
-import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
@@ -18,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.message import version_of
+from fl_lightning.core.leaves import FEW, MOST_LEAVES, PLAIN, leaves
 from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
@@ -28,8 +25,7 @@ _OF_METHODS = frozenset({"facts", "fit", "_division"})
 _OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 """What recurrent layers make of their parameters, at every pass anew."""
 _OF_LAYERS = _OF_MODULES | _OF_PARAMETERS
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_SIMPLE = frozenset(_PLAIN)
+_SIMPLE = frozenset(PLAIN)
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -62,12 +58,6 @@ class Contents(NamedTuple):
 
     objects: Mapping[str, tuple[Any, Hashable]] = MappingProxyType({})
     layers: Sequence[tuple[tuple[str, ...], tuple[Any, ...]]] = ()
-
-
-FEW = 64
-"""Numbers of a tensor on the CPU that count as part of what a step was told."""
-MOST_BYTES, MOST_LEAVES = 2**20, 2000
-"""Larger arrays, and what comes after so many values of an object, are told by which objects they are."""
 
 
 class Held(NamedTuple):
@@ -122,7 +112,7 @@ def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
         if isinstance(value, Iterator):
             raise Unrecordable(f"{name} is an iterator")
         mark = _mark(value, name, numbers)
-        return mark if isinstance(value, (Tensor, *_PLAIN)) else (type(value).__name__, tuple(leaves(value).items()))
+        return mark if isinstance(value, (Tensor, *PLAIN)) else (type(value).__name__, tuple(leaves(value).items()))
 
     keys = [
         tuple((key, stand_in(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
@@ -152,99 +142,6 @@ def _with(value: Any, others: Mapping[int, Tensor]) -> Any:
 def _is_rebuilt(value: Any) -> bool:
     """Whether a value is a container that can be made anew with other tensors in it."""
     return type(value) in (list, tuple) or isinstance(value, dict) or hasattr(value, "_fields")
-
-
-def leaves(value: Any, passed: Collection[int] | None = None) -> dict[str, Hashable]:
-    """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like.
-
-    Args:
-        value: the object.
-        passed: ids of modules and tensors that are passed over. Then other modules are looked into, and large tensors
-            and arrays, too: to see whether any of it was written into, not what it is.
-    """
-    found: dict[str, Hashable] = {}
-    _take_leaves(value, "", found, set(), passed)
-    return found
-
-
-def _take_leaves(
-    value: Any, way: str, found: dict[str, Hashable], known: set[int], passed: Collection[int] | None
-) -> None:
-    if isinstance(value, np.generic):
-        value = value.item()
-    most = MOST_LEAVES if passed is None else 50 * MOST_LEAVES
-    if isinstance(value, _PLAIN):
-        found[way] = type(value).__name__, value
-    elif passed is not None and isinstance(value, (Tensor, np.ndarray, bytearray, nn.Module)):
-        if id(value) not in passed:
-            found[way] = _sum_of(value, passed)
-    elif isinstance(value, Tensor):
-        small = value.device.type == "cpu" and value.numel() <= FEW
-        small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-        numbers = tuple(value.detach().flatten().tolist()) if small else ()
-        found[way] = "tensor", value.dtype, tuple(value.shape), numbers
-    elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
-        found[way] = "array", value.dtype.str, value.shape, value.tobytes()
-    elif id(value) in known:
-        found[way] = "again"
-    elif (inside := _inside(value)) is not None:
-        known.add(id(value))
-        found[way] = type(value).__name__, len(inside)
-        for key, own in inside.items():
-            if len(found) > most:
-                found[way] = type(value).__name__, len(inside), id(value if passed is None else inside)
-                break
-            _take_leaves(own, f"{way}.{key}", found, known, passed)
-    else:
-        found[way] = type(value).__name__, id(value)
-
-
-def _sum_of(value: Any, passed: Collection[int]) -> Hashable:
-    """What changes when something is written into a tensor, an array, bytes or a module."""
-    if isinstance(value, nn.Module):
-        home = {**value._parameters, **value._buffers, **value._modules}
-        return tuple(leaves(home, passed).items())
-    if isinstance(value, Tensor):
-        if value.device.type != "cpu" or value.layout != torch.strided:
-            return version_of(value)
-        whole = value.detach().flatten().clone(memory_format=torch.contiguous_format)
-        # `.data` is written to uncounted
-        return version_of(value), zlib.crc32(whole.view(torch.uint8).numpy().tobytes())
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return tuple(leaves(value.tolist(), passed).items())
-    return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else bytes(value))
-
-
-def _inside(value: Any) -> Mapping[Any, Any] | None:
-    """What an object holds, by name or number; None where nobody can look."""
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return value
-    if isinstance(value, (list, tuple, deque)):
-        return dict(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return dict(enumerate(sorted(value, key=repr)))
-    if isinstance(value, functools.partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, types.MethodType):
-        return {"self": value.__self__, "func": value.__func__}
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents if _is_full(cell) else None for cell in value.__closure__ or ()]
-        told = value.__defaults__, value.__kwdefaults__, value.__code__
-        return dict(enumerate([*cells, *told]))
-    if isinstance(value, (type, types.ModuleType, types.CodeType, nn.Module)):
-        return None
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name != "__dict__"}}
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 class Attributes:
@@ -317,7 +214,7 @@ class Attributes:
             (name, key): leaves(value)
             for name, module in self._named
             for key, value in vars(module).items()
-            if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *_PLAIN))
+            if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *PLAIN))
         }
 
     def contents(self) -> Contents:
@@ -467,13 +364,13 @@ def _beneath(value: Any) -> Iterator[tuple[str, Any]]:
         inside = [(f"[{key!r}]", own) for key, own in value.items()]
     else:
         inside = [(f"[{place}]", own) for place, own in enumerate(value)]
-    return (pair for pair in inside if not isinstance(pair[1], _PLAIN))
+    return (pair for pair in inside if not isinstance(pair[1], PLAIN))
 
 
 def _mark(
     value: Any, name: str, numbers: Mapping[int, int], memory: Callable[[], Collection[int]] = frozenset
 ) -> Hashable:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         known = numbers.get(id(value))
