@@ -108,10 +108,10 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(letter if letter.isprintable() or letter in keep else ascii(letter)[1:-1] for letter in text)
 
 
-def enumerated(numbers: Sequence[int], most: int = 10) -> str:
-    """The first of some numbers, and how many more there are: ``2, 5 and 7 more``."""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def named_clients(clients: Sequence[int], most: int = 10) -> str:
+    """``client 2``, ``clients 2, 5`` or the first of them, and how many more there are."""
+    more = f" and {len(clients) - most} more" if len(clients) > most else ""
+    return f"client{'s' if clients[1:] else ''} {', '.join(map(str, clients[:most]))}{more}"
 
 
 def say(text: str) -> None:

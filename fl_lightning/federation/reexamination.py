@@ -13,7 +13,7 @@ from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.report.record import read_rows
 from fl_lightning.sealed import read_json
-from fl_lightning.terminal import enumerated, say
+from fl_lightning.terminal import named_clients, say
 
 Figure = tuple[str, "float | None", float]
 """A column, what the run wrote down, and what comes out now."""
@@ -80,6 +80,6 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
         for name, value in found.items():
             scores[name][place] = value
     if kept:
-        whose = f"clients {enumerated(kept)}" if kept[1:] else f"client {kept[0]}"
-        say(f"fl-lightning: {folder} lacks the last model of {whose}: counted as the run scored it, not computed again")
+        lacks = f"{folder} lacks the last model of {named_clients(kept)}"
+        say(f"fl-lightning: {lacks}: counted as the run scored it, not computed again")
     return loop.board.spreads(scores)

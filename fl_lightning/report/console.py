@@ -15,7 +15,7 @@ from rich.text import Text
 from fl_lightning.report.columns import SPREADS, is_measure, is_spread, measure_of
 from fl_lightning.report.numerals import duration, human, is_number, measure_text, percent
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.terminal import enumerated
+from fl_lightning.terminal import named_clients
 
 HEADLINES = (
     "Local-T", "Local-T_received", "Global-T", "Global-T_received", "Server-T",
@@ -178,8 +178,7 @@ def _best(best: Mapping[str, Any] | None) -> str:
 
 
 def _untested_line(clients: Sequence[int], split: str) -> str:
-    whose = f"client{'s' if clients[1:] else ''} {enumerated(clients)}"
-    return f"Left out of all means, for want of {split} samples: {whose}."
+    return f"Left out of all means, for want of {split} samples: {named_clients(clients)}."
 
 
 def print_list(entries: Iterable[tuple[str, str, str]]) -> None:
