@@ -181,6 +181,15 @@ def is_installed(file: Path) -> bool:
     return not _PACKAGES.isdisjoint(file.parts) or any(file.is_relative_to(own) for own in _PYTHONS)
 
 
+def is_own(kind: type) -> bool:
+    """Whether a class is somebody's own: of a notebook, or of a file that belongs to no package that is installed."""
+    name = kind.__module__.partition(".")[0]
+    if name in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or _is_own(file)
+
+
 def _is_own(file: str) -> bool:
     path = Path(file)
     return path.is_absolute() and not path.is_relative_to(Path(__file__).parent) and not is_installed(path.resolve())

@@ -77,7 +77,8 @@ class RunningOn:
 def mark_of(tensor: Tensor) -> Hashable:
     """What tells a tensor's values from others: its shape, and what it and its squares add up to."""
     values = tensor.detach().double()
-    return tuple(tensor.shape), values.sum().item(), values.square().sum().item()
+    sums = values.sum().item(), values.square().sum().item()
+    return tuple(tensor.shape), *(float(own).hex() for own in sums)  # as text NaN is itself
 
 
 def mark_of_generator(value: Any) -> Hashable:

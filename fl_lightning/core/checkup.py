@@ -172,7 +172,7 @@ def _check_weights(message: Message, expected: Expected) -> None:
     there = {_top(name) for name in message.weights}
     for name in expected.weights:
         missing = name not in message.weights and name not in message.artifacts and _top(name) in there
-        _require(not missing, f"weight {name!r} is missing")
+        _require(not missing, f"weight {name!r} is missing; what only some send is no weight, but an artifact")
     for name, tensor in message.weights.items():
         _check_weight(name, tensor, expected.weights[name])
 

@@ -92,6 +92,7 @@ class Division:
         if self._places is None:
             _check_live(state, method.state_dict())
         self._names, self._count = frozenset(state), _count(method)
+        self._forms = {name: own.shape for name, own in state.items()}
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
         """Names of the entries that every receive makes anew, the same for all clients."""
@@ -122,6 +123,16 @@ class Division:
             came = "gone" if odd in self._names else "new"
             rule = f"{odd} of its state is {came} after a fit; make it, with its shape, where the module is made"
             raise ConfigError("model", f"{rule}, or it would run on from client to client")
+
+    def check_shape(self, name: str, tensor: Tensor) -> None:
+        """Refuse an entry that has another shape than it had: the next client's own does not go into it.
+
+        Raises:
+            ConfigError: naming it.
+        """
+        was, now = (tuple(own) for own in (self._forms.get(name, tensor.shape), tensor.shape))
+        rule = f"{name} of its state has gone from {was} to {now}: a state has one shape for all clients and rounds"
+        require(now == was, "model", f"{rule}; make it, as large as the largest needs, where the module is made")
 
     def fixed_entries(self) -> dict[str, Tensor]:
         """What is frozen and the same for all, without copies."""
@@ -238,6 +249,7 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: naming the first entry that the module lacks or whose shape differs.
+        ConfigError: naming it where the module's own has grown, or shrunk, since it was made.
     """
     division = module.__dict__.get("_division")
     entries = module.state_dict() if division is None else division.entries()
@@ -248,6 +260,8 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         own = entries.get(name)
         if own is None or own.shape != tensor.shape:
+            if own is not None and division is not None:
+                division.check_shape(name, own)
             has = "does not have it" if own is None else f"has {tuple(own.shape)}"
             raise ValueError(f"received {name!r} of shape {tuple(tensor.shape)}, but this client {has}")
         homes.append(own)

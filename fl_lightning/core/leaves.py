@@ -56,12 +56,12 @@ def _take_leaves(
         found[way] = "array", value.dtype.str, value.shape, value.tobytes()
     elif id(value) in known:
         found[way] = "again"
-    elif (inside := _inside(value)) is not None:
+    elif (held := inside(value)) is not None:
         known.add(id(value))
-        found[way] = type(value).__name__, len(inside)
-        for key, own in inside.items():
+        found[way] = type(value).__name__, len(held)
+        for key, own in held.items():
             if len(found) > most:
-                found[way] = type(value).__name__, len(inside), id(value if passed is None else inside)
+                found[way] = type(value).__name__, len(held), id(value if passed is None else held)
                 break
             _take_leaves(own, f"{way}.{key}", found, known, passed)
     else:
@@ -86,7 +86,7 @@ def _sum_of(value: Any, passed: Collection[int]) -> Hashable:
     return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else bytes(value))
 
 
-def _inside(value: Any) -> Mapping[Any, Any] | None:
+def inside(value: Any) -> Mapping[Any, Any] | None:
     """What an object holds, by name or number; None where nobody can look."""
     if isinstance(value, (dict, types.MappingProxyType)):
         return value

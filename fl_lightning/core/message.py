@@ -231,7 +231,8 @@ class Message:
     """One message between two participants. Nothing else is ever shared.
 
     Args:
-        weights: entries of the sender's `state_dict()` that are shared.
+        weights: entries of the sender's `state_dict()` that are shared, all of them; values, not updates: filters of
+            the wire take from them what the receiver has already.
         artifacts: shared quantities that are no weights, by name.
         num_samples: training samples behind the message; rides along and is not counted.
         sent: what a lossy wire made of its size; None where it travels as it is.

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from fl_lightning.federation.workers import MAIN, Workers
 
+if TYPE_CHECKING:
+    from fl_lightning.federation.cohort import Cohort
+
 
 class Agreement:
-    """Whether to stop, and how long ago something was saved; the same on all processes once they have settled it."""
+    """Whether to stop, how long ago something was saved, and what stands against stacking clients.
 
-    def __init__(self) -> None:
+    The same on all processes once they have settled it.
+
+    Args:
+        cohort: this process's.
+    """
+
+    def __init__(self, cohort: Cohort) -> None:
+        self.cohort = cohort
         self.asked_by = 0
         """The signal by which somebody asked to stop; 0 where nobody did."""
         self.asked_why = ""
@@ -38,9 +49,12 @@ class Agreement:
 
     def settle(self, workers: Workers, round: int) -> None:
         """Tell each other, after a round. Who is asked to stop later stops after the next one, with the others."""
-        said = workers.everyone_says((self.asked_by, time.monotonic() - self._saved, self.asked_why))
-        asked = max(number for number, _, _ in said)
-        self.reason = self.reason or next((why for _, _, why in said if why), "")
+        waited = time.monotonic() - self._saved
+        said = workers.everyone_says((self.asked_by, waited, self.asked_why, self.cohort.state_dict()))
+        asked = max(number for number, *_ in said)
+        self.reason = self.reason or next((why for _, _, why, _ in said if why), "")
+        for *_, found in said:
+            self.cohort.load_state_dict(found)
         self.stops = asked != 0
         self.asked_by = self.asked_by or asked
         self.waited = said[MAIN][1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import torch
 
 from fl_lightning.federation.clients import ClientPool
 from fl_lightning.federation.workers import MAIN, Workers
@@ -54,3 +56,14 @@ class Holders:
         new = {client: float(self.num_train[client]) for client in asked if client not in self._known}
         self._known |= self.workers.share_out(new, {})
         return {client: self._known[client] for client in asked}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where clients are, for as many workers: who is fitted beside whom in a cohort is a bit. Empty for one."""
+        if self.workers.size == 1:
+            return {}
+        return {"workers": self.workers.size, "known": torch.tensor(list(self._known.items()), dtype=torch.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse; what is of another number of workers is shared out anew."""
+        if state.get("workers") == self.workers.size:
+            self._known = {client: worker for client, worker in state["known"].tolist()}

@@ -96,7 +96,6 @@ class FederatedLoop:
         """
         settings = self.settings
         self.data, self.seed = data, seed
-        self.round, self.agreement = 0, Agreement()
         self.num_clients = len(data.clients)
         some = f"must be < data.num_clients ({self.num_clients})"
         left = self.num_clients - settings.newcomers.clients
@@ -111,6 +110,7 @@ class FederatedLoop:
         self.runner = Runner(make_method, architecture, data, optimizer, settings, trainer or {}, seed, measures)
         self.stopwatch = self.runner.stopwatch
         self._set_up_exchange()
+        self.round, self.agreement = 0, Agreement(self.cohort)
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes, self.workers.rank)
         self.models_folder = storage.models(model_bytes(self.runner)) if self.workers.writes else None
         self.num_train, self.num_test = data.num_train, data.num_test

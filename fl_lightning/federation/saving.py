@@ -36,6 +36,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "exchange": _of_exchange(loop),
         "board": loop.board.state_dict(),
         "cohort": loop.cohort.state_dict(),
+        "holders": loop.holders.state_dict(),
         "patience": loop.patience.state_dict(),
         **loop.ledger.state_dict(),
     }
@@ -163,6 +164,7 @@ def _forget_untested(loop: Loop, state: Mapping[str, Any]) -> None:
 def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.round = state["round"]
     loop.exchange.load_state_dict(_to(state["exchange"], loop.runner.device))
+    loop.holders.load_state_dict(state.get("holders", {}))
     rank, holders = loop.workers.rank, loop.holders.of(state["clients"])
     states = {c: record for c, record in state["clients"].items() if holders[c] == rank}
     loop.runner.pool.restore(states, lambda client, own: is_state_of(loop.runner.module(client), own))

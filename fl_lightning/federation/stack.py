@@ -120,13 +120,12 @@ class Stack:
         if not entered.templates:  # nothing to train: every phase is off
             return
         if self._begins:
-            versions = [tensor._version for tensor in self.layout.tensors()]
-            begin_fit(method)
-            if versions != [tensor._version for tensor in self.layout.tensors()]:
-                self._moved[row] = Rows.empty(self.layout, 1)
-                self._moved[row].put(0)
-            attributes, mark = self.attributes.taken(), self.attributes.mark()
-            self.attributes.thaw(free)
+            try:
+                moved = _begin(method, self.layout)
+                attributes, mark = self.attributes.taken(), self.attributes.mark()
+            finally:
+                self.attributes.thaw(free)  # what a client that falls sick here froze is not the next one's
+            self._moved |= {} if moved is None else {row: moved}
         else:
             attributes = [{**attributes[0], "fit": method.fit}, *attributes[1:]]  # of the method, and of its parts
             mark = mark._replace(modes=self.attributes.modes())
@@ -329,6 +328,17 @@ class Stack:
         self.module.method.fit = member.entered.fit
         _train(self.module)
         check_fit(self.module.method, self.module.meter)
+
+
+def _begin(method: Method, layout: Layout) -> Rows | None:
+    """Let a method begin a client's fit; the client as it is then, where that has written to it."""
+    versions = [tensor._version for tensor in layout.tensors()]
+    begin_fit(method)
+    if versions == [tensor._version for tensor in layout.tensors()]:
+        return None
+    moved = Rows.empty(layout, 1)
+    moved.put(0)
+    return moved
 
 
 def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: Member) -> None:

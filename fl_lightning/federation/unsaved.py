@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import zlib
+from collections import deque
 from collections.abc import Hashable, Mapping
-from types import FunctionType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Protocol
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound
+from fl_lightning.core.leaves import inside
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import shortened
+from fl_lightning.errors import is_own, shortened
 from fl_lightning.running_on import mark_of, mark_of_generator
 from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
@@ -25,6 +32,7 @@ _KNOWN: Mapping[type, frozenset[str]] = {
     Aggregator: frozenset({"trained"}),
 }
 """What the bases have, and save where it matters."""
+_HOLDING = (list, tuple, deque, set, frozenset, functools.partial, FunctionType, MethodType, SimpleNamespace)
 
 
 class Kept(Protocol):
@@ -59,7 +67,7 @@ class Unsaved:
         if self._said or _saves_by_itself(owner):
             return
         known = next((names for kind, names in _KNOWN.items() if isinstance(owner, kind)), ours)
-        now = {name: _mark(value) for name, value in vars(owner).items() if name not in known}
+        now = {name: _mark(value, (id(owner),)) for name, value in vars(owner).items() if name not in known}
         before, self._before = self._before, now
         lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
         lost = [name for name in lost if name not in owner.state_dict()]
@@ -111,15 +119,39 @@ def _sent(owner: Kept) -> set[Hashable]:
     if not isinstance(owner, Server):
         return set()
     weights, artifacts = owner.message.weights, owner.message.artifacts
-    return set(map(_mark, [owner.message, weights, artifacts, *weights.values(), *artifacts.values()]))
+    values = [owner.message, weights, artifacts, *weights.values(), *artifacts.values()]
+    return {_mark(value, (id(owner),)) for value in values}
 
 
-def _mark(value: Any) -> Hashable:
-    """What tells a value from another: of numbers, texts, tensors, random generators and what holds them."""
+def _mark(value: Any, above: tuple[int, ...] = ()) -> Hashable:
+    """What tells a value from another: of numbers, texts, tensors, arrays, random generators and what holds them.
+
+    By value, for what is made anew for every round may be as it was. None for anything else.
+
+    Args:
+        value: what an attribute holds.
+        above: ids of what holds it.
+    """
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return value if value == value else "nan"
     if isinstance(value, Tensor):
-        return mark_of(value)  # by value: a tensor of zeros may be made anew for every round
+        return mark_of(torch.view_as_real(value.detach()) if value.is_complex() else value)
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return value.shape, zlib.crc32(value.tobytes())
+    if isinstance(value, itertools.count):
+        return repr(value)
+    held = None if id(value) in above else _held(value)
+    if held is None:
+        return mark_of_generator(value)
+    return tuple((str(key), _mark(own, (*above, id(value)))) for key, own in held.items())
+
+
+def _held(value: Any) -> Mapping[Any, Any] | None:
+    """What a container, a module, a function or an object of one's own holds; None of anything else."""
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        return value.state_dict()
+    if isinstance(value, np.ndarray):
+        return dict(enumerate(value.ravel().tolist()))
     if isinstance(value, Mapping):
-        return tuple((str(key), _mark(own)) for key, own in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(map(_mark, value))
-    return value if isinstance(value, (bool, int, float, complex, str, bytes)) else mark_of_generator(value)
+        return value
+    return inside(value) if isinstance(value, _HOLDING) or is_own(type(value)) else None

@@ -56,7 +56,9 @@ def test_whole_submodule_may_stay_away_and_no_part_of_one():
     whole = {"model.a": torch.zeros(2), "model.b": torch.zeros(3)}
     check_message(Message(whole, num_samples=10), expected(), 10, Message(), 10.0)
     check_message(Message(), expected(), 10, Message(), 10.0)
-    with pytest.raises(Unsound, match=r"weight 'model.b' is missing"):
+    with pytest.raises(
+        Unsound, match=r"weight 'model.b' is missing; what only some send is no weight, but an artifact"
+    ):
         check_message(Message({"model.a": torch.zeros(2)}), expected(), 10, Message(), 10.0)
     as_artifact = Message({"model.a": torch.zeros(2)}, {"model.b": torch.zeros(3)})
     check_message(as_artifact, expected(), 10, Message(), 10.0)

@@ -228,6 +228,29 @@ def test_sick_client_leaves_its_neighbours_alone(set_up_federation, mlp, capsys)
     assert capsys.readouterr().err.count("client 1, fit: the loss's term cross_entropy is nan at step") == 2
 
 
+class Freezes(FedAvg):
+    """Freezes its body for a moment as a fit begins, in which a client falls sick."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.model.requires_grad_(False)
+        if (self.facts.round, self.facts.client) == (2, 1):
+            raise RuntimeError("sick at once")
+        self.model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}, {"graph": "auto"}])
+def test_client_that_falls_sick_as_its_fit_begins_leaves_nothing_frozen(options, run_federation, mlp, assert_near):
+    """Those after it trained without what it had frozen, without a word."""
+    plain, other = (
+        run_federation(lambda: Freezes(mlp()), on_client_error="skip", trainer={"precision": "64-true"}, **own)
+        for own in ({}, options)
+    )
+    assert other.cohort.stacks
+    assert [row["skipped"] for row in other.diary.rows] == [0, 1, 0]
+    assert_near(plain, other, 1e-9)
+
+
 @pytest.mark.parametrize("make", [FedAvg, FedCPD])
 def test_mixed_precision_rounds_no_more_stacked_than_alone(make, run_federation, mlp):
     exact, plain, stacked = (

@@ -1,5 +1,10 @@
 """A server of somebody's own: what it remembers is saved and can be read, and what goes wrong in it is one line."""
 
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +165,78 @@ def test_state_that_a_resumed_run_would_lack_is_said_once(kind, times, mlp, set_
     set_up_federation(lambda: with_server(kind)(mlp()), rounds=3).run()
     said = "fl-lightning: Remembers.velocity changes from round to round and is not in Remembers.state_dict()"
     assert capsys.readouterr().err.count(said) == times
+
+
+@dataclass
+class Account:
+    rounds: int = 0
+
+
+class Slotted:
+    __slots__ = ("rounds",)
+
+    def __init__(self):
+        self.rounds = 0
+
+
+def counting():
+    count = [0]
+
+    def count_on():
+        count[0] += 1
+
+    return count_on
+
+
+def grow(account):
+    account.rounds += 1
+
+
+def step(layer):
+    layer.bias.data += 1
+
+
+def descend(optimizer):
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+
+
+# Somewhere to remember something, and how it is written there.
+MEMORIES = {
+    "array": (lambda: np.zeros(2), lambda own: own.__iadd__(1)),
+    "array of objects": (lambda: np.array([[0], None], dtype=object), lambda own: own[0].append(1)),
+    "deque": (lambda: deque([0, 0], maxlen=2), lambda own: own.append(own[-1] + 1)),
+    "module": (lambda: torch.nn.Linear(1, 1), step),
+    "optimizer": (lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, momentum=0.9), descend),
+    "dataclass": (Account, grow),
+    "slots": (Slotted, grow),
+    "in a dict": (lambda: {"a": [SimpleNamespace(rounds=0)]}, lambda own: grow(own["a"][0])),
+    "closure": (counting, lambda own: own()),
+    "bound method": (lambda: [].append, lambda own: None),  # of a list, which is no object of one's own
+    "count": (itertools.count, next),
+    "complex": (lambda: torch.zeros(1, dtype=torch.complex64), lambda own: own.add_(1j)),
+}
+UNSEEN = {"bound method"}
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_what_a_server_writes_into_is_looked_at_too(kind, mlp, set_up_federation, capsys):
+    make, write = MEMORIES[kind]
+
+    class Own(Server):
+        def __init__(self, initial):
+            super().__init__(initial)
+            self.memory, self.same = make(), make()
+            self.me, self.nan = SimpleNamespace(server=self), torch.full((2,), torch.nan)
+
+        def close_round(self):
+            super().close_round()
+            write(self.memory)
+
+    set_up_federation(lambda: with_server(Own)(mlp()), rounds=3).run()
+    said = "fl-lightning: Own.memory changes from round to round and is not in Own.state_dict()"
+    err = capsys.readouterr().err
+    assert err.count(said) == err.count("changes from round to round") == (kind not in UNSEEN)
 
 
 class BeginsThere(Server):

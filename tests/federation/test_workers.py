@@ -184,6 +184,7 @@ def read(folder, name):
     state = checkpoints.load(checkpoints.find("auto"))
     records = state.pop("clients")
     state.pop("seconds")
+    state.pop("holders")  # which differ with the number of workers
     state["board"] |= {name: state["board"][name].nan_to_num(-1.0) for name in ("losses", "last_trained", "alone")}
     state["board"]["scores"] = {name: value.nan_to_num(-1.0) for name, value in state["board"]["scores"].items()}
     clients = {client: load_state(checkpoints.clients, client, record) for client, record in records.items()}
@@ -206,6 +207,50 @@ def test_result_does_not_depend_on_the_number_of_workers(runs, name, workers, as
 
 def test_all_states_are_in_the_checkpoint(runs):
     assert sorted(read(runs["2"], "a method")["clients"]) == [0, 1, 2, 3]
+
+
+class Odd(FedAvg):
+    """Steps of one of its clients ask for what only its own worker knows: who it is."""
+
+    odd = 0
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        self.is_odd = self.facts.client == self.odd
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({name: (2 if self.is_odd else 1) * value for name, value in step.values(out).items()})
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_what_one_worker_finds_against_stacking_holds_for_all_and_in_a_resumed_run(
+    odd, set_up_federation, mlp, tmp_path, assert_identical
+):
+    """A resumed run's workers all went by what the main one had found."""
+
+    def run(folder, stops):
+        kind = type("Odd", (Odd,), {"odd": odd})
+        own = [StopsAfter(1)] if stops else []
+        loop = set_up_federation(lambda: kind(mlp()), rounds=3, optimizer=adam, folder=folder, cohort=4, callbacks=own)
+        if loop.checkpoints.find("auto") is not None:
+            loop.load_state_dict(loop.checkpoints.load(loop.checkpoints.find("auto")))
+        loop.run()
+        torch.save(loop.cohort.reason, folder / f"{loop.workers.rank}.pt")
+        return 0
+
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    for folder, stops in ((whole, False), (halved, True), (halved, False)):
+        folder.mkdir(exist_ok=True)
+        assert launch(run, Team(2, threads=1), folder, stops) == 0
+        assert {torch.load(folder / f"{rank}.pt") for rank in range(2)} == {"its clients differ in Odd.is_odd"}
+    states = []
+    for folder in (whole, halved):
+        checkpoints = Checkpoints(folder / "checkpoints")
+        state = checkpoints.load(checkpoints.find("auto"))
+        assert state["holders"]["workers"] == 2
+        states.append({name: state[name] for name in ("exchange", "board", "holders", "cohort")})
+    assert_identical(*states)
 
 
 # --- what a process tells the others --------------------------------------------------------------------------------

@@ -338,6 +338,30 @@ def test_state_that_a_fit_makes_or_takes_away_is_refused(way, run_federation):
         run_federation(lambda: FedAvg(WrappedModel(SHAPE, 4, Remembers(way), "fc")), rounds=1)
 
 
+class Collects(FedAvg):
+    """Keeps an embedding of each of a client's samples, in a buffer of its own size."""
+
+    def setup(self):
+        self.register_buffer("store", torch.zeros(0, self.model.embedding_size))
+
+    def is_shared(self, name, module):
+        return name != "store" and super().is_shared(name, module)
+
+    def is_kept(self, name, module):
+        return name == "store"
+
+    def send(self, data):
+        self.store = data.collected().z.clone()
+        return super().send(data)
+
+
+def test_state_that_a_client_makes_larger_is_said_of_it(run_federation, conv_net):
+    """The next client was said to have received something of another shape."""
+    said = r"^model: store of its state has gone from \(0, \d+\) to \(15, \d+\): a state has one shape for all clients"
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: Collects(conv_net()), rounds=1)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("method", [FedAvg, FedRep])
 def test_an_encoder_of_torchs_is_tested_under_autocast_as_it_is_trained(method, run_federation):
