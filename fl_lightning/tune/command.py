@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
 import math
 import re
 import shlex
@@ -12,30 +9,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from fl_lightning.command_line import bare, said_around, variables
+from fl_lightning.command_line import bare
 from fl_lightning.errors import listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
-from fl_lightning.files import write_text
 from fl_lightning.parser import one_line_parser
-from fl_lightning.reading import dump_yaml
-from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.plain import PlainConsole
-from fl_lightning.report.series import short_keys
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
-from fl_lightning.table.figures import figure_of, left_out, trained_nobody
-from fl_lightning.table.overlays import Overlay, laid_over, option, spelled_out, split_options, whole_list
+from fl_lightning.table.figures import figure_of, trained_nobody
+from fl_lightning.table.overlays import Overlay, option, split_options
 from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
-from fl_lightning.tune.space import Contender, Point, Search, grid, read_search
+from fl_lightning.tune.record import Record, classes_first, said_of
+from fl_lightning.tune.space import Contender, Point, Search, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
-from fl_lightning.tune.written import HEAD, as_chosen, is_name, runs_of, written_before
+from fl_lightning.tune.written import (
+    runs_of,
+)
 
 DESCRIPTION = (
     "Search hyperparameters on the clients' validation parts; test parts are laid aside. Every method has the same "
@@ -75,12 +70,11 @@ class Tuning:
             _require_free(self.overrides, contender)
         self.cells = output / "cells"
         self.folder = output / "tunes" / search.name
+        self.record = Record(search, self.folder, self.overrides)
         self.jobs = jobs
         self.console = console
         self.refusal = ""
         """What was refused of a value that no trial varies, so that every other one would end like it."""
-        self._broken_off: set[str] = set()
-        """The methods whose search was stopped."""
         self._signals = StopSignals(lambda number: None, lambda number: None)
         """Those that come between two runs, which answer themselves."""
         self._command = command
@@ -88,7 +82,7 @@ class Tuning:
     def cells_at(self, contender: Contender, point: Point) -> list[Cell]:
         """The runs of a point, one a seed: on validation parts, whatever the base says."""
         words = [*self.search.base.words(), *contender.overlay.words(), *self.overrides]
-        words += [option(key, value) for key, value in _classes_first(point)]
+        words += [option(key, value) for key, value in classes_first(point)]
         row = Row(contender.name, contender.overlay)
         plain = cell_of(row, COLUMN, words, self.search.seeds[0], self.cells)
         data = plain.config["data"]
@@ -103,7 +97,7 @@ class Tuning:
             sampler = Grid(self.search, contender)
             while (asked := sampler.ask()) is not None:
                 for cell in self.cells_at(contender, asked[0]):
-                    yield f"{contender.name}, {_said(asked[0])}, seed {cell.seed}", cell
+                    yield f"{contender.name}, {said_of(asked[0])}, seed {cell.seed}", cell
 
     def run(self) -> tuple[int, dict[str, list[Trial]]]:
         """All methods' trials.
@@ -114,25 +108,24 @@ class Tuning:
         for contender in self.contenders:  # a wrong key is found before anything runs
             self._first_cells(contender)
         claim(self.folder, self.search.path)
+        self.record.begin()
         found: dict[str, list[Trial]] = {}
         code = 0
         with self._signals:
             for contender in self.contenders:
-                trials, stopped = self._of(contender)
-                found[contender.name] = trials
+                with closing(self._sampler(contender)) as sampler:
+                    stopped = self._searched(contender, sampler, found)
                 code = max(code, stopped)
                 if stopped > 1 or self.refusal:
                     break
         return code, found
 
-    def _of(self, contender: Contender) -> tuple[list[Trial], int]:
-        with closing(self._sampler(contender)) as sampler:
-            return self._searched(contender, sampler)
-
-    def _searched(self, contender: Contender, sampler: Sampler) -> tuple[list[Trial], int]:
+    def _searched(self, contender: Contender, sampler: Sampler, found: dict[str, list[Trial]]) -> int:
+        """One method's trials, into `found`; returns an exit code."""
         median = Median(self.search)
-        trials: list[Trial] = []
-        code, before = 0, self._pruned_before(contender)
+        trials = found[contender.name] = []
+        code, before = 0, self.record.pruned_before(contender)
+        self.record.unfinished.add(contender.name)
         while batch := self._batch(sampler, contender, len(trials)):
             trials += batch
             for trial in batch:
@@ -148,15 +141,10 @@ class Tuning:
                 sampler.tell(trial)  # in their order: those behind one that was stopped are told when that has ended
             code = max(code, crew_code, exit_code(self._signals.first) if self._signals.first else 0)
             if code > 1 or self.refusal:
-                self._broken_off.add(contender.name)
-                break
-        return trials, code
-
-    def _pruned_before(self, contender: Contender) -> set[str]:
-        """The runs of each trial that an earlier start of the same search has pruned."""
-        rows, _ = written_before(self.folder, str(self.search.monitor))
-        own, settings = rows.get(in_spreadsheet(contender.name), []), self._settings(contender)
-        return {row[-2] for row in own if len(row) == len(HEAD) + 1 and (row[2], row[-1]) == ("pruned", settings)}
+                return code
+            self.record.write(found)  # a search that is killed has told what it knew, what was pruned above all
+        self.record.unfinished.discard(contender.name)
+        return code
 
     def _sampler(self, contender: Contender) -> Sampler:
         if self.search.kind == "grid":
@@ -216,112 +204,6 @@ class Tuning:
         else:
             trial.state = _end_of(states)
 
-    # --- what is written --------------------------------------------------------------------------------------------
-
-    def best(self, trials: Sequence[Trial]) -> Trial | None:
-        """The best complete trial; of equal ones the first."""
-        known = [trial for trial in trials if trial.value is not None]
-        sign = 1 if self.search.maximise else -1
-        return max(known, key=lambda trial: (sign * (trial.value or 0.0), -trial.number), default=None)
-
-    def write(self, found: dict[str, list[Trial]]) -> str:
-        """Write `trials.csv`, `tune.md` and an overlay a method, none where every trial failed; returns the table."""
-        rows_before, lines_before = written_before(self.folder, str(self.search.monitor))
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow([*HEAD[:3], str(self.search.monitor), *HEAD[3:]])
-        lines = [
-            f"# {in_markdown(self.search.title)}",
-            "",
-            self._explained(),
-            "",
-            "| | trials | best | choice |",
-            "|---|---|---|---|",
-        ]
-        for contender in self.search.contenders:
-            trials = found.get(contender.name, [])
-            settings = self._settings(contender)
-            if not trials:  # not searched now, or not reached
-                known = rows_before.get(in_spreadsheet(contender.name), [])
-                if known and all(row[-1] == settings for row in known):
-                    writer.writerows(known)
-                    lines += lines_before.get(in_markdown(contender.name), [])
-                elif known:
-                    lines.append(f"| {in_markdown(contender.name)} | – | – | searched with other settings before |")
-                continue
-            for trial in trials:
-                value = "" if trial.value is None else repr(trial.value)
-                named = in_spreadsheet(contender.name), in_spreadsheet(_said(trial.point))
-                writer.writerow([named[0], trial.number, trial.state, value, named[1], runs_of(trial), settings])
-            best = self.best(trials)
-            ended, value, said = self._how_many(contender, trials), "–", "no trial is complete"
-            if best is not None:
-                self._write_overlay(contender, best, ended)
-                value = f"{self.search.monitor.usual_scale * (best.value or 0.0):.2f}"
-                said = in_markdown("; ".join([_said(best.point), *left_out(best.cells)]))
-            elif all(trial.state == "failed" for trial in trials):
-                said = "every trial failed"
-                (self.folder / contender.file).unlink(missing_ok=True)  # an earlier search's, of other settings
-            lines.append(f"| {in_markdown(contender.name)} | {ended} | {value} | {said} |")
-        write_text(self.folder / "trials.csv", buffer.getvalue())
-        write_text(self.folder / "tune.md", "\n".join(lines) + "\n")
-        return "\n".join(lines)
-
-    def _how_many(self, contender: Contender, trials: Sequence[Trial]) -> str:
-        """How many trials have ended; of how many, where the search was stopped."""
-        ended, budget = sum(trial.state != "stopped" for trial in trials), self._budget(contender)
-        whole = ended == budget or (ended == len(trials) and contender.name not in self._broken_off)
-        return f"{ended}" if whole else f"{ended} of {budget}, stopped"
-
-    def _budget(self, contender: Contender) -> int:
-        """How many trials a method has."""
-        search = self.search
-        return len(grid(contender, search.trials)) if search.kind == "grid" else search.trials
-
-    def _explained(self) -> str:
-        search, unit = self.search, " in percent" if self.search.monitor.is_share else ""
-        seeds = ", ".join(map(str, search.seeds))
-        return (
-            f"{search.trials} trials a method ({search.kind}){self._fewer()}, seeds {seeds}; {search.monitor}{unit}, "
-            f"on validation parts alone: the test parts were laid aside.{self._laid_over()}"
-        )
-
-    def _laid_over(self) -> str:
-        """What the command line has changed in every run."""
-        said = f" Every run was started with {shlex.join(self.overrides)}." if self.overrides else ""
-        around = said_around()
-        return f"{said} {around}" if around else said
-
-    def _settings(self, contender: Contender) -> str:
-        """What a method's trials rest on, but for their choices, as a few digits; others are not compared."""
-        search = self.search
-        layers = [*search.base.layers(), *contender.overlay.layers()]
-        known = search.seeds, search.trials, search.kind, search.validation, self.overrides, layers, contender.space
-        usual = search.maximise != search.monitor.less_is_better and search.pruning == (search.kind == "optuna")
-        said = () if usual else (search.maximise, search.pruning)  # what is usual was once not written down
-        return hashlib.sha256(repr((known, str(search.monitor), *said, *variables())).encode()).hexdigest()[:10]
-
-    def _fewer(self) -> str:
-        """Which methods' grids are smaller than the budget."""
-        sizes = {own.name: self._budget(own) for own in self.search.contenders}
-        said = [f"{in_markdown(name)} {size}" for name, size in sizes.items() if size < self.search.trials]
-        return f", or all points of a grid that has fewer ({', '.join(said)})" if said else ""
-
-    def _write_overlay(self, contender: Contender, best: Trial, ended: str) -> None:
-        path = self.folder / contender.file
-        head = f"# Chosen for {contender.name} by a search on validation parts: {self.search.title}.\n"
-        head += "" if ended.isdigit() else f"# So far: {ended}.\n"
-        head += f"# {' '.join(beside.split())}\n" if (beside := self._laid_over()) else ""
-        config = best.cells[0].config
-        whole = config["method"]["class_path"]
-        method = whole.rpartition(".")[2] if whole.startswith("fl_lightning.") else whole
-        layers = [*contender.overlay.layers(), *_classes_first(best.point)]
-        own = (whole_list(spelled_out(key, config), value, config) for key, value in layers)
-        node = laid_over([("method", method), *own])
-        node = as_chosen(node, config, [*self.search.base.words(), *self.overrides])
-        alone = {name: own["class_path"] for name, own in node.items() if is_name(own)}
-        write_text(path, head + dump_yaml({**node, **alone}))
-
 
 def _require_free(overrides: Sequence[str], contender: Contender) -> None:
     """Refuse options that would be said of every run and heeded in none.
@@ -334,11 +216,6 @@ def _require_free(overrides: Sequence[str], contender: Contender) -> None:
         key = bare(word.removeprefix("--").partition("=")[0]) if word.startswith("--") else ""
         rule = "is what the search varies: change its space" if key in varied else "is validation in every search"
         require(key not in varied and key != "data.evaluate_on", f"--{key}", f"{rule}, and leave it out")
-
-
-def _classes_first(point: Point) -> list[tuple[str, Any]]:
-    """A point's settings, a class before its arguments: it drops what was said of an earlier one's."""
-    return sorted(point.items(), key=lambda setting: setting[0].removesuffix(".class_path").count("."))
 
 
 def _end_of(states: Sequence[str]) -> str:
@@ -354,10 +231,6 @@ def _speaks_of(line: str, keys: Iterable[str]) -> bool:
     """Whether a message names one of the keys, with or without ``init_args``."""
     plain = line.replace(".init_args", "")
     return any(re.search(rf"(?<![\w.]){re.escape(key.replace('.init_args', ''))}(?!\w)", plain) for key in keys)
-
-
-def _said(point: Point) -> str:
-    return ", ".join(f"{short} {point[key]}" for key, short in short_keys(point).items())
 
 
 def tune(argv: Sequence[str], command: Command) -> int:
@@ -401,7 +274,7 @@ def tune(argv: Sequence[str], command: Command) -> int:
     code, found = tuning.run()
     if tuning.refusal:  # what an earlier search has written stays
         refuse(tuning.refusal)
-    table = tuning.write(found)
+    table = tuning.record.write(found)
     console.print(table, highlight=False, soft_wrap=True)
     console.print(f"written to {tuning.folder}", soft_wrap=True, highlight=False)
     return code

@@ -221,6 +221,9 @@ def _range(given: Any, key: str) -> Range:
         values = given["values"]
         require(isinstance(values, list) and bool(values), f"{key}.values", "must be a list of values", values)
         require(len(given) == 1, key, "takes values, or low and high", ", ".join(given))
+        kinds = [(isinstance(own, bool), own) for own in values]
+        twice = next((own for place, (_, own) in enumerate(kinds) if kinds[place] in kinds[:place]), ...)
+        require(twice is ..., f"{key}.values", f"must differ from each other; {twice!r} stands there twice")
         return Range(tuple(values))
     low, high = given.get("low"), given.get("high")
     numbers = all(type(end) in (int, float) and math.isfinite(end) for end in (low, high))

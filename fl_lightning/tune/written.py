@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.command_line import VARIABLES, CommandLine
 from fl_lightning.errors import ConfigError
@@ -20,16 +20,38 @@ HEAD = ("method", "trial", "state", "choice", "runs", SETTINGS)
 """The columns of `trials.csv`; after the state stands the monitored figure."""
 
 
+class Written(NamedTuple):
+    """A row of `trials.csv`."""
+
+    method: str
+    trial: str
+    state: str
+    value: str
+    choice: str
+    runs: str
+    settings: str
+
+
 def runs_of(trial: Trial) -> str:
     """A trial's runs, as `trials.csv` has them."""
     return " ".join(cell.name for cell in trial.cells)
 
 
-def written_before(folder: Path, monitor: str) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
-    """What the files of an earlier search say of each method, by its name there.
+def of_settings(rows: Iterable[Sequence[str]], settings: str) -> list[Written]:
+    """Rows of the trials of one search, told by their settings; the figure that is monitored is among these."""
+    return [Written(*row) for row in rows if len(row) == len(Written._fields) and row[-1] == settings]
 
-    Nothing where that search monitored another figure, whose values would stand below this one's name.
-    """
+
+def with_those_before(rows: Sequence[Written], earlier: Iterable[Written]) -> list[Written]:
+    """The trials of a start that is not at its end, with what an earlier one knew of those that it has not ended."""
+    ended = {row.runs for row in rows if row.state != "stopped"}
+    kept = [row for row in earlier if row.state != "stopped" and row.runs not in ended]
+    known = {row.runs for row in kept}
+    return sorted([*(row for row in rows if row.runs not in known), *kept], key=lambda row: int(row.trial))
+
+
+def written_before(folder: Path) -> tuple[dict[str, list[list[str]]], dict[str, list[str]]]:
+    """What the files of an earlier search say of each method, by its name there."""
     rows: dict[str, list[list[str]]] = {}
     lines: dict[str, list[str]] = {}
     try:
@@ -37,7 +59,7 @@ def written_before(folder: Path, monitor: str) -> tuple[dict[str, list[list[str]
         table = content_of(folder / "tune.md").decode().splitlines()
     except (OSError, ValueError, csv.Error):
         return {}, {}
-    if monitor not in head or head[-1] != SETTINGS:
+    if head[-1] != SETTINGS:
         return {}, {}
     for row in known:
         rows.setdefault(row[0] if row else "", []).append(row)

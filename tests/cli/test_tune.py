@@ -194,7 +194,7 @@ def test_a_search_that_a_signal_ends_between_or_in_trials_says_so(place, monkeyp
     tuning = Tuning(read_search(Path("small.yaml")), Path("runs"), 1, print, PlainConsole(quiet=True))
     code, found = tuning.run()
     assert (code, len(ended), len(found["FedRep"])) == (143, 1, 1)
-    assert "| FedRep | 1 of 2, stopped | 50.00 |" in tuning.write(found)
+    assert "| FedRep | 1 of 2, stopped | 50.00 |" in tuning.record.write(found)
     assert "# So far: 1 of 2, stopped." in (place.path / "runs/tunes/small/fedrep.yaml").read_text()
 
 

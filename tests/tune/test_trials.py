@@ -71,6 +71,7 @@ def searched(search, folder, jobs=1, stops_at=None):
     tuning = Tuning(search, folder, jobs, None, None)
     tuning.cells_at = lambda contender, point: []
     tuning._signals = SimpleNamespace(first=None)
+    tuning.record.write = lambda found: ""  # of trials without runs
 
     def run_batch(batch, median):
         for trial in batch:
@@ -82,8 +83,8 @@ def searched(search, folder, jobs=1, stops_at=None):
 
     tuning._run_batch = run_batch
     with closing(Optuna(search, search.contenders[0], folder)) as sampler:
-        trials, _ = tuning._searched(search.contenders[0], sampler)
-    return [(trial.point, trial.state) for trial in trials]
+        tuning._searched(search.contenders[0], sampler, found := {})
+    return [(trial.point, trial.state) for trial in found["Method"]]
 
 
 @pytest.mark.filterwarnings("ignore:.*is experimental")
@@ -253,7 +254,7 @@ def test_what_was_pruned_stays_so_when_the_search_is_started_again(kind, tmp_pat
         (tmp_path / "s.yaml").write_text(said)
         tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
         tuning.cells_at = lambda contender, point: [run(json.dumps(sorted(point.items())), [], finished=finished)]
-        tuning._write_overlay = lambda *_: None
+        tuning.record._write_overlay = lambda *_: None
 
         def run_batch(batch, median):
             for trial in batch:
@@ -264,7 +265,7 @@ def test_what_was_pruned_stays_so_when_the_search_is_started_again(kind, tmp_pat
 
         tuning._run_batch = run_batch
         _, found = tuning.run()
-        tuning.write(found)
+        tuning.record.write(found)
         return (tuning.folder / "trials.csv").read_bytes()
 
     first, asked = start(text), len(ran)
@@ -290,7 +291,7 @@ def test_what_a_trial_chose_names_each_key_so_that_they_differ(search, tmp_path)
     """The clients' rate and the server's were both "lr"."""
     point = {"optimizer.lr": 0.1, "federation.server_optimizer.init_args.lr": 1.0, "method.mu": 0.5}
     tuning = Tuning(search, tmp_path, 1, None, None)
-    tuning.write({"Method": [Trial(0, point, state="failed")]})
+    tuning.record.write({"Method": [Trial(0, point, state="failed")]})
     with (tuning.folder / "trials.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["choice"] == "optimizer.lr 0.1, server_optimizer.lr 1.0, mu 0.5"
@@ -309,9 +310,9 @@ def chosen_before(search, tmp_path):
 def test_where_every_trial_failed_no_earlier_choice_stands_as_this_ones(chosen_before):
     tuning, overlay = chosen_before
     trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="pruned")]
-    tuning.write({"Method": trials})
+    tuning.record.write({"Method": trials})
     assert overlay.exists()
-    assert "| Method | 1 | – | every trial failed |" in tuning.write({"Method": trials[:1]})
+    assert "| Method | 1 | – | every trial failed |" in tuning.record.write({"Method": trials[:1]})
     assert not overlay.exists()
 
 
@@ -319,7 +320,10 @@ def test_a_search_that_was_stopped_is_not_said_to_have_failed(chosen_before):
     """Ctrl-C in its first trial deleted what an earlier search had chosen."""
     tuning, overlay = chosen_before
     trials = [Trial(0, {"method.mu": 0.5}, state="failed"), Trial(1, {"method.mu": 1.0}, state="stopped")]
-    assert "| Method | 1 of 12, stopped | – | no trial is complete |" in tuning.write({"Method": trials})
+    assert (
+        "| Method | 1 of 12, stopped | – | no trial is complete; method.yaml is of an earlier search |"
+        in tuning.record.write({"Method": trials})
+    )
     assert overlay.exists()
     ends = [("stopped", "waiting"), ("finished", "waiting"), ("stopped", "failed"), ("pruned",), ("finished",)]
     assert list(map(_end_of, ends)) == ["stopped", "stopped", "failed", "pruned", "failed"]
@@ -363,20 +367,20 @@ def test_what_is_said_of_other_methods_is_kept_whatever_the_locale(tmp_path, mon
     monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
     (tmp_path / "s.yaml").write_text(SEARCH.replace("Method:", "Fed-Ä:"), "utf-8")
     tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
-    tuning.write({"Fed-Ä": [Trial(0, {"method.mu": 0.5}, state="failed")]})
+    tuning.record.write({"Fed-Ä": [Trial(0, {"method.mu": 0.5}, state="failed")]})
     before = (tuning.folder / "trials.csv").read_bytes()
-    tuning.write({})
+    tuning.record.write({})
     assert (tuning.folder / "trials.csv").read_bytes() == before
 
 
 def test_values_of_another_figure_do_not_stand_below_this_ones_name(search, tmp_path):
     trial = Trial(0, {"method.mu": 0.5}, value=0.9, state="complete")
     tuning = Tuning(search, tmp_path, 1, None, None)
-    tuning._write_overlay = lambda *_: None
-    tuning.write({"Method": [trial]})
+    tuning.record._write_overlay = lambda *_: None
+    tuning.record.write({"Method": [trial]})
     assert "0.9" in (tuning.folder / "trials.csv").read_text()
     (tmp_path / "s.yaml").write_text(SEARCH.replace("Local-T.last", "eval_loss/Local-T.last"))
-    Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None).write({})
+    Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None).record.write({})
     assert "0.9" not in (tuning.folder / "trials.csv").read_text()
     assert "90.00" not in (tuning.folder / "tune.md").read_text()
 
@@ -409,7 +413,7 @@ def test_an_overlay_gives_the_trial_that_was_chosen(name, tmp_path):
     tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None)
     (contender,) = tuning.search.contenders
     trial = Trial(0, point, tuning.cells_at(contender, point), value=0.5, state="complete")
-    tuning.write({"A": [trial]})
+    tuning.record.write({"A": [trial]})
     base = list(tuning.search.base.words())
     _, found = configured("fit", "", [*base, "--config", str(tuning.folder / "a.yaml")])
     chosen = trial.cells[0].config
@@ -420,3 +424,98 @@ def test_an_overlay_gives_the_trial_that_was_chosen(name, tmp_path):
         for part in spelled_out(key, chosen).split("."):
             node = node[int(part)] if isinstance(node, list) else node[part]
         assert value in (node, node.get("class_path", "").rpartition(".")[2] if isinstance(node, dict) else None)
+
+
+# --- a second start ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a grid of four points whose best is 0.3; it may be stopped, or killed, before one of them."""
+
+    def begin(*options, stops_at=None, dies_at=None, only=(), values="[0.1, 0.2, 0.3, 0.4]", monitor="Local-T.last"):
+        text = SEARCH.replace("search: optuna", "search: grid").replace("Local-T.last", monitor)
+        text = text.replace("{low: 0.0, high: 1.0}", values).replace(", method.init_args.mode: [a, b]", "")
+        (tmp_path / "s.yaml").write_text(f"name: s{text}  Other: {{space: {{optimizer.init_args.lr: [0.1]}}}}\n")
+        tuning = Tuning(read_search(tmp_path / "s.yaml"), tmp_path, 1, None, None, options, only)
+        tuning.cells_at = lambda contender, point: [run(f"{contender.name}-{point['optimizer.init_args.lr']}", [])]
+        written = []
+        tuning.record._write_overlay = lambda contender, best, ended: written.append((contender.name, best.point))
+
+        def run_batch(batch, median):
+            (trial,) = batch
+            if trial.number == dies_at:
+                raise KeyboardInterrupt
+            rate = trial.point["optimizer.init_args.lr"]
+            trial.state, trial.value = ("pruned", None) if rate == 0.4 else ("complete", 1 - abs(rate - 0.3))
+            if trial.number == stops_at:
+                trial.state, trial.value = "stopped", None
+            return 130 if trial.state == "stopped" else 0
+
+        tuning._run_batch = run_batch
+        _, found = tuning.run()
+        tuning.record.write(found)
+        return written
+
+    return begin
+
+
+def of_method(folder, name="Method"):
+    """Its rows of `trials.csv`, and its line of `tune.md`."""
+    with (folder / "tunes" / "s" / "trials.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] == name]
+    lines = (folder / "tunes" / "s" / "tune.md").read_text().splitlines()
+    return rows, next((line for line in lines if line.startswith(f"| {name} |")), "")
+
+
+@pytest.mark.parametrize("stops_at", range(4))
+def test_a_second_start_that_is_stopped_loses_nothing_of_the_first(stops_at, start, tmp_path):
+    """It wrote the trials up to there alone: four complete ones were gone, and what was pruned was judged anew."""
+    start()
+    whole = of_method(tmp_path)
+    assert sorted(row["state"] for row in whole[0]) == ["complete"] * 3 + ["pruned"]
+    start(stops_at=stops_at)
+    assert of_method(tmp_path) == whole
+    assert of_method(tmp_path, "Other")[1].startswith("| Other | 1 | 80.00 |")
+
+
+def test_a_search_that_is_killed_has_told_what_it_knew(start, tmp_path):
+    """A grid's pruned points stood in a file that was written at the end alone."""
+    with pytest.raises(KeyboardInterrupt):
+        start(dies_at=3)
+    rows, line = of_method(tmp_path)
+    assert len(rows) == 3
+    assert line.startswith("| Method | 3 of 4, stopped | ")
+    start(stops_at=0)  # and is stopped at once when it is started again
+    assert of_method(tmp_path) == (rows, line)
+    start()
+    assert of_method(tmp_path)[0][:3] == rows
+    assert of_method(tmp_path)[1].startswith("| Method | 4 | 100.00 | lr 0.3 |")
+
+
+def test_a_choice_of_other_settings_is_told_from_todays(start, tmp_path):
+    """It stood there, with a value that the present search does not have, beside "no trial is complete"."""
+    assert ("Method", {"optimizer.init_args.lr": 0.3}) in start()
+    (tmp_path / "tunes" / "s" / "method.yaml").write_text("method: FedAvg\n")
+    start(stops_at=0, values="[0.5, 0.6]")
+    rows, line = of_method(tmp_path)
+    assert [row["state"] for row in rows] == ["stopped"]
+    assert line == "| Method | 0 of 2, stopped | – | no trial is complete; method.yaml is of an earlier search |"
+
+
+def test_a_method_that_was_searched_by_another_figure_is_named(start, tmp_path):
+    """It was gone from both files, while its choice stayed."""
+    start()
+    start(only=["Method"], monitor="eval_loss/Local-T.last")
+    rows, line = of_method(tmp_path, "Other")
+    assert (rows, line) == ([], "| Other | – | – | searched with other settings before |")
+
+
+@pytest.mark.parametrize(("values", "twice"), [("[0.1, 0.2, 0.1]", "0.1"), ("[a, b, [1], [1]]", r"\[1\]")])
+def test_values_of_a_space_differ(values, twice, tmp_path):
+    """Three points were searched as four trials."""
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("{low: 0.0, high: 1.0}", values))
+    with pytest.raises(ConfigError, match=rf"lr\.values: must differ from each other; {twice} stands there twice"):
+        read_search(tmp_path / "s.yaml")
+    (tmp_path / "s.yaml").write_text(SEARCH.replace("{low: 0.0, high: 1.0}", "[false, 0, 1, true, '1']"))
+    read_search(tmp_path / "s.yaml")
