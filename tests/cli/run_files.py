@@ -40,7 +40,8 @@ TABLES = ("metrics.csv", "clients.csv", "logged.csv", "topology.csv")
 def read_run(folder: Path, numbers=TABLES) -> dict:
     """All numbers and weights of a run: tables but for seconds, the newest checkpoint, clients' states, models."""
     newest = max((folder / "checkpoints").glob("round-*.ckpt"))
-    checkpoint = {name: value for name, value in loaded(newest).items() if not name.startswith("/clients/")}
+    aside = ("/clients/", "/holders/")  # of files that are read by themselves; of the number of workers
+    checkpoint = {name: value for name, value in loaded(newest).items() if not name.startswith(aside)}
     states, records = newest.parent / "clients", Checkpoints(newest.parent).load(newest)["clients"]
     return {
         **{name: without_seconds(folder / name) for name in numbers if (folder / name).is_file()},
