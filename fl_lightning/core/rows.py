@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.moving import copy_all
-from fl_lightning.errors import shortened
+from fl_lightning.errors import place_of, shortened
 
 
 class Unstackable(Exception):
@@ -20,6 +20,10 @@ class Unstackable(Exception):
 
 class OneByOne(Unstackable):
     """What only a client alone can do in a step."""
+
+
+class Upset(Unstackable):
+    """What went wrong in a step, or with the data, and may be one client's: by itself that one falls sick."""
 
 
 class Drawing(Unstackable):
@@ -309,8 +313,14 @@ _REASONS = {
 
 def reason_of(error: Exception) -> str:
     """Why stacking failed, in one line."""
-    known = next((reason for said, reason in _REASONS.items() if said in str(error)), None)
-    if known is not None:
+    known = known_reason(error)
+    if known:
         return known
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return shortened(text, 120)
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    where = place_of(error)
+    return f"{shortened(f'{type(error).__name__}: {text}', 160 - len(where))}{where}"
+
+
+def known_reason(error: Exception) -> str:
+    """What of a step torch cannot stack, whoever's it is; empty for any other error."""
+    return next((reason for said, reason in _REASONS.items() if said in str(error)), "")

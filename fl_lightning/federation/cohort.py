@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from fl_lightning.core import recording
-from fl_lightning.core.rows import Drawing, OneByOne, Unstackable
+from fl_lightning.core.rows import Drawing, OneByOne, Unstackable, Upset
 from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.lanes import Lanes
 from fl_lightning.federation.sickness import at
@@ -149,8 +149,11 @@ class Cohort:
                     stack, ahead, begun = None, deque(), []
             if stack is not None:
                 begun = [visit for visit in begun if self._is_tested(stack, visit, ward)]
-                if not self._fit(stack):
+                error = self._fit(stack)
+                if error is not None:
                     yield from self._again(begun, ward)
+                    if isinstance(error, Upset) and not ward.knows(visit.job.client for visit in begun):
+                        self._stop(stack, error)  # nobody's alone
                     begun = []
             ahead.append(begun)
             waiting = len(self._lanes_of(group)) if stack is not None and stack.records and stack.goes_ahead else 0
@@ -237,8 +240,8 @@ class Cohort:
         for client in jobs:
             yield from self._begun(client, jobs.__getitem__, ward, None)
 
-    def _fit(self, stack: Stack) -> bool:
-        """Fit those who have entered; whether that went."""
+    def _fit(self, stack: Stack) -> Unstackable | None:
+        """Fit those who have entered; what stood against it."""
         if self.stacks:
             try:
                 with self.runner.stopwatch.part("fit"):
@@ -247,10 +250,15 @@ class Cohort:
                 if self.size == "auto" and not self._chosen:
                     self._choose(*stack.measure())
             except Unstackable as error:
-                alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
-                self._give_up(stack, str(error), alone or error.__cause__ is not None)
-                return False
-        return True
+                if not isinstance(error, Upset):
+                    self._stop(stack, error)
+                return error
+        return None
+
+    def _stop(self, stack: Stack, error: Unstackable) -> None:
+        """From now on fit no clients together, for what has come out in a fit."""
+        alone = isinstance(error, OneByOne) or (isinstance(error, Drawing) and stack.draws)
+        self._give_up(stack, str(error), alone or error.__cause__ is not None)
 
     def _give_up(self, stack: Stack, reason: str, alone: bool) -> None:
         """From now on fit no clients together: but record each one's steps, if that goes alone."""

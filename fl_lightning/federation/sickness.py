@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
@@ -77,6 +77,10 @@ class Ward:
         """Whether the round cannot be ended, as far as this process knows."""
         fatal = self.policy == "stop" or any(isinstance(error, ServerError) for error in self._errors.values())
         return bool(self._errors) and fatal
+
+    def knows(self, clients: Iterable[int]) -> bool:
+        """Whether one of these clients has fallen sick in the open round, as far as this process knows."""
+        return not self._errors.keys().isdisjoint(clients)
 
     @contextmanager
     def care(self, client: int, takes_part: bool = True) -> Iterator[None]:

@@ -18,7 +18,7 @@ from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.planning import Plan
 from fl_lightning.core.recording import Aside
-from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, reason_of
+from fl_lightning.core.rows import Layout, Rows, Turns, Unstackable, Upset, known_reason, reason_of
 from fl_lightning.core.stacked import Mixed
 from fl_lightning.core.stacked_fit import Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
@@ -365,7 +365,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     except (Mixed, Unstackable):
         raise
     except Exception as error:
-        raise Unstackable(reason_of(error)) from error
+        raise (Unstackable if known_reason(error) else Upset)(reason_of(error)) from error
     drawn = fit.check_streams(streams)
     if fit.draws:
         first.streams = drawn

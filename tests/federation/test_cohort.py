@@ -228,6 +228,56 @@ def test_sick_client_leaves_its_neighbours_alone(set_up_federation, mlp, capsys)
     assert capsys.readouterr().err.count("client 1, fit: the loss's term cross_entropy is nan at step") == 2
 
 
+class Spoils(nn.Module):
+    """Looks at training samples, and cannot do with one."""
+
+    def forward(self, x):
+        if (x > 100).any():
+            raise KeyError("bright")
+        return x
+
+
+@pytest.mark.parametrize("options", [{"cohort": 4}, {"cohort": 4, "graph": "auto"}])
+def test_client_whose_data_are_no_good_takes_nobody_else_apart(options, set_up_federation, make_data, mlp, assert_near):
+    """The method was said to run one by one from then on, for what was one sample's fault."""
+
+    def run(**own):
+        data = make_data(augmentation=[Spoils()])
+        loop = set_up_federation(
+            lambda: FedRep(mlp()), 3, data, adam, on_client_error="skip", trainer={"precision": "64-true"}, **own
+        )
+        sample = loop.data.clients[1].train[0]
+        before = loop.data.store.x[sample].clone()
+        loop.data.store.x[sample] = 1000.0
+        loop.advance()
+        assert loop.diary.rows[0]["skipped"] == 1
+        loop.data.store.x[sample] = before
+        loop.run()
+        return loop
+
+    plain, stacked = run(), run(**options)
+    assert stacked.cohort.reason == ""
+    assert not stacked.cohort.apart
+    assert_near(plain, stacked, 1e-9)
+
+
+class Fails(FedAvg):
+    """Its step cannot be made with others'."""
+
+    def local_step(self, step):
+        out = step.forward()
+        if torch._C._functorch.is_functorch_wrapped_tensor(out.z):
+            raise KeyError("together")
+        step.descend(step.values(out))
+
+
+def test_what_goes_wrong_with_nobody_alone_is_named_with_its_place(run_federation, mlp, capsys):
+    loop = run_federation(lambda: Fails(mlp()), cohort=4, on_client_error="skip")
+    assert [row["skipped"] for row in loop.diary.rows] == [0, 0, 0]
+    said = "Fails runs one by one: KeyError: 'together' (test_cohort.py:"
+    assert capsys.readouterr().err.count(said) == 1
+
+
 class Freezes(FedAvg):
     """Freezes its body for a moment as a fit begins, in which a client falls sick."""
 

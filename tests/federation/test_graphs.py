@@ -27,6 +27,7 @@ from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.fedproto import FedProto
+from fl_lightning.methods.moon import MOON
 from fl_lightning.models.split import Body, SplitModel
 
 EIGHT = [[6, 6, 6, 6]] * 4
@@ -95,6 +96,14 @@ def test_every_stacked_method_is_the_same_recorded(name, both, mlp, tapes):
     loop = both(lambda: METHODS[name](mlp()))
     assert loop.cohort.unrecorded == []
     assert sum(tape.replays for tape in tapes) >= 3
+
+
+def test_losses_of_several_types_take_nobody_apart(both, mlp, tapes, capsys):
+    """MOON's is of another one in its first round, one for all clients, and was written to as each one's."""
+    loop = both(lambda: MOON(mlp()))
+    assert not loop.cohort.apart
+    assert tapes
+    assert "not stacked" not in capsys.readouterr().err
 
 
 def test_momentum_clipping_and_a_rate_that_falls_are_the_same_recorded(both, mlp, tapes, sgd):
