@@ -319,7 +319,8 @@ def without(config: dict[str, Any], said: str) -> bool:
     if key == "model" and isinstance(config["model"], list):
         config["model"] = {name: value for name, value in config["model"][1].items() if name != "clients"}
         return True
-    return "nets." not in said and name != "" and isinstance(config.get(section), dict) and config[section].pop(name, None) is not None
+    known = "nets." not in said and name != "" and isinstance(config.get(section), dict)
+    return known and config[section].pop(name, None) is not None
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------
