@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,6 @@ from fl_lightning.models.split import SplitModel
 Place = tuple[str, dict[str, Any], str]
 """An entry's name, the dict that has it, and its key there."""
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
-
-
-class Divided(Protocol):
-    """What a method says of its state."""
-
-    def is_shared(self, name: str, module: nn.Module) -> bool:
-        """Whether an entry is exchanged."""
-
-    def is_kept(self, name: str, module: nn.Module) -> bool:
-        """Whether an entry stays with the client between rounds."""
 
 
 class LooseBuffers:
