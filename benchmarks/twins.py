@@ -358,6 +358,8 @@ def evaluated(place: Any) -> list[str]:
     code, out, err = place.call("evaluate", "runs/run", "--trust", "nets")
     if code:
         return [f"failed ({code}): {err.strip()[-300:]}"]
+    if "no figure of this round can be computed again" in out:  # without a server, where what clients sent is gone
+        return []
     found = [line.split() for line in out.splitlines() if "figures are equal" in line]
     return [] if found and found[0][0] == found[0][2] else [out.strip()[-300:]]
 
