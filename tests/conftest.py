@@ -72,6 +72,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What is there by now stays: collecting garbage need not look at it again."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a federation makes so many objects in a blink
     gc.enable()
 
 

@@ -144,6 +144,15 @@ UNFIT: Mapping[tuple[str, ...], str] = {
 """Lightning's callbacks that would fail in the first client's fit, and what to use instead."""
 
 
+_UNCALLED = (
+    "on_validation_",
+    "on_test_",
+    "on_predict_",
+    "on_sanity_check_",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+)
+"""Beginnings of hooks that no fit of clients calls."""
 _BY_KIND: Mapping[str, type] = {
     "LearningRateMonitor": LearningRateMonitor, "ModelCheckpoint": Checkpoint, "RichProgressBar": ProgressBar,
     "StochasticWeightAveraging": StochasticWeightAveraging,
@@ -197,6 +206,17 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
         require(looks, "trainer.callbacks", rule)
         some = not isinstance(each, Timer) or each._duration is None or each._duration > 0
         require(some, "trainer.callbacks", "Timer leaves a fit no time: its duration must be above 0")
+        hooks = _hooks_of(each)
+        rule = f"{name} does something in {', '.join(hooks)} alone, which no client's fit calls: it trains, and "
+        rule += "federation.evaluate tests; take on_train_epoch_end, or a FederationCallback"
+        require(not hooks or any(not hook.startswith(_UNCALLED) for hook in hooks), "trainer.callbacks", rule)
+
+
+def _hooks_of(callback: L.Callback) -> list[str]:
+    """The hooks in which a callback does something."""
+    names = [name for name in vars(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+    own = ((name, getattr(callback, name)) for name in names)
+    return [name for name, hook in own if getattr(hook, "__func__", hook) is not getattr(L.Callback, name)]
 
 
 def sees_batches(trainer: L.Trainer) -> bool:

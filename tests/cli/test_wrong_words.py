@@ -112,12 +112,43 @@ def test_callbacks_that_would_fail_in_every_fit_are_refused_and_own_ones_are_not
     [
         ("EarlyStopping", {"monitor": "loss", "check_on_train_epoch_end": False}, "EarlyStopping would never look"),
         ("Timer", {"duration": "00:00:00:00"}, "Timer leaves a fit no time"),
+        (
+            "LambdaCallback",
+            {"on_validation_end": print, "on_save_checkpoint": print},
+            "LambdaCallback does something in on_validation_end, on_save_checkpoint alone, which no client's fit calls",
+        ),
     ],
 )
 def test_callbacks_that_do_nothing_or_let_nobody_train_are_refused(name, given, rule):
     own = getattr(callbacks, name)(**given)
     with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}"):
         check_callbacks(SimpleNamespace(callbacks=[own]), ["loss"])
+
+
+class Validates(callbacks.Callback):
+    """Does what no fit asks for."""
+
+    def state_dict(self):
+        return {"seen": 0}
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("own", 1.0)
+
+
+class Trains(Validates):
+    """As well as what one does."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.on_validation_epoch_end(trainer, pl_module)
+
+
+def test_callback_of_ones_own_that_no_fit_calls_is_refused():
+    """It was never called, without a word."""
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.callbacks: Validates does something in on_validation_epoch_end alo"
+    ):
+        check_callbacks(SimpleNamespace(callbacks=[Validates()]), ["loss"])
+    check_callbacks(SimpleNamespace(callbacks=[Trains()]), ["loss"])
 
 
 @pytest.mark.parametrize("name", ["WeightAveraging", "SpikeDetection", "DeviceStatsMonitor", "LearningRateFinder"])
