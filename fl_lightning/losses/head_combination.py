@@ -26,7 +26,7 @@ def scaled_means(means: Float[Tensor, "C D"], counts: Int[Tensor, " C"]) -> Floa
         means: μ, [C, D].
         counts: [C] int64.
     """
-    return means * (counts / counts.sum().clamp(min=1))[:, None].to(means)
+    return means * (counts.to(means) / counts.sum().clamp(min=1))[:, None]
 
 
 @checked

@@ -44,14 +44,16 @@ def balanced_softmax_loss(
         gamma: γ, >= 0.
 
     Returns:
-        Scalar, float32.
+        Scalar, float32; float64 for float64 logits.
 
     >>> import torch
     >>> round(float(balanced_softmax_loss(torch.zeros(1, 3), torch.tensor([0]), torch.tensor([3, 1, 0]))), 4)
     0.2877
     """
-    offsets = gamma * widened(counts).log() if gamma > 0 else torch.zeros_like(widened(counts))  # n^γ is soon infinite
-    return F.cross_entropy(widened(logits) + offsets, y)
+    logits = widened(logits)
+    own = counts.to(logits.dtype)
+    offsets = gamma * own.log() if gamma > 0 else torch.zeros_like(own)  # n^γ is soon infinite
+    return F.cross_entropy(logits + offsets, y)
 
 
 @checked
@@ -71,16 +73,16 @@ def calibrated_loss(
         form: ``code`` or ``paper``.
 
     Returns:
-        Scalar, float32; under ``paper`` 0 where there is no rival.
+        Scalar, float32, or float64 for float64 logits; under ``paper`` 0 where there is no rival.
 
     >>> import torch
     >>> y, counts = torch.tensor([1]), torch.tensor([16, 1, 0])
     >>> [round(float(calibrated_loss(torch.zeros(1, 3), y, counts, 1.0, form)), 4) for form in ("code", "paper")]
     [0.9741, 0.5]
     """
-    held = counts > 0
-    margins = tau * widened(counts.clamp(min=1)) ** -0.25
-    adjusted = (widened(logits) - margins).masked_fill(~held, -torch.inf)
+    held, logits = counts > 0, widened(logits)
+    margins = tau * counts.clamp(min=1).to(logits.dtype) ** -0.25
+    adjusted = (logits - margins).masked_fill(~held, -torch.inf)
     if form == "code" or int(held.sum()) < 2:
         return F.cross_entropy(adjusted, y) * (form == "code")
     own = adjusted.gather(1, y[:, None])

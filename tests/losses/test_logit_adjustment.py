@@ -19,6 +19,19 @@ def test_exponentials_count_by_class_frequencies(gamma, odds):
     assert loss.item() == pytest.approx(sum(map(math.log, odds)) / 2)
 
 
+@pytest.mark.parametrize("form", ["code", "paper"])
+def test_frequencies_are_as_precise_as_logits(form):
+    """They were of float32 under 64-true."""
+    logits, y, n = LOGITS.double() / 3, Y, [7, 5]
+    rows = [[math.exp(own) * n[c] for c, own in enumerate(row)] for row in logits.tolist()]
+    expected = sum(math.log(sum(row) / row[own]) for row, own in zip(rows, y.tolist(), strict=True)) / 2
+    assert balanced_softmax_loss(logits, y, torch.tensor(n)).item() == pytest.approx(expected, rel=1e-14)
+    rows = [[math.exp(own - n[c] ** -0.25) for c, own in enumerate(row)] for row in logits.tolist()]
+    rivals = [sum(row) - (form == "paper") * row[own] for row, own in zip(rows, y.tolist(), strict=True)]
+    expected = sum(math.log(rival / row[own]) for rival, row, own in zip(rivals, rows, y.tolist(), strict=True)) / 2
+    assert calibrated_loss(logits, y, torch.tensor(n), 1.0, form).item() == pytest.approx(expected, rel=1e-13)
+
+
 def test_without_an_exponent_or_among_equals_it_is_the_cross_entropy():
     plain = F.cross_entropy(LOGITS, Y)
     torch.testing.assert_close(balanced_softmax_loss(LOGITS, Y, torch.tensor([7, 1]), gamma=0.0), plain)

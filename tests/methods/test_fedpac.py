@@ -7,13 +7,25 @@ import torch
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.losses.head_combination import head_combination
+from fl_lightning.losses.head_combination import head_combination, scaled_means
 from fl_lightning.methods.fedpac import FedPAC
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.seeding import derive_seed
 
 COUNTS = ((12, 8, 0), (6, 14, 0), (0, 4, 16))
 LR, HEAD_LR, WEIGHT = 0.1, 0.3, 2.0
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_shares_of_classes_are_as_precise_as_means(default):
+    """They went by torch's default, which is another one in a client's fit under 64-true than at the server."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        scaled = scaled_means(torch.ones(2, 1, dtype=torch.float64), torch.tensor([1, 2]))
+    finally:
+        torch.set_default_dtype(before)
+    assert scaled.flatten().tolist() == [1 / 3, 2 / 3]
 
 
 def class_means(model, data):

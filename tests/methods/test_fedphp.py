@@ -26,26 +26,30 @@ def risk(transfer, model, personal):
     return loss
 
 
-@pytest.mark.parametrize("transfer", ["KD", "MMD"])
-def test_three_rounds_are_those_of_the_paper(transfer, mlp, data, set_up_federation, sgd, train_by_hand):
-    loop = set_up_federation(lambda: FedPHP(mlp(), 0.3, transfer), data=data, rounds=3)
+@pytest.mark.parametrize(("transfer", "precision"), [("KD", "32-true"), ("MMD", "32-true"), ("KD", "64-true")])
+def test_three_rounds_are_those_of_the_paper(transfer, precision, mlp, data, set_up_federation, sgd, train_by_hand):
+    """In double precision the share that is kept was of single."""
+    trainer, kind = {"precision": precision}, torch.float64 if precision == "64-true" else torch.float32
+    near = {"rtol": 1e-12, "atol": 1e-14} if kind == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    loop = set_up_federation(lambda: FedPHP(mlp(), 0.3, transfer), data=data, rounds=3, trainer=trainer)
     personal = copy.deepcopy(loop.runner.modules[0].method.model)
     loop.run()
-    model = mlp()
+    model = mlp().to(kind)
     for round in (1, 2, 3):
         received = loop.diary.received[round, 0].weights
         model.load_state_dict({n.removeprefix("model."): t for n, t in received.items()})
-        train_by_hand(model, data.clients[0], sgd(), round, loss=risk(transfer, model, personal))
+        loss = risk(transfer, model, personal)
+        train_by_hand(model, data.clients[0], sgd(), round, loss=lambda x, y, loss=loss: loss(x.to(kind), y))
         keep = 0.9 * (round - 1) / 3
         with torch.no_grad():
             for p, w in zip(personal.parameters(), model.parameters(), strict=True):
                 p.copy_(keep * p + (1 - keep) * w)
         for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(loop.diary.sent[round, 0].weights[f"model.{name}"], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(loop.diary.sent[round, 0].weights[f"model.{name}"], tensor, **near)
     kept = loop.runner.pool.get(0)
     assert kept["num_fits"] == 3
     for name, tensor in personal.state_dict().items():
-        torch.testing.assert_close(kept[f"personal.{name}"], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept[f"personal.{name}"], tensor, **near)
 
 
 def test_without_transfer_it_is_fedavg(conv_net, run_federation, assert_identical):
