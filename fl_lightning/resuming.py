@@ -92,16 +92,18 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
 
     ``--resume FOLDER`` (or a checkpoint in it) takes output and name from the folder and, without a ``--config``, the
     configuration, too. ``--resume auto`` does so where the last ``--config`` is the ``config.yaml`` in a run's folder.
-    An ``--output`` or ``--name`` on the command line wins: then that folder is meant.
+    An ``--output`` or ``--name`` on the command line wins over the latter: then that folder is meant.
 
     Args:
         argv: the command line after ``fit``.
 
     Raises:
-        ConfigError: if the folder has no configuration any more, and none is given.
+        ConfigError: if the folder has no configuration any more, and none is given; if it is another one than the
+            command line's.
     """
     resume, configs = _values(argv, "--resume"), _values(argv, "--config")
-    if not resume or _values(argv, "--output") or _values(argv, "--name"):
+    outputs, names = _values(argv, "--output"), _values(argv, "--name")
+    if not resume or (resume[-1] == "auto" and (outputs or names)):
         return list(argv)
     if resume[-1] == "auto":
         last = Path(configs[-1]) if configs else Path()
@@ -112,6 +114,9 @@ def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     if folder is None:
         require(bool(configs) or named.exists(), "--resume", "there is no run in that folder", str(named))
         return list(argv)
+    said = Path([str(folder.parent), *outputs][-1]) / [folder.name, *names][-1]
+    rule = f"goes on with the run in {folder}, and --output and --name say {said}: leave them out, or say --resume auto"
+    require(said.resolve() == folder.resolve(), "--resume", rule)
     own = folder / "config.yaml"
     require(bool(configs) or own.is_file(), "--resume", f"{folder} has lost its config.yaml; say --config FILE, too")
     config = [] if configs else ["--config", str(own)]

@@ -104,6 +104,24 @@ def test_a_folder_to_go_on_from_that_is_not_there_is_named(words, tmp_path, monk
     assert with_resumed_folder([*words, "--config", "exp.yaml"]) == [*words, "--config", "exp.yaml"]
 
 
+@pytest.mark.parametrize("other", [["--name", "other"], ["--output", "elsewhere"], ["--output", "runs", "--name", "b"]])
+@pytest.mark.parametrize("given", [[], ["--config", "exp.yaml"]])
+def test_a_folder_to_go_on_from_and_another_one_are_refused(other, given, tmp_path, monkeypatch):
+    """That a method must be named was said, or that there is no run in the other one."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "runs" / "a" / "checkpoints" / "round-0001.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    (tmp_path / "runs" / "a" / "config.yaml").touch()
+    for named in ("runs/a", "runs/a/checkpoints/round-0001.ckpt"):
+        said = rf"^--resume: goes on with the run in runs/a, and --output and --name say \w+/({other[-1]}|a): leave"
+        with pytest.raises(ConfigError, match=said):
+            with_resumed_folder([*given, "--resume", named, *other])
+        same = with_resumed_folder([*given, "--resume", named, "--output", "runs", "--name", "a"])
+        assert same[-6:-2] == ["--output", "runs", "--name", "a"]
+    assert with_resumed_folder(["--resume", "auto", *other]) == ["--resume", "auto", *other]
+
+
 def test_run_that_has_lost_its_configuration_says_so(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "round-0001.ckpt"
     checkpoint.parent.mkdir(parents=True)

@@ -45,7 +45,7 @@ class StackedOptimizer:
     ) -> None:
         kind, group = type(template), template.param_groups[index]
         if kind not in (SGD, Adam, AdamW):
-            raise Unstackable(f"its optimizer is {kind.__name__}; SGD, Adam and AdamW are stacked")
+            raise Unstackable(f"its optimizer is {kind.__name__}, and not SGD, Adam or AdamW")
         for option in ("amsgrad", "dampening", "maximize", "differentiable"):
             if group.get(option):
                 raise Unstackable(f"its optimizer has {option}, which is not stacked")

@@ -52,6 +52,7 @@ class Cohort:
         self._records = bool(graph) and recording.can_record(runner.device)
         alone = 1 if self._records else None  # recorded, one is a cohort, too
         self.size = alone if size in (None, 1) else size
+        self._records_alone = alone == self.size == 1  # nobody wants clients to be stacked
         self._most = LARGEST if size == "auto" else size or 1
         self.is_main = is_main
         self.reason = ""
@@ -89,7 +90,9 @@ class Cohort:
         """From now on all run one by one; says so once."""
         if reason and not self.reason:
             self.reason = reason
-            if self.is_main:
+            if self._records_alone:
+                self._tell_graph(reason)
+            elif self.is_main:
                 method = type(self.runner.modules[0].method).__name__
                 say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
 

@@ -41,8 +41,8 @@ class Newcomers:
 
     def __post_init__(self) -> None:
         require(self.clients >= 0, "federation.newcomers.clients", "must be >= 0", self.clients)
-        least = 1 if self.clients else 0
-        require(self.after >= least, "federation.newcomers.after", f"must be >= {least}", self.after)
+        rule = f"must be named, and >= 1, for {self.clients} newcomers" if self.clients else "must be >= 0"
+        require(self.after >= min(self.clients, 1), "federation.newcomers.after", rule, self.after)
 
 
 @dataclass(frozen=True)

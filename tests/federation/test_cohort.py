@@ -331,7 +331,7 @@ class Watching(Callback):
         ({"trainer": {"callbacks": [Watching()]}}, "trainer.callbacks (Watching) follow single fits"),
         ({"trainer": {"max_steps": 2}}, "trainer.max_steps is for single fits"),
         ({"trainer": {"precision": "bf16-true"}}, "trainer.precision is for single fits"),
-        ({"optimizer": torch.optim.Adadelta}, "its optimizer is Adadelta; SGD, Adam and AdamW are stacked"),
+        ({"optimizer": torch.optim.Adadelta}, "its optimizer is Adadelta, and not SGD, Adam or AdamW"),
         ({"optimizer": lambda own: torch.optim.Adam(own, amsgrad=True)}, "its optimizer has amsgrad"),
     ],
     ids=["in turn", "callbacks", "max_steps", "precision", "optimizer", "option"],

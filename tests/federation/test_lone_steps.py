@@ -79,6 +79,15 @@ def test_what_was_to_be_stacked_is_recorded_alone(name, why, recorded, mlp, caps
     assert capsys.readouterr().err.count(line) == 1
 
 
+@pytest.mark.parametrize("cohort", [None, 1, 4])
+def test_what_was_asked_for_is_what_is_said_not_to_be_done(cohort, run_federation, mlp, capsys):
+    """That they run one by one was said of who had never asked for anything else."""
+    run_federation(lambda: FedAvg(mlp()), 1, cohort=cohort, graph="auto", optimizer=torch.optim.RMSprop)
+    said = "federation.cohort: FedAvg runs one by one" if cohort == 4 else "federation.graph: FedAvg runs as it is"
+    line = f"fl-lightning: {said}: its optimizer is RMSprop, and not SGD, Adam or AdamW\n"
+    assert capsys.readouterr().err == line
+
+
 def test_without_recordings_they_run_one_by_one(run_federation, mlp, capsys):
     loop = run_federation(lambda: DRDFL(mlp()), 1, cohort=3, optimizer=adam)
     assert loop.cohort.reason == "its step descends twice on a mini-batch"

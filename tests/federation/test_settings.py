@@ -73,7 +73,7 @@ def test_federation_allows(options):
     ("clients", "after", "message"),
     [
         (-1, 1, r"federation\.newcomers\.clients: must be >= 0, got -1"),
-        (1, 0, r"federation\.newcomers\.after: must be >= 1, got 0"),
+        (1, 0, r"federation\.newcomers\.after: must be named, and >= 1, for 1 newcomers, got 0"),
         (0, -1, r"federation\.newcomers\.after: must be >= 0, got -1"),
         (1, 3, r"federation\.newcomers\.after: must be < federation\.rounds \(3\), got 3"),
     ],
