@@ -45,12 +45,12 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "stacked and recorded": {"cohort": 4, "graph": "auto"},
     "stacked by two workers": {"cohort": 3, "workers": 2},
     "recorded by two workers": {"graph": "auto", "workers": 2},
+    "stacked, recorded and killed": {"cohort": 3, "graph": "auto"},
     "not recalled": {"recall": 0},
 }
 EVALUATED = "evaluated"
 KILLED: dict[str, str] = {
     "stacked by two workers, killed": "stacked by two workers",
-    "stacked, recorded and killed": "stacked and recorded",
 }
 """Twins that must be the very ones of others, to the last bit."""
 KINDS = (EVALUATED, *EXACT, *ROUNDED, *KILLED)
