@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -32,6 +33,8 @@ _KNOWN: Mapping[type, frozenset[str]] = {
     Aggregator: frozenset({"trained"}),
 }
 """What the bases have, and save where it matters."""
+_MOST, _LARGE = 2000, 2**20
+"""Entries of a container, and numbers of a larger tensor or array, by which it is known."""
 _HOLDING = (list, tuple, deque, set, frozenset, functools.partial, FunctionType, MethodType, SimpleNamespace)
 
 
@@ -135,15 +138,23 @@ def _mark(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     if isinstance(value, (bool, int, float, complex, str, bytes)):
         return value if value == value else "nan"
     if isinstance(value, Tensor):
-        return mark_of(torch.view_as_real(value.detach()) if value.is_complex() else value)
+        return value.shape, mark_of(_some(torch.view_as_real(value.detach()) if value.is_complex() else value.detach()))
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        return value.shape, zlib.crc32(value.tobytes())
+        return value.shape, zlib.crc32(_some(value).tobytes())
     if isinstance(value, itertools.count):
         return repr(value)
     held = None if id(value) in above else _held(value)
     if held is None:
         return mark_of_generator(value)
-    return tuple((str(key), _mark(own, (*above, id(value)))) for key, own in held.items())
+    few = itertools.islice(held.items(), _MOST)
+    return len(held), *((str(key), _mark(own, (*above, id(value)))) for key, own in few)
+
+
+def _some(values: Any) -> Any:
+    """A tensor or an array; of a large one, a server's own data set, numbers that are spread over it."""
+    size = math.prod(values.shape)
+    whole = size <= _LARGE or (isinstance(values, Tensor) and values.layout != torch.strided)
+    return values if whole else values.reshape(-1)[:: size // _MOST]
 
 
 def _held(value: Any) -> Mapping[Any, Any] | None:

@@ -214,6 +214,9 @@ MEMORIES = {
     "closure": (counting, lambda own: own()),
     "bound method": (lambda: [].append, lambda own: None),  # of a list, which is no object of one's own
     "count": (itertools.count, next),
+    "data": (lambda: torch.zeros(2**20 + 1), lambda own: own.add_(1)),
+    "large array": (lambda: np.zeros(2**20 + 1, dtype=np.float16), lambda own: own.__iadd__(1)),
+    "long list": (lambda: [0] * 5000, lambda own: own.append(0)),
     "complex": (lambda: torch.zeros(1, dtype=torch.complex64), lambda own: own.add_(1j)),
 }
 UNSEEN = {"bound method"}
