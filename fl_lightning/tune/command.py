@@ -28,9 +28,7 @@ from fl_lightning.table.running import REFUSED, Command, Crew
 from fl_lightning.tune.record import Record, classes_first, said_of
 from fl_lightning.tune.space import Contender, Point, Search, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
-from fl_lightning.tune.written import (
-    runs_of,
-)
+from fl_lightning.tune.written import runs_of
 
 DESCRIPTION = (
     "Search hyperparameters on the clients' validation parts; test parts are laid aside. Every method has the same "
