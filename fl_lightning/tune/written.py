@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,15 @@ def runs_of(trial: Trial) -> str:
 
 def of_settings(rows: Iterable[Sequence[str]], settings: str) -> list[Written]:
     """Rows of the trials of one search, told by their settings; the figure that is monitored is among these."""
-    return [Written(*row) for row in rows if len(row) == len(Written._fields) and row[-1] == settings]
+    own = (Written(*row) for row in rows if len(row) == len(Written._fields) and row[-1] == settings)
+    return [row for row in own if row.trial.isdecimal() and _is_figure(row.value)]  # others somebody has edited
+
+
+def _is_figure(text: str) -> bool:
+    try:
+        return text == "" or math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def with_those_before(rows: Sequence[Written], earlier: Iterable[Written]) -> list[Written]:
@@ -59,7 +68,7 @@ def written_before(folder: Path) -> tuple[dict[str, list[list[str]]], dict[str, 
         table = content_of(folder / "tune.md").decode().splitlines()
     except (OSError, ValueError, csv.Error):
         return {}, {}
-    if head[-1] != SETTINGS:
+    if head[-1:] != [SETTINGS]:
         return {}, {}
     for row in known:
         rows.setdefault(row[0] if row else "", []).append(row)

@@ -511,6 +511,20 @@ def test_a_method_that_was_searched_by_another_figure_is_named(start, tmp_path):
     assert (rows, line) == ([], "| Other | – | – | searched with other settings before |")
 
 
+@pytest.mark.parametrize(("old", "new"), [(",0,complete,", ",x,complete,"), (",complete,1.0,", ",complete,much,")])
+def test_rows_that_somebody_has_edited_are_passed_over(old, new, start, tmp_path):
+    start()
+    file = tmp_path / "tunes" / "s" / "trials.csv"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    start(stops_at=0)
+    assert [row["state"] for row in of_method(tmp_path)[0]].count("complete") == 2  # of three
+    file.write_text("\n" + text)  # no head
+    start(stops_at=0)
+    assert [row["state"] for row in of_method(tmp_path)[0]] == ["stopped"]
+
+
 @pytest.mark.parametrize(("values", "twice"), [("[0.1, 0.2, 0.1]", "0.1"), ("[a, b, [1], [1]]", r"\[1\]")])
 def test_values_of_a_space_differ(values, twice, tmp_path):
     """Three points were searched as four trials."""
