@@ -29,7 +29,7 @@ quickstart: .venv/installed ## install into .venv and run the main job: 20 clien
 table: .venv/installed ## 4 methods x 3 seeds on the digits as a table, and the page of its runs (runs/tables)
 	$(BIN)/fl-lightning table experiments/tables/quickstart.yaml --jobs 2
 
-test: .venv/installed-dev ## install the development extras and run every test (7 to 9 minutes on 2 cores)
+test: .venv/installed-dev ## install the development extras and run every test (7 to 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev ## ruff (lint and format) and mypy
