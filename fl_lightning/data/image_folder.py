@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,8 +87,8 @@ class ImageFolder(Dataset):
                     f"ImageFolder: training and test part of {self.root} must have images of the same classes; "
                     "only one of them has " + ", ".join(sorted(names[0] ^ names[1])),
                 )
-        for folder in self._unread(len(parts)):
-            say(f"ImageFolder: {folder} is not read; move its images into train or {_TESTS[0]} if they are to count")
+        for line in self._left_out(len(parts)):
+            say(f"ImageFolder: {line} if they are to count")
         number = {label: i for i, label in enumerate(classes)}
         x = self.decode([path for _, _, path in files])
         y = torch.tensor([number[label] for _, label, _ in files])
@@ -97,21 +98,8 @@ class ImageFolder(Dataset):
 
     def _files(self) -> list[tuple[str, str, Path]]:
         """(part, class, file) of all images: training part first, then sorted by class and file name."""
-        root = Path(self.root).expanduser()
-        if not root.is_dir():
-            raise ConfigError(
-                KEY,
-                "ImageFolder: there is no such folder; put images at <root>/train/<class>/ and <root>/test/<class>/",
-                str(root),
-            )
-        folders = {"train": root}
-        if (root / "train").is_dir():
-            folders = {"train": root / "train"}
-            test = next((root / name for name in _TESTS if (root / name).is_dir()), None)
-            if test is not None:
-                folders["test"] = test
         found: list[tuple[str, str, Path]] = []
-        for part, folder in folders.items():
+        for part, folder in self._folders().items():
             before, unknown = len(found), list[Path]()
             for label in _names(folder, directories=True):
                 images = self._images(folder / label)
@@ -128,6 +116,32 @@ class ImageFolder(Dataset):
                     KEY, "ImageFolder: there are no images; they belong at <class>/<image> below", str(folder)
                 )
         return found
+
+    def _folders(self) -> dict[str, Path]:
+        """Where the images of each part are."""
+        root = Path(self.root).expanduser()
+        if not root.is_dir():
+            raise ConfigError(
+                KEY,
+                "ImageFolder: there is no such folder; put images at <root>/train/<class>/ and <root>/test/<class>/",
+                str(root),
+            )
+        if not (root / "train").is_dir():
+            return {"train": root}
+        test = next((root / name for name in _TESTS if (root / name).is_dir()), None)
+        return {"train": root / "train"} if test is None else {"train": root / "train", "test": test}
+
+    def _left_out(self, num_parts: int) -> Iterator[str]:
+        """What may be meant to be read, and is not."""
+        for folder in self._unread(num_parts):
+            yield f"{folder} is not read; move its images into train or {_TESTS[0]}"
+        for folder in dict.fromkeys([Path(self.root).expanduser(), *self._folders().values()]):
+            if self._images(folder):
+                yield f"images beside the classes' folders in {folder} are not read; move them into these"
+        for folder in self._folders().values():
+            empty = [label for label in _names(folder, directories=True) if not self._images(folder / label)]
+            if empty:
+                yield f"no class in {folder} without an image of its own: {', '.join(empty)}; put images there"
 
     def _unread(self, num_parts: int) -> list[Path]:
         """The folders of images beside those of the parts that there are."""

@@ -40,6 +40,11 @@ def as_array(x: Any) -> np.ndarray:
         raise ConfigError(KEY, f"a tensor must hold its numbers one by one ({str(error).splitlines()[0]})") from error
 
 
+def on_one_scale(kind: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether numbers of two types can be on one scale: bytes from 0 to 255 and shares of 1 are not."""
+    return (kind.kind in "bf") == (other.kind in "bf")
+
+
 def as_inputs(x: Any, name: str) -> Tensor:
     """Inputs as they came: uint8 [N, C, H, W], int64 [N, L], or float32 or float64 [N, …], which `arrays_of` narrows.
 
@@ -83,6 +88,8 @@ def as_labels(
         ConfigError: for anything that is no list of names or whole numbers, for measured values, and for names of other
             classes.
     """
+    missing = _first_missing(y)
+    require(missing is None, KEY, f"{name}: sample {missing} (from 0) has no class; name one, or take it out")
     array = as_array(y)
     array = array.reshape(len(array)) if array.ndim == 2 and array.shape[1] == 1 else array
     flat = array.ndim == 1 and array.dtype.kind in "iubUS"
@@ -102,6 +109,23 @@ def as_labels(
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: None, or NaN, which tables hold where there is none, and JSON lines made of them.
+
+    Among names `numpy` makes the name ``nan`` of it.
+    """
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _first_missing(values: Any) -> int | None:
+    """The first place of a flat list, or array of objects or floats, that holds nothing."""
+    if isinstance(values, np.ndarray) and values.dtype.kind in "Of":
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return None
+    return next((place for place, value in enumerate(values) if is_missing(value)), None)
 
 
 def _is_text(text: str) -> bool:
@@ -175,8 +199,7 @@ def as_groups(groups: Any, name: str) -> Groups:
     """
     array = as_array(groups)
     require(array.ndim == 1, KEY, f"{name}: groups must be a flat list, are {list(array.shape)}")
-    missing = (value is None or (isinstance(value, float) and math.isnan(value)) for value in array.tolist())
-    nobody = next((sample for sample, is_missing in enumerate(missing) if is_missing), None)
+    nobody = _first_missing(groups if isinstance(groups, list | tuple) else array)
     require(nobody is None, KEY, f"{name}: sample {nobody} (from 0) is of no group; name one, or take it out")
     try:
         names, numbers = np.unique(array, return_inverse=True)
@@ -242,6 +265,7 @@ def scaled(x: Tensor, training: Tensor) -> Tensor:
     Raises:
         ConfigError: for numbers so large that their squares are none.
     """
+    require(len(training) > 0, KEY, "there is no training sample to scale by")
     over, wide = ((0, 2, 3) if x.dim() == 4 else (0,)), training.double()
     mean, deviation = wide.mean(over, keepdim=True), wide.std(over, correction=0, keepdim=True)
     finite = bool(torch.isfinite(mean).all() and torch.isfinite(deviation).all())

@@ -15,7 +15,15 @@ from fl_lightning.archives import check_room, free_memory
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import numbered_columns
-from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels, class_names
+from fl_lightning.data.normalising import (
+    arrays_of,
+    as_array,
+    as_groups,
+    as_inputs,
+    as_labels,
+    class_names,
+    on_one_scale,
+)
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pickles import read_pickled_npz
 from fl_lightning.errors import ConfigError, require
@@ -67,6 +75,11 @@ class ArrayFile(Dataset):
         for name in names:
             rule = f"{self.path} must hold x and y, or x_train, y_train, x_test and y_test"
             require(name in found, f"{KEY}.path", rule, ", ".join(found) or "nothing")
+        for part in () if whole else ("train", "test"):
+            own = [f"{name}_{part}" for name in ("x", "y", "groups") if f"{name}_{part}" in found]
+            lengths = {name: len(array) for name in own if (array := as_array(found[name])).ndim}
+            rule = f"{self.path} must have as many of {', '.join(own)}: its samples are those of one place in each"
+            require(len({*lengths.values()}) < 2, f"{KEY}.path", rule, ", ".join(map(str, lengths.values())))
         x, y, groups = (self._joined(found, name, whole) for name in ("x", "y", "groups"))
         names = class_names(found["classes"], "ArrayFile") if found.get("classes") is not None else []
         labels, classes = as_labels(y, "ArrayFile", names)
@@ -426,6 +439,8 @@ class PFLlibFolder(Dataset):
                 y.append(own[1].reshape(-1))
                 rule = f"{path}: samples must have the shape of the others, {list(x[0].shape[1:])}"
                 require(x[-1].shape[1:] == x[0].shape[1:], f"{KEY}.root", rule, list(x[-1].shape[1:]))
+                rule = f"{path}: samples must be of one type with the others, {x[0].dtype}"
+                require(on_one_scale(x[-1].dtype, x[0].dtype), f"{KEY}.root", rule, str(x[-1].dtype))
                 groups += [int(path.stem)] * len(y[-1])
             sizes.append(sum(map(len, y)))
         require(sizes[0] > 0, f"{KEY}.root", "must hold train/0.npz, train/1.npz, … as PFLlib writes them", self.root)

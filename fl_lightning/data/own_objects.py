@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchBase
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
-from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels
+from fl_lightning.data.normalising import arrays_of, as_array, as_groups, as_inputs, as_labels, on_one_scale
 from fl_lightning.data.normalization import Normalize, require_normalize
 from fl_lightning.data.pictures import as_bytes
 from fl_lightning.data.text import as_text
@@ -53,7 +53,7 @@ class TorchDataset(Dataset):
         require(shapes[-1] == shapes[0], f"{KEY}.test", rule, shapes[-1])
         kinds = [part[0][0].dtype for part in pairs]
         rule = f"inputs must be of the type of those of train, {kinds[0]}, and on their scale"
-        require(_alike(kinds[-1], kinds[0]), f"{KEY}.test", rule, str(kinds[-1]))
+        require(on_one_scale(kinds[-1], kinds[0]), f"{KEY}.test", rule, str(kinds[-1]))
         names = [_class_names(part) for part in parts.values()]
         _require_same_classes("train", names[0], names[-1])
         x = np.stack([sample for part in pairs for sample, _ in part])
@@ -106,7 +106,7 @@ class TorchDataset(Dataset):
             if found and values.shape != found[0][0].shape:
                 shapes = f"{list(values.shape)}, sample 0 {list(found[0][0].shape)}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must have one shape: sample {index} is {shapes}")
-            if found and not _alike(values.dtype, found[0][0].dtype):
+            if found and not on_one_scale(values.dtype, found[0][0].dtype):
                 kinds = f"{values.dtype}, sample 0 {found[0][0].dtype}"
                 raise ConfigError(f"{KEY}.{name}", f"inputs must be of one type: sample {index} is {kinds}")
             if isinstance(label, Tensor | np.ndarray):
@@ -115,11 +115,6 @@ class TorchDataset(Dataset):
             found.append((values, label.item() if isinstance(label, Tensor | np.ndarray | np.generic) else label))
         require(bool(found), f"{KEY}.{name}", "is empty", type(part).__name__)
         return found
-
-
-def _alike(kind: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether numbers of two types can be on one scale: bytes from 0 to 255 and shares of 1 are not."""
-    return (kind.kind in "bf") == (other.kind in "bf")
 
 
 def _class_names(part: Any) -> list[str] | None:

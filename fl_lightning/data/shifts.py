@@ -156,6 +156,7 @@ class ConceptShift(Shift):
         concept = client % self.concepts
         if concept == 0:
             return x, y
+        require(num_classes >= 2, KEY, "ConceptShift needs at least two classes, and there is one")
         cycles = math.comb(num_classes, permuted) * math.factorial(permuted - 1)
         rule = f"must be at most {1 + cycles}: there are no more for {permuted} of {num_classes} classes"
         require(self.concepts <= 1 + cycles, f"{KEY}.concepts", rule, self.concepts)

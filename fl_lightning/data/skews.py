@@ -188,16 +188,16 @@ class ByGroup(Partition):
         require(arrays.groups is not None, KEY, "ByGroup needs a data set with groups (users, writers, sites)")
         assert arrays.groups is not None
         groups = arrays.groups.numpy()[:num_samples]
-        names, sizes = np.unique(groups, return_counts=True)
-        names = names[sizes >= self.min_samples]
+        names, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        kept = np.flatnonzero(sizes >= self.min_samples)  # by place: names may be any numbers
         wanted = num_clients * (self.per_client or 1)
-        rule = f"the data set has {len(names)} groups of at least {self.min_samples} samples, and {wanted} are needed"
-        require(wanted <= len(names), "data.num_clients", rule, num_clients)
-        if len(names) > num_clients:  # else client i has the i-th group
-            names = rng.permutation(names)[: wanted if self.per_client else None]
-        owner = np.full(int(groups.max()) + 1, -1)
-        owner[names] = np.arange(len(names)) % num_clients
-        return [np.flatnonzero(owner[groups] == client) for client in range(num_clients)]
+        rule = f"the data set has {len(kept)} groups of at least {self.min_samples} samples, and {wanted} are needed"
+        require(wanted <= len(kept), "data.num_clients", rule, num_clients)
+        if len(kept) > num_clients:  # else client i has the i-th group
+            kept = rng.permutation(kept)[: wanted if self.per_client else None]
+        owner = np.full(len(names), -1)
+        owner[kept] = np.arange(len(kept)) % num_clients
+        return [np.flatnonzero(owner[place] == client) for client in range(num_clients)]
 
     def share_tests(self, arrays: Arrays, parts: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
         """The test samples of each client's own groups."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset, data_root
+from fl_lightning.data.normalising import is_missing
 from fl_lightning.errors import ConfigError, require
 
 PAD, UNKNOWN = 0, 1
@@ -49,8 +50,14 @@ def tokenise(text: str, ascii_only: bool = False) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    """A cell as a text; None, which tables of texts hold where there is none, is one without a word."""
-    return "" if value is None else str(value)
+    """A cell as a text; None or NaN, which tables of texts hold where there is none, is one without a word.
+
+    Raises:
+        ConfigError: for a list or a mapping, whose signs would be taken for words.
+    """
+    rule = "a text must be a text; join what is in parts"
+    require(not isinstance(value, list | tuple | Mapping), KEY, rule, value)
+    return "" if is_missing(value) else str(value)
 
 
 class IMDB(Dataset):

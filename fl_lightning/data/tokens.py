@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import lines_in, read_columns, text_of
-from fl_lightning.data.normalising import arrays_of, as_groups, as_labels
+from fl_lightning.data.normalising import arrays_of, as_groups, as_labels, is_missing
 from fl_lightning.data.text import PAD, UNKNOWN, as_text, tokenise
 from fl_lightning.errors import ConfigError, require
 
@@ -120,7 +120,7 @@ class TextFile(Dataset):
                 require(name is None or name in part, f"{KEY}.{key}", f"columns are {', '.join(part)}", name)
             for path, part in zip(self.sources(), parts, strict=False):
                 values = part[name] if name is not None and key != "text" else ()
-                empty = (value is None or not str(value).strip() for value in values)
+                empty = (is_missing(value) or not str(value).strip() for value in values)
                 nothing = next((place for place, is_empty in enumerate(empty) if is_empty), None)
                 rule = f"{path}: sample {nothing} (from 0) has nothing under {name!r}; fill it in, or take it out"
                 require(nothing is None, KEY, rule)
@@ -196,7 +196,7 @@ def read_table(path: Path, key: str) -> dict[str, list[Any]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # which somebody's thousand brackets raise
                 raise ConfigError(key, f"{path}: line {number} is no JSON ({error})") from error
             same = isinstance(row, dict) and (not rows or row.keys() == rows[0].keys())
             require(same, key, f"{path}: line {number} must be an object with the keys of the first line")

@@ -155,6 +155,31 @@ def test_arrays_that_would_be_left_out_are_refused(tmp_path, names, num_train, s
         ArrayFile(str(tmp_path / "a.npz"), num_train).arrays()
 
 
+@pytest.mark.parametrize("name", ["y", "groups"])
+def test_parts_of_other_lengths_are_refused(tmp_path, name):
+    """Where only the sums agreed, samples had others' classes and owners, in silence."""
+    found = {
+        f"{own}_{part}": np.arange(size) for own in ("x", "y", "groups") for part, size in (("train", 4), ("test", 2))
+    }
+    found |= {name: own[:, None].astype(float) for name, own in found.items() if name[0] == "x"}
+    np.savez(tmp_path / "a.npz", **found)
+    assert checked(ArrayFile(str(tmp_path / "a.npz"))).num_train == 4
+    found[f"{name}_train"], found[f"{name}_test"] = found[f"{name}_test"], found[f"{name}_train"]
+    np.savez(tmp_path / "a.npz", **found)
+    with pytest.raises(
+        ConfigError, match=r"^data\.dataset\.path: .* must have as many of x_train, y_train, groups_train: "
+    ):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
+def test_nothing_to_scale_by_is_no_large_number(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((0, 3)), y_train=[], x_test=np.ones((2, 3)), y_test=[0, 1])
+    with pytest.raises(ConfigError):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+    with pytest.raises(ConfigError, match="there is no training sample to scale by"):
+        scaled(torch.ones(2, 3), torch.ones(0, 3))
+
+
 def test_grey_images_and_tokens(tmp_path):
     np.savez(tmp_path / "g.npz", x=np.zeros((3, 5, 5), dtype=np.uint8), y=[5, 900, 5])
     arrays = checked(ArrayFile(str(tmp_path / "g.npz")))
@@ -740,6 +765,23 @@ def test_folders_of_images_beside_the_parts_are_told_of(tmp_path, capsys, folder
     assert (f"{tmp_path / 'val'} is not read; move its images" in said.out + said.err) == bool(unread)
 
 
+def test_images_that_are_in_no_class_and_classes_without_images_are_told_of(tmp_path, capsys):
+    from PIL import Image
+
+    for part in ("train", "test"):
+        for label in ("cat", "dog", "owl"):
+            (tmp_path / part / label).mkdir(parents=True)
+            if label != "owl":
+                Image.new("L", (4, 4)).save(tmp_path / part / label / "1.png")
+    assert checked(ImageFolder(str(tmp_path))).classes == ("cat", "dog")
+    said = capsys.readouterr().err
+    assert said.count("without an image of its own: owl; put images there if they are to count") == 2
+    assert "beside" not in said
+    Image.new("L", (4, 4)).save(tmp_path / "test" / "1.png")
+    checked(ImageFolder(str(tmp_path)))
+    assert f"images beside the classes' folders in {tmp_path / 'test'} are not read; move" in capsys.readouterr().err
+
+
 # --- other benchmarks -----------------------------------------------------------------------------------------------
 def test_leafs_users_are_groups(tmp_path):
     for part, sizes in (("train", (3, 2)), ("test", (1, 1))):
@@ -948,7 +990,14 @@ def test_words_are_of_any_alphabet(tmp_path):
     assert len(set(signs[:, 0].tolist())) == 6
 
 
-@pytest.mark.parametrize(("name", "line"), [("t.csv", "good,\n"), ("t.jsonl", '{"text": "good", "label": null}\n')])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("t.csv", "good,\n"),
+        ("t.jsonl", '{"text": "good", "label": null}\n'),
+        ("t.jsonl", '{"text": "good", "label": NaN}\n'),  # as pandas' missing cells are written
+    ],
+)
 def test_a_text_without_a_class_is_refused(tmp_path, name, line):
     head = "text,label\nbad,neg\n" if name == "t.csv" else '{"text": "bad", "label": "neg"}\n'
     (tmp_path / name).write_text(head + line)
@@ -989,6 +1038,28 @@ def test_texts_of_another_encoding_are_refused_and_a_byte_order_mark_is_none(tmp
     assert checked(TextFile(str(tmp_path / name))).classes[:2] == ("caf\xe8", "caf\xe9")
 
 
+def test_what_is_missing_is_no_class_and_nobody():
+    """NaN among names was the class ``nan``, and a client of its own."""
+    nan = float("nan")
+    with pytest.raises(ConfigError, match=r"LEAF: sample 1 \(from 0\) has no class"):
+        as_labels(["a", nan, "b"], "LEAF")
+    with pytest.raises(ConfigError, match=r"sample 2 \(from 0\) is of no group"):
+        as_groups(["a", "b", nan], "Set")
+    with pytest.raises(ConfigError, match=r"sample 1 \(from 0\) is of no group"):
+        as_groups(torch.tensor([1.0, nan]), "Set")
+
+
+def test_a_text_in_parts_is_refused(tmp_path):
+    """The signs of a list were taken for words."""
+    rows = [{"text": ["the", "film"], "label": 0}, {"text": ["a"], "label": 1}]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"data\.dataset: a text must be a text; join what is in parts, got \['the'"):
+        TextFile(str(tmp_path / "t.jsonl")).arrays()
+    (tmp_path / "t.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"data\.dataset\.path: .*t.jsonl: line 1 is no JSON"):
+        TextFile(str(tmp_path / "t.jsonl")).arrays()
+
+
 def test_no_text_is_one_without_a_word(tmp_path):
     """It had the place of the word "none"."""
     assert Words(10, 2).tokens(["a", None, "none a"], 2).tolist() == [[2, 0], [1, 0], [1, 2]]
@@ -996,7 +1067,7 @@ def test_no_text_is_one_without_a_word(tmp_path):
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = TextFile(str(tmp_path / "t.jsonl"), length=2)
     assert checked(dataset).x.tolist() == [[1, 0], [3, 4], [1, 0]]
-    assert dataset.encode({"text": [None, "none"]}).tolist() == [[1, 0], [3, 0]]
+    assert dataset.encode({"text": [None, float("nan"), "none"]}).tolist() == [[1, 0], [1, 0], [3, 0]]
 
 
 def test_an_empty_cell_of_the_test_part_is_said_to_be_there(tmp_path):

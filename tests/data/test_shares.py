@@ -144,6 +144,15 @@ def test_groups_are_never_torn_apart_and_test_samples_follow_them(make_arrays):
     assert sum(len(own.test) for own in clients) == 8
 
 
+def test_groups_may_have_any_numbers(make_arrays):
+    """Ids of users: a place for each number up to the largest was 7 TiB."""
+    small = [i % 5 for i in range(28)]
+    ids = grouped(make_arrays, [10**12 + 7 * group for group in small])
+    for data, seed in ((small, 0), (small, 1)):
+        known, own = (matched(ByGroup(), arrays, 3, seed=seed) for arrays in (grouped(make_arrays, data), ids))
+        assert [part.train.tolist() for part in own] == [part.train.tolist() for part in known]
+
+
 def test_so_many_groups_a_client_and_small_ones_left_out(make_arrays):
     arrays = grouped(make_arrays, [0] * 9 + [1] * 9 + [2, 3] + [0, 1] * 4)
     clients = holdout(ByGroup(per_client=1, min_samples=5), arrays, 2, seed=0)

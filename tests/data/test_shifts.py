@@ -85,6 +85,10 @@ def test_concepts_differ_and_no_more_are_taken_than_there_are():
     assert not torch.equal(*both)
     with pytest.raises(ConfigError, match=r"data.shift.concepts: must be at most 2: .* for 2 of 2 classes, got 3"):
         apply(ConceptShift(3), images(2), 1, torch.arange(2), classes=2)
+    with pytest.raises(
+        ConfigError, match=r"^data\.shift: ConceptShift needs at least two classes"
+    ):  # it went on for ever
+        apply(ConceptShift(2), images(2), 1, torch.zeros(2, dtype=torch.int64), classes=1)
 
 
 def test_every_sample_is_changed_once_by_its_owner_and_nothing_else(make_arrays):
