@@ -291,6 +291,7 @@ class ClassMeanRule(ArtifactRule):
         self._weight: Tensor | None = None
         self._holders: Tensor | None = None
         self._relates_classes = False
+        self._is_wide = False
 
     def add(self, value: ClassMeans, num_samples: int) -> None:
         """Fold in one client's means.
@@ -308,6 +309,7 @@ class ClassMeanRule(ArtifactRule):
             )
         _same_shape(self._shape, value.mean.shape)
         self._relates_classes = value.relates_classes
+        self._is_wide |= value.mean.dtype == torch.float64
         rows = weight.view(-1, *(1,) * (value.mean.ndim - 1))
         scaled = torch.where(rows > 0, value.mean.to(accumulation_dtype(value.mean.device)) * rows, 0.0)
         self._sum.add(scaled.reshape(-1), 1.0)
@@ -324,6 +326,7 @@ class ClassMeanRule(ArtifactRule):
             "weight": self._weight,
             "holders": self._holders,
             "relates_classes": self._relates_classes,
+            "is_wide": self._is_wide,
         }
 
     @override
@@ -339,6 +342,7 @@ class ClassMeanRule(ArtifactRule):
         self._weight += partial["weight"]
         self._holders += partial["holders"]
         self._relates_classes = partial["relates_classes"]
+        self._is_wide |= partial["is_wide"]
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Σ weight · mean [C, …] in the accumulation's dtype, Σ weight [C], and how many hold a class [C].
@@ -349,6 +353,10 @@ class ClassMeanRule(ArtifactRule):
             return None
         return self._sum.value(1.0).reshape(self._shape), self._weight, self._holders
 
+    def as_sent(self, rows: Tensor) -> Tensor:
+        """What was summed, in the type in which it came: float64 if any of it did, float32 else."""
+        return rows if self._is_wide else rows.float()
+
     @override
     def result(self, previous: ClassMeans | None) -> ClassMeans | None:
         totals = self.totals()
@@ -358,7 +366,7 @@ class ClassMeanRule(ArtifactRule):
         divisor = weight.clamp(min=1)
         if self.weighting == "count_over_holders":
             divisor = divisor * holders.clamp(min=1)
-        rows = (total / divisor.view(-1, *(1,) * (total.ndim - 1))).float()
+        rows = self.as_sent(total / divisor.view(-1, *(1,) * (total.ndim - 1)))
         merged = ClassMeans(rows, weight, relates_classes=self._relates_classes).without_counts()
         return merged.filled_from(previous) if self.missing == "keep" else merged
 

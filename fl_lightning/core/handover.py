@@ -127,6 +127,8 @@ def _cut_off(method: nn.Module) -> None:
 def _require_fields(name: str, value: object) -> None:
     """Refuse a kind of artifact that holds tensors where nobody looks: they would be neither copied nor counted."""
     for field, own in vars(value).items() if isinstance(value, Structured) else ():
+        if field.startswith("_") and not isinstance(own, Tensor):
+            continue  # what it has read off its fields and remembers: it stays here
         plain = own is None or isinstance(own, (Tensor, bool, int, float, str))
         rule = "its fields are tensors, numbers, texts and truths; make one tensor of several, with their lengths"
         _require(plain, f"artifact {name}.{field} is {_kind(own)}: {rule}")

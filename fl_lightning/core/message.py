@@ -120,7 +120,7 @@ class ClassMeans(Structured):
 
     @classmethod
     def from_samples(cls, values: Tensor, y: Tensor, num_classes: int, relates_classes: bool = False) -> ClassMeans:
-        """Average samples by class; sums in float64, divided once.
+        """Average samples by class; sums in float64, divided once; float64 of such values, float32 of all others.
 
         Args:
             values: [N, …] one value a sample.
@@ -136,7 +136,7 @@ class ClassMeans(Structured):
         sums.index_add_(0, y, values.to(sums.dtype))
         count = y.new_zeros(num_classes, dtype=torch.int64)
         count.index_add_(0, y, torch.ones_like(y, dtype=torch.int64))  # bincount waits for the device
-        mean = (sums / _rows(count.clamp(min=1), sums)).float()
+        mean = (sums / _rows(count.clamp(min=1), sums)).to(torch.promote_types(values.dtype, torch.float32))
         return cls(mean, count, relates_classes=relates_classes)
 
     @property

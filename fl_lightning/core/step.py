@@ -208,7 +208,7 @@ class Step:
     def _own_pass(self, own: OwnTraining, x: Tensor, y: Tensor, recall: Recall | None) -> Forward:
         """A pass in which the model computes its loss, and may step on it, by itself."""
         bench = self._bench
-        own.counts = self.part.counts
+        own.counts, own.factor = self.part.counts, self.part.factor
         with single_sample(bench.layers, len(y)), bench.machine.precision():
             z, logits, loss = own.training_pass(x, y, self._pull, self._has_passed)
         self._has_passed = True

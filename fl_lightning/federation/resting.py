@@ -11,6 +11,7 @@ from torch import Tensor
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.method import Predictor, Seen
+from fl_lightning.core.nobody import AsksWho, as_nobody
 from fl_lightning.seeding import isolated_streams
 
 BODY = "model.body."
@@ -20,14 +21,19 @@ BODY = "model.body."
 def rests_on_what_travels(client: ClientModule, way: Predictor, x: Tensor) -> bool:
     """Whether a way to predict uses nothing that stays with a client, nor what its method makes of a receive.
 
-    Measured: for the length of one prediction, under the same random streams, all of that is hidden.
+    Measured: for the length of one prediction, under the same random streams, all of that is hidden, and which client
+    it is with it.
 
     Args:
         client: any client.
         way: the predictor.
         x: [1, …] an input.
     """
-    return _unmoved(client, _not_travelling(client), partial(_scores, way, x), (0, 0))
+    try:
+        with as_nobody(client.method):
+            return _unmoved(client, _not_travelling(client), partial(_scores, way, x), (0, 0))
+    except AsksWho:
+        return False
 
 
 def draws(client: ClientModule, x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.loose import Attributes, Mark
 from fl_lightning.core.method import Seen
+from fl_lightning.core.nobody import as_nobody
 from fl_lightning.core.rows import Alias, Rows, Unstackable
 from fl_lightning.federation.evaluation import Batches, Evaluator, Moment, Outcomes, Scores, join_batches
 from fl_lightning.federation.measures import Outcome
@@ -90,6 +91,7 @@ def outcomes_together(
 
     Raises:
         Unstackable: where clients predict otherwise than as they are, or each on samples of its own.
+        AsksWho: where a prediction asks which client it is for, or how its fit went.
     """
     ways, count = module.predictors, len(rows)
     if any(way.adapts or way.fine_tunes for way in ways.values()) or not all(p.globally for p in evaluator.parts):
@@ -106,7 +108,7 @@ def outcomes_together(
                     seen = Seen(x)
                     return tuple(way.scores(seen) for way in ways.values())
 
-            with training(module, False), evaluator.context():
+            with training(module, False), evaluator.context(), as_nobody(module.method):
                 stacked = _of_all(one, rows.views(count))
             for name, scores in zip(ways, stacked, strict=True):
                 broken |= scores.isnan().flatten(1).any(1)

@@ -309,7 +309,11 @@ def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
     if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         plugins = [*plugins, LightningEnvironment()]  # not torchrun's or SLURM's
     on_gpu = flags.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return {"plugins": plugins, **({"devices": [gpu_here()]} if _together() and on_gpu else {})}
+    strategy = flags.get("strategy", "auto")
+    if strategy == "ddp" or isinstance(strategy, DDPStrategy):
+        strategy = "auto"  # with one device there is nobody to talk to, and a group of processes would stay behind
+    placed = {"plugins": plugins, "strategy": strategy}
+    return {**placed, **({"devices": [gpu_here()]} if _together() and on_gpu else {})}
 
 
 def _together() -> bool:

@@ -27,6 +27,8 @@ def first_order_gain(
 ) -> Float[Tensor, ""]:
     """By how much the risk falls from a place to another model, for each unit of the way, (L(θ⁰) − L(θ)) / ‖θ − θ⁰‖.
 
+    1e-5 is added to the way, as public code does: the paper does not say what a model gains that is θ⁰ itself.
+
     Args:
         risk: L(θ⁰).
         other: L(θ).

@@ -51,11 +51,14 @@ def class_alignment_loss(
 
 
 def fisher_trace(method: Method, data: OwnData) -> Tensor:
-    """T = Σ_batches ‖∇ −log p(y|x)‖², the mean over the batch, of the method's model in eval mode: [], float32."""
+    """T = Σ_batches ‖∇ −log p(y|x)‖², the mean over the batch, of the method's model in eval mode: [].
+
+    It is in float32, or in float64 where the model is.
+    """
     parameters = trainable(method.model)
     trace = torch.zeros((), dtype=torch.float32, device=method.facts.device)
     with training(method, False), torch.enable_grad():
         for step in data.steps():
             slopes = step.gradients(step.task_loss(step.forward()), parameters)
-            trace += sum(widened(slope).square().sum() for slope in slopes)
+            trace = trace + sum(widened(slope).square().sum() for slope in slopes)
     return trace

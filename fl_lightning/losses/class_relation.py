@@ -188,6 +188,7 @@ class SoftLabelRule(ArtifactRule):
         self._sum = ExactSum()
         self._count: Tensor | None = None  # [C] int64, samples in the average
         self._before: Tensor | int = 0  # [C] int64, samples of rounds that are not in the average
+        self._is_wide = False  # whether a client sends float64
 
     @property
     @override
@@ -201,6 +202,7 @@ class SoftLabelRule(ArtifactRule):
             ValueError: if the number of classes differs from that of the clients before.
         """
         count = value.count[:, None]
+        self._is_wide |= value.mean.dtype == torch.float64
         rows = value.mean.to(accumulation_dtype(value.mean.device)) * count
         self._fold(torch.where(count > 0, rows, 0.0), value.count)
 
@@ -218,13 +220,16 @@ class SoftLabelRule(ArtifactRule):
 
     @override
     def partial(self) -> Partial:
-        return {} if self._count is None else {"sum": self._sum.partial(), "count": self._count}
+        return (
+            {} if self._count is None else {"sum": self._sum.partial(), "count": self._count, "is_wide": self._is_wide}
+        )
 
     @override
     def merge(self, partial: Mapping[str, Any]) -> None:
         if partial:
             self._fold_count(partial["count"])
             self._sum.merge(partial["sum"])
+            self._is_wide |= partial["is_wide"]
 
     @override
     def result(self, previous: ClassMeans | None) -> ClassMeans | None:
@@ -244,7 +249,8 @@ class SoftLabelRule(ArtifactRule):
             rows = torch.where(old.valid[:, None], self.momentum * last + (1 - self.momentum) * rows, rows)
         valid = present if self.missing == "drop" else present | old.valid
         rows = torch.where(present[:, None], rows, torch.where(valid[:, None], last, 0.0))
-        return ClassMeans(rows.float(), valid.long(), sends_count=False, relates_classes=True)
+        rows = rows if self._is_wide else rows.float()
+        return ClassMeans(rows, valid.long(), sends_count=False, relates_classes=True)
 
     def _sums(self) -> Tensor:
         assert self._count is not None
@@ -360,7 +366,7 @@ class ClassRelation(Term):
     @override
     def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         if self.options.source == "running":
-            mean = (self.sums / self.seen.clamp(min=1)[:, None]).float()
+            mean = widened(self.sums / self.seen.clamp(min=1)[:, None])
             return {"soft_labels": ClassMeans(mean, self.seen.clone(), relates_classes=True)}
         collected = data.collected()
         predictions = torch.softmax(widened(collected.logits), 1)

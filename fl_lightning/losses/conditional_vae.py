@@ -70,7 +70,8 @@ def class_moments(
         variance_floor: least variance of a class that occurs, > 0; that of a single sample would be 0.
 
     Returns:
-        Means and (population) variances, [C, D] float32 each; 0 and 1 for a class that does not occur.
+        Means and (population) variances, [C, D] float32 each (float64 for float64 features); 0 and 1 for a class that
+        does not occur.
 
     >>> mean, variance = class_moments(torch.tensor([[1.], [3.], [5.]]), torch.tensor([0, 0, 1]), 3, 0.01)
     >>> mean.flatten().tolist(), [round(value, 2) for value in variance.flatten().tolist()]
@@ -79,5 +80,7 @@ def class_moments(
     means = ClassMeans.from_samples(features, y, num_classes)
     dtype = accumulation_dtype(features.device)
     deviations = features.to(dtype) - means.mean.to(dtype)[y]
-    variance = ClassMeans.from_samples(deviations.square(), y, num_classes).mean.clamp(min=variance_floor)
+    variance = (
+        ClassMeans.from_samples(deviations.square(), y, num_classes).mean.to(means.mean).clamp(min=variance_floor)
+    )
     return means.mean, torch.where(means.valid[:, None], variance, 1.0)

@@ -125,7 +125,7 @@ class LabelSums(ClassMeanRule):
         totals = self.totals()
         if totals is None:
             return previous if self.missing == "keep" else None
-        sums, held = totals[0].float(), totals[2] > 0
+        sums, held = self.as_sent(totals[0]), totals[2] > 0
         rounds = torch.where(held, self.round, 0)
         merged = torch.cat([sums, rounds[:, None].to(sums)], 1)
         if self.missing == "drop" or previous is None:
@@ -226,7 +226,7 @@ class LabelDistillation(Term):
         if not self.include_self:  # who leaves it in its teacher keeps none of it, and the next client must find none
             self.own.copy_(torch.where(sent[:, None], own, self.own))
             self.sent_round.masked_fill_(sent, host.facts.round)
-        return {"label_distillation": ClassMeans(torch.where(sent[:, None], own, 0.0).float(), means.count)}
+        return {"label_distillation": ClassMeans(widened(torch.where(sent[:, None], own, 0.0)), means.count)}
 
     @override
     def interface(self, host: Host) -> Mapping[str, tuple[int, ...]]:

@@ -131,7 +131,7 @@ class ModelContrast(Term):
     @override
     def forward(self, host: Host, out: Forward) -> Tensor:
         if not self._known:
-            return torch.full((), 2.0, dtype=torch.float32, device=out.z.device).log()
+            return widened(out.z).new_full((), 2.0).log()
         z_global = out.told(self.received)
         z_previous = [out.told(body) for body in list(self.previous)[: self._known]]
         return model_contrast_loss(out.z, z_global, z_previous, self.temperature)

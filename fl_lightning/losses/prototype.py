@@ -181,10 +181,11 @@ def prototype_distances(
         candidates: [C] bool, classes that may be predicted.
 
     Returns:
-        [B, C] float32; ``argmin`` gives the nearest prototype, the lowest index in a tie.
+        [B, C] float32, or float64 of such embeddings; ``argmin`` gives the nearest prototype, the lowest of a tie.
     """
     with torch.autocast(z.device.type, enabled=False):
-        distances = torch.cdist(z.float(), prototypes.float(), compute_mode="donot_use_mm_for_euclid_dist")
+        wide = widened(z)
+        distances = torch.cdist(wide, prototypes.to(wide.dtype), compute_mode="donot_use_mm_for_euclid_dist")
     return distances.masked_fill(~candidates, torch.inf)
 
 

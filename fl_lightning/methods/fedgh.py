@@ -147,6 +147,7 @@ class HeadServer(TrainingServer):
     def train(self, messages: Mapping[int, Message]) -> None:
         """`epochs` passes of mini-batch SGD over all (class mean, class) that came in."""
         v, y, n = pooled(messages.values())
+        v = v.to(next(self.network.parameters()).dtype)  # the server's, whatever the clients'
         for _ in range(self.epochs):
             for batch in torch.randperm(len(y)).to(y.device, non_blocking=True).split(self.batch_size):
                 self.network.train(len(batch) > 1)  # batch norm cannot normalise a batch of one

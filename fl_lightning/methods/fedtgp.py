@@ -185,7 +185,8 @@ class PrototypeServer(TrainingServer):
         """S passes of mini-batch SGD over all uploaded class means, in a new order each."""
         uploads = [message.artifacts["prototypes"] for message in messages.values()]
         means = [upload for upload in uploads if isinstance(upload, ClassMeans)]
-        u = torch.cat([m.mean[m.valid] for m in means]).to(self.device)
+        kind = next(self.network.parameters()).dtype  # the server's, whatever the clients'
+        u = torch.cat([m.mean[m.valid] for m in means]).to(self.device, kind)
         y = torch.cat([m.valid.nonzero().flatten() for m in means]).to(self.device)
         by_class = ClassMeans.from_samples(u, y, self.num_classes)
         self.uploaded = self.uploaded | by_class.valid

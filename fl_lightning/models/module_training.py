@@ -14,7 +14,7 @@ from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
-from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer
+from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together
 from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
@@ -205,6 +205,8 @@ class ModuleTraining(OwnTraining):
         def go_back(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self._call("on_before_backward", loss)
             backward(loss, *args, **kwargs)
+            if self.steps_itself or "on_after_backward" in self.hooks:  # there, as under Lightning's own DDP
+                bring_together(self)
             self._call("on_after_backward")
 
         return go_back
@@ -274,7 +276,8 @@ class ModuleTraining(OwnTraining):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """In place of Lightning's."""
         if loss.requires_grad:  # a phase may have frozen all that it reaches
-            self.watched(Tensor.backward)(loss, *args, **kwargs)
+            own = loss if self.devices is None else loss * self.factor
+            self.watched(Tensor.backward)(own, *args, **kwargs)
 
     def pull(self, parameters: Sequence[Tensor]) -> None:
         """Add what the method's terms add to the gradients of some parameters."""

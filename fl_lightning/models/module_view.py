@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from torch import Tensor
 from torchmetrics import Metric
 
+from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
 
 _NAMED: dict[Any, str] = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
@@ -189,6 +190,9 @@ def _only(metric: Metric, value: Any) -> float:
 class LocalFit(Protocol):
     """A module's local fit, of which it is told here."""
 
+    joined: Joined
+    devices: Any
+    factor: float
     present: Stretch
     epoch: int
     batch: int
@@ -206,6 +210,20 @@ class LocalFit(Protocol):
     def pull(self, parameters: Sequence[Tensor]) -> None:
         """Add what the method's terms add to the gradients of some parameters."""
         ...
+
+
+def bring_together(training: LocalFit) -> None:
+    """Average gradients over the devices that share a fit; those that are the same everywhere stay so."""
+    if training.devices is not None:
+        with training.joined as joined:
+            training.devices.average_gradients(list(joined.module.parameters()))
+
+
+def _of_all(training: LocalFit, value: Any) -> Any:
+    """What a closure gives, of the whole mini-batch: or a line search would take other steps on each device."""
+    if training.devices is None or not isinstance(value, Tensor):
+        return value
+    return training.devices.average([value.detach() * training.factor])[0]
 
 
 class PulledOptimizer:
@@ -229,7 +247,7 @@ class PulledOptimizer:
 
         def passes() -> Any:
             with torch.enable_grad():
-                values.append(closure())
+                values.append(_of_all(self._training, closure()))
             self._pull()
             return values[-1]
 
@@ -237,6 +255,7 @@ class PulledOptimizer:
         return values[-1] if stepped is None and values else stepped
 
     def _pull(self) -> None:
+        bring_together(self._training)  # once more, for who goes back without `manual_backward`
         self._training.pull(_trained_by(self.optimizer))
         self._training.before_step(self.optimizer)
 

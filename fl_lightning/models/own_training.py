@@ -52,6 +52,8 @@ class OwnTraining:
     """Those that share the present fit (`core/devices.py`); None for one."""
     counts = True
     """Whether the present mini-batch's samples count; a device that would have none sees one that does not."""
+    factor = 1.0
+    """What a mean over those samples is worth, so that the average over devices is the whole mini-batch's mean."""
     logged_in_fit: Mapping[str, float] = MappingProxyType({})
     """What the model has logged in the present fit, or in the last one: of each name what its last epoch came to."""
 

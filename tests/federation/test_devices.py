@@ -1,12 +1,14 @@
 """One client's fit on two devices: the mini-batches of one device, in parts."""
 
 import math
+import os
 import sys
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from fl_lightning.core.devices import SharedFit
@@ -49,7 +51,54 @@ class Own(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Steps(Own):
+    """The same, but it goes back and steps by itself, clipped by what `on_after_backward` sees."""
+
+    def __init__(self, optimizer="SGD"):
+        super().__init__()
+        self.automatic_optimization = False
+        self.optimizer = optimizer
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def passes():
+            optimizer.zero_grad()
+            loss = super(Steps, self).training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if self.optimizer == "LBFGS":
+            return optimizer.step(closure=passes)
+        loss = passes()
+        optimizer.step()
+        return loss
+
+    def on_after_backward(self):
+        if self.optimizer == "SGD":
+            nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+    def configure_optimizers(self):
+        if self.optimizer == "LBFGS":
+            return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+        return super().configure_optimizers()
+
+
+class Clips(Own):
+    """Clips by hand, in the hook in which gradients are there."""
+
+    def on_after_backward(self):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+
+def own(make):
+    return lambda model: FedAvg(WrappedLightningModule((1, 8, 8), 4, make()))
+
+
 CASES = {
+    "own steps": (own(Steps), {}),
+    "own steps with a closure": (own(lambda: Steps("LBFGS")), {}),
+    "own hook": (own(Clips), {}),
     "own training step": (lambda model: FedAvg(WrappedLightningModule((1, 8, 8), 4, Own())), {}),
     "FedAvg": (FedAvg, {}),
     "FedRep": (FedRep, {}),
@@ -70,7 +119,8 @@ CASES = {
     "FedCPD": (FedCPD, {"distillation": Distillation(mid_channels=4)}),
     "DRDFL": (DRDFL, {}),
 }
-ALIKE = ("own training step", "FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")
+OWN = ("own steps", "own steps with a closure", "own hook", "own training step")
+ALIKE = (*OWN, "FedAvg", "FedRep", "FedProto", "FedDW", "running sums", "Per-FedAvg FO", "Per-FedAvg HF")
 """Cases whose losses are means over samples: those of a mini-batch's parts have the mini-batch's loss as their mean."""
 TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 
@@ -136,7 +186,7 @@ def test_two_devices_train_what_one_trains(shared, alone, name):
         assert here["uplink_params"] == there["uplink_params"]
         logged = {column: value for column, value in here.items() if column.startswith("log/")}
         assert {column: there[column] for column in logged} == pytest.approx(logged, rel=1e-4)
-        assert len(logged) == 2 * (name == "own training step")
+        assert len(logged) == 2 * (name in OWN)
     weights = alone[name].exchange.state_dict()["message"]["weights"]
     for entry, tensor in weights.items():
         torch.testing.assert_close(left["weights"][entry], tensor, rtol=1e-3, atol=1e-5)
@@ -239,3 +289,16 @@ def test_device_without_a_sample_sees_one_that_does_not_count():
     assert [part.y.tolist() for part in parts] == [[4], [5], [4]]
     assert [part.factor for part in parts] == [1.5, 1.5, 0.0]
     assert [part.counts for part in parts] == [True, True, False]
+
+
+def test_a_strategy_for_several_devices_leaves_nothing_behind_where_there_is_one(run_federation, mlp, monkeypatch):
+    """A group of processes stayed, and later fits with workers were refused for it."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    plain = run_federation(lambda: FedAvg(mlp()), rounds=1)
+    for strategy in ("ddp", DDPStrategy()):
+        loop = run_federation(lambda: FedAvg(mlp()), rounds=1, trainer={"devices": 1, "strategy": strategy})
+        assert loop.diary.rows[0]["loss"] == plain.diary.rows[0]["loss"]
+        assert not torch.distributed.is_initialized()
+    assert not os.environ.keys() & set(names)

@@ -89,6 +89,24 @@ class Starts(FedBABU):
         return {"": Predictor(lambda seen: seen.logits(self.model))}
 
 
+class KnowsWho(FedAvg):
+    """Turns the classes of every second client around."""
+
+    def predictors(self):
+        return {"": Predictor(self.scores)}
+
+    def scores(self, seen):
+        logits = seen.logits(self.model)
+        return logits.flip(1) if self.facts.client % 2 == 1 else logits
+
+
+class KnowsItsSteps(FedAvg):
+    """Rolls the classes by the steps of its last fit."""
+
+    def predictors(self):
+        return {"": Predictor(lambda seen: seen.logits(self.model).roll(self.fit.num_steps, 1))}
+
+
 class Draws(FedAvg):
     """Predicts with noise from the global stream."""
 
@@ -131,6 +149,8 @@ MAKERS = {
     "random": (Draws, {"": True}),
     "a mask of own classes": (lambda model: KnowsItsClasses(model, "mask"), {"": False}),
     "a prior of own classes": (lambda model: KnowsItsClasses(model, "prior"), {"": False}),
+    "which client it is": (KnowsWho, {"": False}),
+    "how the last fit went": (KnowsItsSteps, {"": False}),
 }
 
 
@@ -172,6 +192,33 @@ def test_measuring_that_fails_puts_back_what_it_hid(mlp, make_client, x, assert_
     with pytest.raises(RuntimeError, match="cannot predict"):
         rests_on_what_travels(client, Predictor(scores), x)
     assert_identical(client.entries, before)
+
+
+@pytest.mark.parametrize("make", [KnowsWho, KnowsItsSteps])
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_each_client_is_tested_as_itself(make, cohort, mlp, run_federation):
+    """Those of a cohort were all tested as its first."""
+    loop = run_federation(lambda: make(mlp()), rounds=1, cohort=cohort)
+    x, y = loop.data.store.gather(loop.data.server_test)
+    for client, data in enumerate(loop.data.clients):
+        module = loop.runner.load_global(loop.diary.sent[1, client])
+        module.eval()
+        with torch.no_grad():
+            logits = module.method.model(x)
+        if make is KnowsItsSteps:
+            logits = logits.roll(data.num_steps(loop.data.batch_size), 1)
+        elif client % 2:
+            logits = logits.flip(1)
+        hits = (logits.argmax(1) == y).double()
+        assert loop.scores["Global-T"][client] == pytest.approx(float(hits.mean()))
+
+
+def test_what_all_hear_is_tested_once_unless_it_is_asked_who_does(mlp, run_federation):
+    """The global model's test was everybody's, by the scores of a client that is none."""
+    loop = run_federation(lambda: KnowsWho(mlp()), rounds=1)
+    once = untested(copy.copy(loop)).receive_once_more()
+    assert once == loop.final
+    assert loop.diary.rows[-1]["Server-T"] is None
 
 
 # --- Server-T ---------------------------------------------------------------------------------------------------------

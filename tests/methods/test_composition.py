@@ -18,10 +18,13 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation
+from fl_lightning.losses.prototype import PrototypeAlignment
 from fl_lightning.methods.apple import APPLE
 from fl_lightning.methods.fedcp import FedCP
 from fl_lightning.methods.feddbe import FedDBE
+from fl_lightning.methods.fedkd import FedKD
 from fl_lightning.methods.gpfl import GPFL
 from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.trust import import_name
@@ -198,6 +201,14 @@ def test_what_a_client_sends_of_its_own_data_is_what_it_predicts(kind, mlp, data
         plain = client.method.model(x)
     torch.testing.assert_close(seen.logits, predicted)
     assert (seen.logits - plain).abs().max() > 1e-4  # the body and the head alone are not the client's way to predict
+
+
+@pytest.mark.parametrize("term", [LabelDistillation, PrototypeAlignment, ClassRelation])
+def test_what_an_artifact_remembers_of_itself_is_not_sent(term, mlp, run_federation):
+    """FedKD looks at what it sends before it goes out, and class means had read off their counts."""
+    loop = run_federation(lambda: FedKD(mlp(), extra_terms=[term()]), rounds=2)
+    assert math.isfinite(loop.diary.rows[-1]["loss"])
+    assert {name for message in loop.diary.sent.values() for name in message.artifacts}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the function below is handed to forked processes")

@@ -211,3 +211,13 @@ def test_a_message_leaves_its_tensors_in_the_type_that_a_fit_does(name, run_meth
     module = loop.runner.load(2)
     module.receive(loop.exchange.inbox(2), loop.data.clients[2])
     assert {tensor.dtype for tensor in module.buffers() if tensor.is_floating_point()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", ["FedProto", "FedDW", "FedDistill", "FedPAC", "FedHKD"])
+def test_class_means_are_as_precise_as_what_they_are_means_of(name, run_method):
+    """Under 64-true they were rounded to float32, at the client and at the server."""
+    loop = run_method(name, "64-true", rounds=1)
+    loop.run()
+    means = [*loop.diary.sent[1, 0].artifacts.values(), *loop.exchange.inbox(0).artifacts.values()]
+    found = {own.mean.dtype if isinstance(own, ClassMeans) else own.dtype for own in means}
+    assert found == {torch.float64}
