@@ -42,6 +42,11 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
     summary = read_json(summary_file, "evaluate") if summary_file.is_file() else {}
     rows = {row.get("round"): row for row in read_rows(folder / "metrics.csv")}
     finished = bool(summary.get("finished")) and loop.round == summary["rounds"]
+    finished = finished or (not summary and loop.done)
+    if loop.settings.evaluate.trained and not finished:
+        _leave_out(f"round {loop.round} is not the run's last, whose models alone are kept")
+    if not summary and loop.done:
+        say(f"fl-lightning: {summary_file} is missing: nothing is compared with it")
     now = _trained_again(loop, folder / "models") if finished else {}
     now |= {name: value for name, value in loop.examiner.server_scores().items() if value is not None}
     written: dict[str, Any] = dict(rows.get(loop.round, {}))
@@ -55,10 +60,16 @@ def reexamine(loop: FederatedLoop, folder: Path, checkpoint: str = "auto") -> li
     return figures + [(name, then.get(name), value) for name, value in again.items()]
 
 
+def _leave_out(why: str) -> None:
+    say(f"fl-lightning: accuracies of clients' own models (Local-T, Global-T) are not computed: {why}")
+
+
 def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
-    lost = not folder.is_dir() and loop.board.took_part.any()
-    if lost or not loop.settings.evaluate.trained:
+    if not loop.settings.evaluate.trained:
+        return {}
+    if not folder.is_dir() and loop.board.took_part.any():
+        _leave_out(f"{folder} is missing")
         return {}
     kept: list[int] = []
     scores = {

@@ -366,7 +366,7 @@ class ClassRelation(Term):
     @override
     def send(self, host: Host, data: OwnData) -> Mapping[str, Artifact]:
         if self.options.source == "running":
-            mean = widened(self.sums / self.seen.clamp(min=1)[:, None])
+            mean = (self.sums / self.seen.clamp(min=1)[:, None]).to(widened(self.soft_labels).dtype)
             return {"soft_labels": ClassMeans(mean, self.seen.clone(), relates_classes=True)}
         collected = data.collected()
         predictions = torch.softmax(widened(collected.logits), 1)

@@ -34,6 +34,7 @@ _WHOSE = "(?:Loc|Glob)al|Server"
 _MEASURE = re.compile(rf"[^/]+/(?:{_WHOSE})-[TV](?![^_/])")
 _ALONE = re.compile("Local-T(_received)?(/fine_tuned)?")  # compared with what a client reaches alone
 _FIGURE = re.compile(rf"(?:[^/]+/)?(?:{'|'.join(FIGURES)})(?:_received)?(?:/.+|{'|'.join(SPREADS)})?")
+_ACCURACY = re.compile(rf"(?:{'|'.join(FIGURES)})(?:_received)?")
 _LESS = re.compile(r"([^/]*([Ll]oss|Error|Distance|Divergence|Perplexity)|EER)[^/]*/")
 
 
@@ -78,6 +79,16 @@ def measure_of(column: str) -> str:
     ('F1Score', '')
     """
     return column.partition("/")[0] if is_measure(column) else ""
+
+
+def accuracy_of(column: str) -> str:
+    """The plain accuracy that is tested when a score is.
+
+    >>> [accuracy_of(name) for name in ("AUROC/Local-T", "Local-T_received_hurt", "Local-T/prototype_std", "Server-V")]
+    ['Local-T', 'Local-T_received', 'Local-T', 'Server-V']
+    """
+    found = _ACCURACY.search(column)
+    return found.group() if found is not None else column
 
 
 def spreads_of(column: str) -> tuple[str, ...]:

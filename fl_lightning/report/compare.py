@@ -18,6 +18,7 @@ from fl_lightning.report.record import LOGGED, read_logged, read_rows
 FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
 """File -> the columns that say which row it is."""
 ORDER = [*FILES, LOGGED]
+TWICE = "written twice"
 SHOWN = 20  # figures of the first round that differs
 
 Figures = dict[tuple[Any, ...], str]
@@ -81,10 +82,14 @@ def _table(title: str, places: list[tuple[Any, ...]], left: Figures, right: Figu
 def _figures(run: Path) -> Figures:
     found: Figures = {}
     for file, names in FILES.items():
+        seen: set[tuple[Any, ...]] = set()
         for row in read_rows(run / file):
             if not isinstance(row.get("round"), int):  # a damaged line, which `evaluate` and `--resume` name
                 continue
             place = tuple(row.get(name) for name in names)
+            if place in seen:  # which of them is the run's, nobody knows
+                found[place[0], file, place, TWICE] = "yes"
+            seen.add(place)
             for column, value in row.items():
                 if value is not None and column not in names and not is_time(column):
                     found[place[0], file, place, column] = repr(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.files import append_text, content_of, holds, write_text
-from fl_lightning.report.columns import LOG, is_score, less_is_better
+from fl_lightning.report.columns import LOG, accuracy_of, is_score, less_is_better
 from fl_lightning.terminal import printable
 
 Row = dict[str, Any]
@@ -116,6 +116,9 @@ def read_metrics(folder: Path) -> list[Row]:
 def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) -> dict[str, Any]:
     """The last evaluated round, the best round and the mean of the last ten rounds with a value, by column.
 
+    What has no value in a round in which its accuracy was tested has no last one, and not that of another round: a
+    measure that is not defined there, or a share of clients of whom nobody knows what they reach alone.
+
     Where there are figures on validation parts, ``best`` is the round in which one of them, ``best_by``, is best: its
     test figures are honest. Without, it is each column's own best round, chosen on what it is reported on.
 
@@ -133,11 +136,13 @@ def summarise(rows: Sequence[Row], monitor: str = "", less: bool | None = None) 
     chosen = best_round(rows, chooser, less if chooser == monitor else None) if chooser else None
     summary |= {"best_by": chooser} if chosen else {}
     for name in names:
-        known = [(row[name], row["round"]) for row in rows if row.get(name) is not None]
+        places = [place for place, row in enumerate(rows) if row.get(name) is not None]
+        known = [(rows[place][name], rows[place]["round"]) for place in places]
         if not known:
             continue
         last_ten = [value for value, _ in known[-10:]]
-        summary["last"][name] = known[-1][0]
+        if not any(row.get(accuracy_of(name)) is not None for row in rows[places[-1] + 1 :]):
+            summary["last"][name] = known[-1][0]
         summary["mean_last_10"][name] = math.fsum(last_ten) / len(last_ten)
         own = chosen if chosen is not None else best_round(rows, name)
         if not name.endswith("_std") and own is not None and own.get(name) is not None:

@@ -115,7 +115,7 @@ def read_run(path: Path, command: str) -> RecordedRun:
     Raises:
         ConfigError: if it holds no round of a run.
     """
-    rows = _with_round(read_metrics, path)
+    rows = list({row["round"]: row for row in _with_round(read_metrics, path)}.values())  # the last of a round
     require(bool(rows), command, "there is no run with at least one round in that folder", str(path))
     notes: list[str] = []
     config = _mapping(path / "config.yaml", notes)

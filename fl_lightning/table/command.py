@@ -67,6 +67,8 @@ def table(argv: Sequence[str], command: Command) -> int:
         tuple(overrides),
     )
     cells = cells_of(definition, choice)
+    rule = "have no cell together with the columns that were asked for" if choice.columns else "have no cell"
+    require(bool(cells), "--only", rule, ",".join(choice.rows or [row.name for row in definition.rows]))
     _refuse_alike(definition, choice, cells)
     require(options.rounds is None or options.rounds >= 1, "--rounds", "must be >= 1", options.rounds)
     require(options.jobs >= 1, "--jobs", "must be >= 1", options.jobs)

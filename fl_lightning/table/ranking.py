@@ -33,7 +33,19 @@ EXPLAINED = (
     "rows: of the pairs of {rows} rows, {chance} would be told apart by chance if all were alike."
 )
 
-COLUMNS = ("column", "figure", "row", "first_place", "last_place", "mean", "gap", "gap_low", "gap_high", "pairs")
+COLUMNS = (
+    "column",
+    "figure",
+    "row",
+    "first_place",
+    "last_place",
+    "mean",
+    "gap",
+    "gap_low",
+    "gap_high",
+    "pairs",
+    "seeds",
+)
 """Of `ranking.csv`."""
 
 
@@ -63,14 +75,21 @@ class Rank:
 
 
 def ranked(values: Values, head: Head) -> list[Rank]:
-    """The rows of a printed column that have a figure, the best mean first."""
+    """The rows of a printed column that have a figure, the best mean first.
+
+    Those that lack seeds which others have come behind those that have them all: of seeds that are harder or easier
+    than the others a mean is no better or worse.
+    """
     known = [(row, value) for (row, own), value in values.items() if own == head and value.mean is not None]
-    known.sort(key=lambda each: (each[1].mean or 0.0) * (1 if each[1].less_is_better else -1))
+    seeds = {seed for _, value in known for seed in value.seeds}
+    sign = 1 if known and known[0][1].less_is_better else -1
+    known.sort(key=lambda each: (each[1].seeds.keys() != seeds, sign * (each[1].mean or 0.0)))
     ahead, behind = [0] * len(known), [0] * len(known)
-    for (better, (_, first)), (worse, (_, second)) in combinations(enumerate(known), 2):
-        told = differ(first, second)
-        ahead[worse] += told
-        behind[better] += told
+    for (one, (_, first)), (other, (_, second)) in combinations(enumerate(known), 2):
+        if differ(first, second):
+            better, worse = (one, other) if sign * _gap_of(first, second) <= 0 else (other, one)
+            ahead[worse] += 1
+            behind[better] += 1
     gaps = [interval(value, known[0][1]) for _, value in known]
     rests_on = ["", *(paired_by(value, known[0][1]) for _, value in known[1:])]
     return [
@@ -86,14 +105,19 @@ def interval(value: Value, other: Value) -> tuple[float, float, float]:
     """
     if value is other:
         return 0.0, 0.0, 0.0
-    gaps = pairs(value.seeds, other.seeds)
-    gap = float(gaps.mean()) if len(gaps) else (value.mean or 0.0) - (other.mean or 0.0)
+    gaps, gap = pairs(value.seeds, other.seeds), _gap_of(value, other)
     if len(gaps) >= LEAST_SEEDS:
         from scipy import stats
 
         half = float(stats.t.ppf(1 - LEVEL / 2, len(gaps) - 1)) * float(np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
         return gap, gap - half, gap + half
     return (gap, *over_clients(value, other))
+
+
+def _gap_of(value: Value, other: Value) -> float:
+    """The mean difference of two cells over the seeds that both have, else of their means."""
+    gaps = pairs(value.seeds, other.seeds)
+    return float(gaps.mean()) if len(gaps) else (value.mean or 0.0) - (other.mean or 0.0)
 
 
 def heads_ranked(table: Definition, values: Values) -> list[Head]:
@@ -111,9 +135,11 @@ def as_markdown(table: Definition, values: Values) -> list[str]:
         lines += ["", f"## Ranking by {in_markdown(str(head))}", ""]
         lines += [EXPLAINED.format(rows=len(rows), chance=chance), ""]
         lines += ["| places | | mean | gap to the first |", "|---|---|---|---|"]
+        most = max((len(own.value.seeds) for own in rows), default=0)
         for own in rows:
             first = f"| {places(own.first, own.last)} | {in_markdown(own.row)}"
-            lines.append(f"{first} | {_mean(own.value)} | {_gap(own)} |")
+            lacks = f" ({len(own.value.seeds)} of {most} seeds)" if len(own.value.seeds) < most else ""
+            lines.append(f"{first} | {_mean(own.value)}{lacks} | {_gap(own)} |")
     return lines
 
 
@@ -126,7 +152,7 @@ def as_csv(table: Definition, values: Values) -> str:
         for own in ranked(values, head):
             numbers = [repr(number) for number in (own.value.mean, own.gap, own.low, own.high)]
             names = [in_spreadsheet(name) for name in (head.column, head.figure, own.row)]
-            writer.writerow([*names, own.first, own.last, *numbers, own.pairs])
+            writer.writerow([*names, own.first, own.last, *numbers, own.pairs, len(own.value.seeds)])
     return buffer.getvalue()
 
 
@@ -135,7 +161,7 @@ def _mean(value: Value) -> str:
 
 
 def _gap(own: Rank) -> str:
-    if own.gap == own.low == own.high == 0:
-        return ""
+    if own.gap == own.low == own.high == 0 and not own.pairs:
+        return ""  # the first itself
     inside = "" if math.isnan(own.low) else f" [{own.low:+.2f}, {own.high:+.2f}] ({own.pairs})"
     return f"{own.gap:+.2f}{inside}"

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
@@ -270,4 +271,4 @@ def _last_line(log: Path, start: int) -> str:
     except OSError:
         return ""
     said = next((line for line in reversed(lines) if "error:" in line), lines[-1] if lines else "")
-    return said.removeprefix("fl-lightning: error: ")[:300]
+    return shorten(said.removeprefix("fl-lightning: error: "), 300, placeholder=" …")

@@ -85,8 +85,8 @@ class Record:
                 elif known:
                     lines.append(f"| {in_markdown(contender.name)} | – | – | searched with other settings before |")
                 continue
-            earlier = self._of_before(contender, rows_before) if contender.name in self.unfinished else []
-            rows = with_those_before([self._row(contender, trial) for trial in trials], earlier)
+            earlier, goes_on = self._of_before(contender, rows_before), contender.name in self.unfinished
+            rows = with_those_before([self._row(contender, trial) for trial in trials], earlier, goes_on)
             writer.writerows(rows)
             lines.append(f"| {in_markdown(contender.name)} | {self._chosen(contender, trials, rows)} |")
         write_text(self.folder / "trials.csv", buffer.getvalue())

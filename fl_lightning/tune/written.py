@@ -51,10 +51,22 @@ def _is_figure(text: str) -> bool:
         return False
 
 
-def with_those_before(rows: Sequence[Written], earlier: Iterable[Written]) -> list[Written]:
-    """The trials of a start that is not at its end, with what an earlier one knew of those that it has not ended."""
-    ended = {row.runs for row in rows if row.state != "stopped"}
-    kept = [row for row in earlier if row.state != "stopped" and row.runs not in ended]
+def with_those_before(rows: Sequence[Written], earlier: Iterable[Written], unfinished: bool) -> list[Written]:
+    """The trials of a start, with what an earlier one of the same search knew of those that it has not ended.
+
+    Args:
+        rows: the trials.
+        earlier: those of the earlier start. What was complete stands, though a run of it has failed since.
+        unfinished: whether the start is not at its end, so that more may follow.
+    """
+    now = {row.runs: row.state for row in rows}
+
+    def stands(row: Written) -> bool:
+        if row.state == "complete" and now.get(row.runs) == "failed":
+            return True
+        return unfinished and row.state != "stopped" and now.get(row.runs, "stopped") == "stopped"
+
+    kept = list(filter(stands, earlier))
     known = {row.runs for row in kept}
     return sorted([*(row for row in rows if row.runs not in known), *kept], key=lambda row: int(row.trial))
 

@@ -120,6 +120,37 @@ def test_evaluate_says_that_a_table_was_cut(finished, workplace):
     assert workplace.call("evaluate", "runs/run")[0] == 1
 
 
+def test_evaluate_says_what_it_does_not_compute(finished, workplace):
+    """Of what is missing it said nothing, and that all figures were equal."""
+    for name, content in finished.files().items():
+        if content is not None:
+            workplace.write(name, content)
+    whole = workplace.call("evaluate", "runs/run")
+    assert whole[0] == 0
+    assert "computed" not in whole[2]
+    summary = workplace.run / "summary.json"
+    summary.rename(workplace.run / "aside.json")
+    code, _, err = workplace.call("evaluate", "runs/run")
+    assert code == 0
+    assert f"{Path('runs/run/summary.json')} is missing: nothing is compared with it" in err
+    metrics = workplace.run / "metrics.csv"
+    lines = metrics.read_text().splitlines(keepends=True)
+    place = lines[0].split(",").index("Local-T")
+    cells = lines[-1].split(",")
+    cells[place] = "0.999"
+    metrics.write_text("".join([*lines[:-1], ",".join(cells)]))
+    assert workplace.call("evaluate", "runs/run")[0] == 1  # the models are there: it is computed
+    metrics.write_text("".join(lines))
+    (workplace.run / "aside.json").rename(summary)
+    (workplace.run / "models").rename(workplace.run / "aside")
+    code, _, err = workplace.call("evaluate", "runs/run")
+    assert (code, err.count("are not computed: ")) == (0, 1)
+    assert f"(Local-T, Global-T) are not computed: {Path('runs/run/models')} is missing" in err
+    older = "runs/run/checkpoints/round-0002.ckpt"
+    _, _, err = workplace.call("evaluate", "runs/run", "--checkpoint", older)
+    assert "are not computed: round 2 is not the run's last, whose models alone are kept" in err
+
+
 def test_evaluate_works_after_the_folder_was_moved(finished, workplace):
     for name, content in finished.files().items():
         if content is not None:

@@ -55,6 +55,18 @@ def test_first_differing_round_is_shown_with_both_values(runs):
     assert out.endswith("different in 1 of the 2 rounds from round 2 on, of 3\n")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"metrics": ("2,0.4,,1.1\n", "2,0.9,,1.1\n2,0.4,,1.1\n")}, {"clients": ("2,0,0.4\n", "2,0,0.4\n2,0,0.4\n")}],
+)
+def test_a_row_that_stands_there_twice_is_a_difference(changes, runs):
+    """The last of them was compared, whatever the others said."""
+    code, out, _ = runs(**changes)
+    assert code == 1
+    assert "written twice" in out
+    assert "first differing round: 2" in out
+
+
 def test_difference_in_the_last_bit_is_found(runs):
     code, out, _ = runs(clients=("2,0,0.4", "2,0,0.4000000000000001"))
     assert code == 1

@@ -191,6 +191,17 @@ def test_mistakes_are_one_line(place, argv, word):
     assert not (place.path / "runs").exists()
 
 
+def test_a_row_and_a_column_without_a_cell_in_common_are_no_table(place):
+    """ "0 of 0 runs finished", and an empty table, for a script that took that for done."""
+    half = TABLE.replace("{method: FedAvg}}", "{method: FedAvg}, columns: {Digits: null}}")
+    place.write("tables/half.yaml", half.partition("published:")[0])
+    code, out, err = place.call("table", "tables/half.yaml", "--only", "FedAvg", "--columns", "Digits")
+    assert (code, out) == (2, "")
+    said = "--only: have no cell together with the columns that were asked for, got 'FedAvg'"
+    assert err == f"fl-lightning: error: {said}\n"
+    assert not (place.path / "runs").exists()
+
+
 def test_rows_that_the_command_line_makes_the_same_are_refused(place):
     """The row named FedRep was a run of FedAvg, and said so nowhere."""
     two = TABLE.replace("federation.lr_decay: 0.9", "federation.local_epochs: 2")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from fl_lightning.report.page.figure import Figure, Rows
 from fl_lightning.report.page.partition import bubbles
 from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
-from fl_lightning.report.page.writing import figures_of, write_page
+from fl_lightning.report.page.writing import _named, figures_of, write_page
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.report.series import Member, series_of
 from fl_lightning.sealed import save_tensors
@@ -713,3 +714,9 @@ def test_page_works_in_a_browser(comparison, tmp_path, chromium):
     assert complaints == []
     assert all(url.startswith(("file:", "data:", "blob:")) for url in requests)
     page.close()
+
+
+def test_notes_of_runs_of_one_name_say_which_folder_is_meant(tmp_path):
+    runs = [read_run(make_run(tmp_path / folder), "report") for folder in ("a", "b")]
+    named = [replace(run, summary={**run.summary, "name": name}) for run, name in zip(runs, "xx", strict=True)]
+    assert [name for name, _ in _named([*runs[:1], *named])] == [runs[0].name, str(tmp_path / "a"), str(tmp_path / "b")]

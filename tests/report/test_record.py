@@ -125,6 +125,18 @@ def test_last_is_the_last_evaluated_round():
     assert summarise(rows_of(0.2, 0.4, None))["last"]["Local-T"] == 0.4
 
 
+def test_last_is_of_one_round():
+    """What is not defined in the last round stood beside its accuracy with another round's value."""
+    rows = [
+        {"round": 1, "Local-T": 0.6, "Local-T_hurt": 0.0, "AUROC/Local-T": 0.8, "Server-T": 0.5},
+        {"round": 2, "Local-T": 0.8, "Local-T_hurt": None, "AUROC/Local-T": None, "Server-T": None},
+        {"round": 3, "Local-T": None, "Local-T_hurt": None, "AUROC/Local-T": None, "Server-T": None},
+    ]
+    summary = summarise(rows)
+    assert summary["last"] == {"Local-T": 0.8, "Server-T": 0.5}
+    assert summary["mean_last_10"]["AUROC/Local-T"] == 0.8
+
+
 def test_best_is_the_first_of_equals():
     assert summarise(rows_of(0.2, 0.8, 0.8))["best"]["Local-T"] == {"value": 0.8, "round": 2}
 

@@ -86,3 +86,12 @@ def test_a_run_that_was_extended_is_shown_as_it_was(tmp_path):
     assert first.figures["last"]["Local-T"] == run.rows[2]["Local-T"]
     assert run.first(5) is run
     assert {row["round"] for row in run.client_rows} == {1, 2, 3, 4, 5}
+
+
+def test_a_round_counts_once_though_it_stands_there_twice(tmp_path):
+    """It was two of the last ten, and its bytes were sent twice."""
+    run = read_run(make_run(tmp_path / "a"), "report")
+    metrics = tmp_path / "a" / "metrics.csv"
+    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines(keepends=True)[-1])
+    again = read_run(tmp_path / "a", "report")
+    assert again.rows == run.rows

@@ -8,10 +8,11 @@ from report.run_folders import make_run
 from scipy import stats
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.table.definition import read_definition
 from fl_lightning.table.figures import Head, Value
 from fl_lightning.table.page import cells_as_csv, members_of, read_results, shown
-from fl_lightning.table.ranking import interval, ranked
+from fl_lightning.table.ranking import _gap, interval, ranked
 from fl_lightning.table.writing import write
 
 HEAD = Head("Digits", "received")
@@ -33,6 +34,31 @@ def test_places_are_those_that_the_seeds_leave_open():
     assert [own.gap for own in found] == pytest.approx([0, -10, -10, -30], abs=0.2)
 
 
+def test_who_lacks_a_seed_is_not_the_first_for_it():
+    """A row whose hardest seed diverged had the best mean of all; by the pairs it was behind, or the same."""
+    rows = {"same": value(60), "better": value(62)}
+    rows["lacks"] = Value(seeds={s: v for s, v in rows["same"].seeds.items() if s != 2})
+    assert rows["lacks"].mean > rows["better"].mean
+    found = ranked({(row, HEAD): own for row, own in rows.items()}, HEAD)
+    assert [own.row for own in found] == ["better", "same", "lacks"]
+    assert found[2].gap == pytest.approx(-2, abs=0.2)
+    rows["lacks"].seeds = {seed: own + 5 for seed, own in rows["lacks"].seeds.items()}  # and ahead of all by the pairs
+    found = ranked({(row, HEAD): own for row, own in rows.items()}, HEAD)
+    assert {own.row: (own.first, own.last) for own in found} == {"better": (2, 2), "same": (3, 3), "lacks": (1, 1)}
+
+
+def test_line_of_a_page_is_beside_the_first_rows_mean():
+    lines = [SimpleNamespace(label=row, setting="Digits") for row in "pf"]
+    rows = [RankedRow("Digits", "received", row, 1, 2, *own, "3 seeds") for row, own in LINES.items()]
+    (figure,) = rankings(lines, rows)
+    line = zip(*(figure.columns[name] for name in ("s", "from_", "to")), strict=True)
+    assert list(line) == [(0, 97.0, 97.0), (1, 97.75, 98.25)]
+
+
+LINES = {"p": (97.0, 0.0, 0.0, 0.0), "f": (94.5, 1.0, 0.75, 1.25)}
+"""Mean, gap over the seeds that both have, and its interval."""
+
+
 def test_interval_is_students_over_the_seeds_that_both_have():
     first, second = value(60, 1.0), value(61, 2.0)
     second.seeds[9] = 1000.0
@@ -48,6 +74,11 @@ def test_gap_is_of_the_seeds_that_both_have_where_they_are_too_few_for_an_interv
     assert gap == -10
     assert math.isnan(low)
     assert interval(Value(seeds={5: 40.0}), first)[0] == -30  # none in common: of the means
+
+
+def test_a_tie_has_a_gap_of_nothing():
+    first, other = ranked({("a", HEAD): value(50), ("b", HEAD): value(50)}, HEAD)
+    assert (_gap(first), _gap(other)) == ("", "+0.00 [+0.00, +0.00] (5 seeds)")
 
 
 def test_least_is_first_of_spreads_and_times_and_other_columns_stay_out():

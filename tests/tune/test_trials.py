@@ -433,7 +433,15 @@ def test_an_overlay_gives_the_trial_that_was_chosen(name, tmp_path):
 def start(tmp_path):
     """Start a grid of four points whose best is 0.3; it may be stopped, or killed, before one of them."""
 
-    def begin(*options, stops_at=None, dies_at=None, only=(), values="[0.1, 0.2, 0.3, 0.4]", monitor="Local-T.last"):
+    def begin(
+        *options,
+        stops_at=None,
+        dies_at=None,
+        fails=False,
+        only=(),
+        values="[0.1, 0.2, 0.3, 0.4]",
+        monitor="Local-T.last",
+    ):
         text = SEARCH.replace("search: optuna", "search: grid").replace("Local-T.last", monitor)
         text = text.replace("{low: 0.0, high: 1.0}", values).replace(", method.init_args.mode: [a, b]", "")
         (tmp_path / "s.yaml").write_text(f"name: s{text}  Other: {{space: {{optimizer.init_args.lr: [0.1]}}}}\n")
@@ -448,6 +456,8 @@ def start(tmp_path):
                 raise KeyboardInterrupt
             rate = trial.point["optimizer.init_args.lr"]
             trial.state, trial.value = ("pruned", None) if rate == 0.4 else ("complete", 1 - abs(rate - 0.3))
+            if fails:
+                trial.state, trial.value = "failed", None
             if trial.number == stops_at:
                 trial.state, trial.value = "stopped", None
             return 130 if trial.state == "stopped" else 0
@@ -477,6 +487,18 @@ def test_a_second_start_that_is_stopped_loses_nothing_of_the_first(stops_at, sta
     start(stops_at=stops_at)
     assert of_method(tmp_path) == whole
     assert of_method(tmp_path, "Other")[1].startswith("| Other | 1 | 80.00 |")
+
+
+def test_a_second_start_whose_runs_fail_loses_nothing_of_the_first(start, tmp_path):
+    """It deleted the overlay, and what had been found: its folders had been cleared away, and memory ran out."""
+    start()
+    overlay, whole = tmp_path / "tunes" / "s" / "method.yaml", of_method(tmp_path)
+    overlay.write_text("method: FedAvg\n")
+    start(fails=True)
+    assert overlay.exists()
+    assert of_method(tmp_path) == whole
+    start(fails=True, values="[0.5, 0.6]")  # another search
+    assert not overlay.exists()
 
 
 def test_a_search_that_is_killed_has_told_what_it_knew(start, tmp_path):

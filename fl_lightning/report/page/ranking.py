@@ -65,8 +65,10 @@ def rankings(lines: Sequence[Series], ranked: Sequence[RankedRow]) -> Iterator[F
     picks = list(dict.fromkeys(own.figure for own in ranked))
     rows = Rows("s", "pick", "order", "places", "mean", "gap", "low", "high", "pairs", "from_", "to", "open")
     facts: dict[tuple[str, str], list[str]] = {}
+    firsts: dict[tuple[str, str], float] = {}
     for order, own in enumerate(ranked):
-        is_open, best = own.first == 1, own.mean - own.gap
+        # Not a row's mean less its gap, which is over the seeds that it has in common with the first.
+        is_open, best = own.first == 1, firsts.setdefault((own.column, own.figure), own.mean)
         if is_open:
             facts.setdefault((own.column, own.figure), []).append(own.row)
         if (own.row, own.column) in by_name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def write_page(
     lines = series_of(members)
     ranked = () if table is None else table.ranked
     figures = [*rankings(lines, ranked), *figures_of(lines), *more(lines)]
-    notes = [*notes, *(f"{run.name}: {note}" for run in _runs(lines) for note in run.notes)]
+    notes = [*notes, *(f"{name}: {note}" for name, run in _named(_runs(lines)) for note in run.notes)]
     text = document(title, lines, figures, table, notes)
     try:
         write_text(path, text)
@@ -75,6 +76,14 @@ def write_page(
     if pictures is not None:
         written += bundle.write_pictures(figures, lines, pictures)
     return written
+
+
+def _named(runs: Iterable[RecordedRun]) -> Iterator[tuple[str, RecordedRun]]:
+    """Runs by what they are called; by their folders where several are called the same."""
+    all_of_them = list(runs)
+    names = Counter(run.name for run in all_of_them)
+    for run in all_of_them:
+        yield (run.name if names[run.name] == 1 else str(run.path)), run
 
 
 def _runs(lines: Sequence[Series]) -> Iterator[RecordedRun]:
