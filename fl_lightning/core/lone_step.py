@@ -85,7 +85,7 @@ class LoneStep(StackedStep):
 
     @override
     def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
-        self._bench.note_descent(values, parts)
+        self._bench.note_descent(values)
         self._total, self._descents = self.total(values), self._descents + 1
         self._logged.update(values)
         self._to.on(self._total, parts)

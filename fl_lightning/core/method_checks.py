@@ -64,7 +64,7 @@ def check_fit(method: Method, meter: LossMeter, skips: bool = False) -> None:
     elif idle and fit.descends and not skips:
         names = ", ".join(sorted(meter.names - {"loss"}))
         rule = f"{who} trains nothing: in a whole fit its losses ({names}) reach no parameter that learns"
-        require(False, "method", f"{rule}, weigh nothing, or are descended on for parts that rest")
+        require(False, "method", f"{rule}, weigh nothing, or are descended on for no part of its phases")
     if method.terms.extra and meter.num_steps:
         _check_computed(method, meter)
 

@@ -158,7 +158,7 @@ class PrivateStep(Step):
 
     @override
     def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
-        self._bench.note_descent(values, parts)
+        self._bench.note_descent(values)
         self._logged.update(values)
         self._total, self._descents = self.total(values), self._descents + 1
         descent = self._bench.descent

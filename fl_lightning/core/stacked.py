@@ -201,7 +201,7 @@ class StackedStep(Step):
         """
         if self._descents:
             raise OneByOne("its step descends twice on a mini-batch")
-        self._bench.note_descent(values, parts)
+        self._bench.note_descent(values)
         self._total, self._descents, self.parts = self.total(values), 1, parts
         self._logged.update(values)
         self._stood = self._state()

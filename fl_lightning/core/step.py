@@ -16,7 +16,7 @@ from fl_lightning.core.forward import Forward, LateMaps
 from fl_lightning.core.freezing import keeping_statistics, single_sample, training
 from fl_lightning.core.precision import widened
 from fl_lightning.core.recall import Memory, Recall
-from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.own_training import SkippedBatch
 
 if TYPE_CHECKING:
@@ -81,25 +81,12 @@ class Bench:
         """The context of a pass through a network; None where there is none."""
         return self.machine.precision if self.machine.autocasts else None
 
-    @cached_property
-    def parts(self) -> frozenset[str]:
-        """The parts of all phases of the round: a step may name another phase's, which rests."""
-        return frozenset(part for phase in self.method.phases() for part in phase.by_part)
-
-    def note_descent(self, values: Mapping[str, Tensor], parts: Sequence[str]) -> None:
+    def note_descent(self, values: Mapping[str, Tensor]) -> None:
         """Take down that a step descends, and refuse a loss without a weight, which would count as nothing.
 
-        Args:
-            values: of its losses.
-            parts: that are to step; one that there is not would not, in silence.
-
         Raises:
-            ConfigError: naming the loss, or the part.
+            ConfigError: naming it.
         """
-        if parts and not self.parts.issuperset(parts):
-            name, who = next(part for part in parts if part not in self.parts), type(self.method).__name__
-            rule = f"{who}.local_step() descends for {name!r}, which is a part of no phase"
-            raise ConfigError("method", f"{rule}; {suggest(name, self.parts)}")
         if not values.keys() <= self.weights.keys():
             name, who = min(values.keys() - self.weights.keys()), type(self.method).__name__
             raise ConfigError("method", f"{who}.local_step() has a loss {name!r} to which losses() gives no weight")
@@ -335,9 +322,9 @@ class Step:
             parts: the phase's parts that step; they alone get a gradient. None are all.
 
         Raises:
-            ConfigError: naming a loss that has no weight, or a part that no phase has.
+            ConfigError: naming a loss that has no weight.
         """
-        self._bench.note_descent(values, parts)
+        self._bench.note_descent(values)
         total = self.total(values)
         self._logged.update(values)
         self._total, self._descents = total, self._descents + 1

@@ -147,6 +147,14 @@ def square(out):
 
 
 @pytest.mark.parametrize("cohort", [None, 4])
+def test_a_part_that_no_phase_has_is_said_where_nothing_else_steps(cohort, mlp, run_federation):
+    """It trained nothing."""
+    kind = own(local_step=lambda self, step: step.descend(step.values(step.forward()), "haed"))
+    with pytest.raises(ConfigError, match=r"^method: Own trains nothing: .* descended on for no part of its phases"):
+        run_federation(lambda: kind(mlp()), 1, cohort=cohort)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
 def test_a_value_logged_as_the_loss_is_refused(cohort, mlp, run_federation):
     """It stood in the column of the sum."""
     kind = own(local_step=lambda self, step: step.log({"loss": step.values(step.forward())["cross_entropy"]}))
@@ -323,23 +331,6 @@ def test_loss_without_a_weight_is_not_left_out_in_silence(mlp, set_up_federation
     rule = r"method: Own\.local_step\(\) has a loss 'pull' to which losses\(\) gives no weight"
     with pytest.raises(ConfigError, match=rule):
         set_up_federation(lambda: own(local_step=adds)(mlp())).run()
-
-
-@pytest.mark.parametrize("parts", [("haed",), ("body", "haed")])
-@pytest.mark.parametrize("cohort", [None, 4])
-def test_a_part_that_no_phase_has_is_not_left_out_in_silence(cohort, parts, mlp, set_up_federation):
-    """Beside a right one it did not step, and nobody heard of it."""
-
-    def local_step(self, step):
-        step.descend(step.values(step.forward()), *parts)
-
-    def phases(self):
-        return [Phase("both", parts={"body": ("model.body",), "head": ("model.head",)})]
-
-    kind = own(local_step=local_step, phases=phases)
-    rule = r"method: Own\.local_step\(\) descends for 'haed', which is a part of no phase; did you mean head\?"
-    with pytest.raises(ConfigError, match=rule):
-        set_up_federation(lambda: kind(mlp()), rounds=1, cohort=cohort).run()
 
 
 def test_weight_that_falls_below_zero_ends_the_run(mlp, set_up_federation):
