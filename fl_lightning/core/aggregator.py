@@ -60,6 +60,11 @@ class Aggregator(ABC):
             ValueError: if names or shapes differ between clients.
         """
         chosen = self.selected(messages)
+        who, places = type(self).__name__, range(len(messages))
+        positions = all(isinstance(place, int) and not isinstance(place, bool) for place in chosen)
+        if not chosen or not positions or len({*chosen}) < len(chosen) or not {*chosen} <= {*places}:
+            rule = f"{who}.selected() must give the positions, from 0 to {len(messages) - 1}, of clients that count"
+            raise ValueError(f"{rule}, each once and one at least; got {chosen}")
         return combined([messages[place] for place in chosen], previous, self.trained, self.combine, len(messages))
 
     def state_dict(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def handed_over(message: Message, method: nn.Module, num_train: int) -> Message:
         name: _copied(tensor) if _place(tensor) in own else tensor.detach() for name, tensor in message.weights.items()
     }
     artifacts = {
-        name: _copied(value) if isinstance(value, Tensor) else value.map(_copied)
+        name: _laid_out(value) if isinstance(value, Tensor) else value.map(_laid_out)
         for name, value in message.artifacts.items()
     }
     return replace(message, weights=weights, artifacts=artifacts)
@@ -140,6 +140,11 @@ def _tensors(part: nn.Module) -> Iterator[Tensor]:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """A copy in the order in which it arrives from another worker: sums over another one round otherwise."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _places(tensors: Iterable[Tensor]) -> set[int]:

@@ -141,9 +141,19 @@ def _one_vector(
             _same(tensor.shape, other[name].shape, f"weight {name}", "shapes")
     points = torch.stack([_flat(own.values()) for own in sent])
     reference = _flat(received[name] for name in first) if all(name in received for name in first) else None
-    merged = combine(Vectors(unit, points, None if reference is None else _wide(reference)))
+    merged = _made(combine, Vectors(unit, points, None if reference is None else _wide(reference)))
     parts = merged.split([tensor.numel() for tensor in first.values()])
     return {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(first.items(), parts, strict=True)}
+
+
+def _made(combine: Combine, vectors: Vectors) -> Tensor:
+    """What a rule makes of some vectors: one of their length, of numbers with a point."""
+    made, size = combine(vectors), vectors.points.shape[1]
+    if not isinstance(made, Tensor) or not made.is_floating_point() or made.shape != (size,):
+        kind = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+        who = type(getattr(combine, "__self__", combine)).__name__
+        raise ValueError(f"{who}.combine() must give a floating-point tensor [{size}], gives {kind}")
+    return made
 
 
 def _class_means(name: str, values: Sequence[Any], before: Any, combine: Combine, copies: int) -> list[ClassMeans]:
@@ -156,7 +166,7 @@ def _class_means(name: str, values: Sequence[Any], before: Any, combine: Combine
     for row in holders.nonzero()[:, 0].tolist():
         points = torch.stack([value.mean[row].reshape(-1) for value in values if value.valid[row]])
         known = _wide(before.mean[row].reshape(-1)).to(points.device) if same and before.valid[row] else None
-        mean[row] = combine(Vectors(f"{name}, class {row}", points, known)).view(mean[row].shape).to(mean.dtype)
+        mean[row] = _made(combine, Vectors(f"{name}, class {row}", points, known)).view(mean[row].shape).to(mean.dtype)
     return [replace(first, mean=mean, count=(holders > copy).long()) for copy in range(copies)]
 
 
@@ -197,7 +207,7 @@ def _tensor(name: str, values: Sequence[Tensor], before: Any, combine: Combine) 
     known = isinstance(before, Tensor) and before.shape == first.shape
     reference = _wide(before.reshape(-1)).to(first.device) if known else None
     points = torch.stack([value.detach().reshape(-1) for value in values])
-    return combine(Vectors(name, points, reference)).view(first.shape).to(first.dtype)
+    return _made(combine, Vectors(name, points, reference)).view(first.shape).to(first.dtype)
 
 
 def _settings(value: Structured) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from fl_lightning.federation.reports import ClientReport
@@ -41,7 +43,24 @@ class FederationCallback:
 def tell(callbacks: Iterable[FederationCallback], hook: str, loop: Loop, *arguments: Any) -> None:
     """Call a hook of all; figures come as copies, of which a change is said."""
     for callback in callbacks:
-        given = [dict(own) if isinstance(own, dict) else own for own in arguments]
+        given = list(map(_copy, arguments))
         getattr(callback, hook)(loop, *given)
-        if any(isinstance(own, dict) and own != was for own, was in zip(given, arguments, strict=True)):
-            say(f"fl-lightning: {type(callback).__name__}.{hook} changes figures, which are written as they were")
+        if any(_figures(own) != _figures(was) for own, was in zip(given, arguments, strict=True)):
+            say(f"fl-lightning: {type(callback).__name__}.{hook} changes what it is given, which stays as it was")
+
+
+def _copy(argument: Any) -> Any:
+    """What somebody else's code may change without changing the run: all but the tensors of a message."""
+    if isinstance(argument, ClientReport):
+        own, message = copy(argument), argument.message
+        own.message = replace(message, weights=dict(message.weights), artifacts=dict(message.artifacts))
+        own.scores, own.losses, own.logged = dict(own.scores), dict(own.losses), dict(own.logged)
+        return own
+    return copy(argument) if isinstance(argument, dict | list) else argument
+
+
+def _figures(argument: Any) -> Any:
+    """What of an argument is compared: tensors are not."""
+    if isinstance(argument, ClientReport):
+        return argument.client, argument.scores, argument.losses, argument.logged, argument.num_steps
+    return argument if isinstance(argument, dict | list) else None

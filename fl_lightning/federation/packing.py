@@ -138,6 +138,9 @@ class Packet:
         A method may have made its weights of fewer numbers (FedKD's factors): of those none is what arrives once a
         filter has changed a weight, and all of the weights count.
         """
+        lost = next((n for n, t in message.weights.items() if t.is_floating_point() and n not in self.weights), None)
+        if lost is not None:  # it would cross as it is, and count as nothing
+            raise ValueError(f"a filter leaves weight {lost} out of its packet: send none of its values (Packed.only)")
         weights = {name: self._weight(name, tensor) for name, tensor in message.weights.items()}
         artifacts = {name: self._artifact(name, value) for name, value in message.artifacts.items()}
         if message.sent is not None and any(not torch.equal(weights[n], t) for n, t in message.weights.items()):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ MEMORY = "wire."
 """What names in a client's private state begin with that a filter keeps there."""
 KEY = "federation.wire"
 
+Given = TypeVar("Given")
 Ways = Literal["up", "down", "both"]
 
 
@@ -118,7 +120,8 @@ class Wire:
         """
         self._running_on.begin()
         for whole in self._whole:
-            message = whole.change(message, received)
+            known = replace(received, weights=dict(received.weights), artifacts=dict(received.artifacts))
+            message = _given(whole, "change", whole.change(message, known), Message)
         message = self._packed(message, received, memory) if self._up else message
         self._running_on.end()
         return message
@@ -128,7 +131,7 @@ class Wire:
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
-            packet = own.apply(packet, kept)
+            packet = _given(own, "apply", own.apply(packet, kept), Packet)
             memory.update({prefix + name: tensor for name, tensor in kept.items()})
         return packet.unpacked(message)
 
@@ -141,9 +144,16 @@ class Wire:
             packet = Packet.of(message)
             with streams_of_own_code(self._down, self._seed, "wire/down", round):
                 for own in self._down:
-                    packet = own.apply(packet, {})
+                    packet = _given(own, "apply", own.apply(packet, {}), Packet)
             self._last = message, round, packet.unpacked(message)
         return self._last[2]
+
+
+def _given(own: object, name: str, value: Any, kind: type[Given]) -> Given:
+    """What a filter gives back, if it is of the kind that it must give."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(own).__name__}.{name}() gives {type(value).__name__}, and must give a {kind.__name__}")
+    return value
 
 
 def _check_order(filters: Sequence[WireFilter]) -> None:

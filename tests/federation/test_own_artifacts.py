@@ -1,19 +1,22 @@
 """Artifacts of a kind of one's own, and what servers are told: nothing but the class itself has to be written."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.message import KINDS, Message, Structured, artifact
 from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import RandomPeers
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.settings import Newcomers
-from fl_lightning.federation.sickness import ClientError
+from fl_lightning.federation.sickness import ClientError, ServerError
+from fl_lightning.federation.wire import MessageFilter, WireFilter
 from fl_lightning.methods.fedavg import FedAvg
 
 
@@ -318,3 +321,97 @@ def test_a_kind_that_hides_its_tensors_is_refused(parts, mlp, set_up_federation)
     said = rf"artifact pair\.parts is {type(parts).__name__}: its fields are tensors, numbers, texts and truths"
     with pytest.raises(ClientError, match=said):
         set_up_federation(lambda: Sends(mlp()), rounds=1).run()
+
+
+class Chooses(Aggregator):
+    """Says who counts, and makes something of their vectors."""
+
+    def __init__(self, chosen=None, made=None):
+        super().__init__()
+        self.chosen, self.made = chosen, made
+
+    def selected(self, messages):
+        return super().selected(messages) if self.chosen is None else self.chosen
+
+    def combine(self, vectors):
+        mean = vectors.points.mean(0)
+        return mean if self.made is None else self.made(mean)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"chosen": []}, r"Chooses\.selected\(\) must give the positions, from 0 to 3, of clients .*; got \[\]"),
+        ({"chosen": [True] * 4}, r"Chooses\.selected\(\) must give the positions"),
+        ({"chosen": [0, 0]}, r"Chooses\.selected\(\) must give the positions"),
+        ({"chosen": [-1]}, r"Chooses\.selected\(\) must give the positions"),
+        (
+            {"made": lambda mean: mean.long()},
+            r"Chooses\.combine\(\) must give a floating-point tensor \[\d+\], gives to",
+        ),
+        ({"made": lambda mean: mean[None]}, r"Chooses\.combine\(\) must give a floating-point tensor"),
+        ({"made": float}, r"Chooses\.combine\(\) must give"),
+        ({"made": lambda mean: None}, r"Chooses\.combine\(\) must give a .*, gives NoneType"),
+    ],
+)
+def test_a_rule_of_ones_own_that_gives_no_vector_is_named(rule, said, run_federation, mlp):
+    """Truths were places, nobody was everybody, and whole numbers were all 0, in silence."""
+    made = rule.get("made")
+    rule = {**rule, "made": (lambda mean: made(mean.sum())) if made is float else made}
+    with pytest.raises(ConfigError, match=rf"^federation\.aggregator: FedAvg: {said}"):
+        run_federation(lambda: FedAvg(mlp()), rounds=1, aggregator=Chooses(**rule))
+
+
+def test_a_rule_of_ones_own_is_taken(run_federation, mlp):
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=1, aggregator=Chooses([3, 1]))
+    sent, heard = loop.diary.sent, loop.exchange.inbox(0).weights
+    for name, tensor in heard.items():
+        torch.testing.assert_close(tensor, (sent[1, 3].weights[name] + sent[1, 1].weights[name]) / 2)
+
+
+class Gives(WireFilter):
+    def __init__(self, gives):
+        self.gives = gives
+
+    def apply(self, packet, memory):
+        return self.gives(packet)
+
+
+class GivesWhole(MessageFilter):
+    def change(self, message, received):
+        received.weights.clear()
+        return
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (Gives(lambda packet: None), r"Gives\.apply\(\) gives NoneType, and must give a Packet"),
+        (
+            Gives(lambda packet: replace(packet, weights={})),
+            r"a filter leaves weight \S+ out of its packet: send none of",
+        ),
+        (GivesWhole(), r"GivesWhole\.change\(\) gives NoneType, and must give a Message"),
+    ],
+)
+def test_a_filter_of_ones_own_that_gives_no_packet_is_named(own, said, run_federation, mlp):
+    """A weight that it left out crossed as it was, and counted as no byte."""
+    with pytest.raises((ClientError, ServerError), match=said):  # whoever comes first on its way
+        run_federation(lambda: FedAvg(mlp()), rounds=1, wire=[own])
+
+
+class SendsTurned(FedAvg):
+    """Sends a matrix whose columns are its rows."""
+
+    def send(self, data):
+        message = super().send(data)
+        message.artifacts["turned"] = torch.arange(6.0).view(2, 3).t()
+        return message
+
+
+def test_artifacts_lie_as_they_arrive_from_another_worker(run_federation, mlp):
+    """A sum over another order rounds otherwise: two workers had other last bits than one."""
+    loop = run_federation(lambda: SendsTurned(mlp()), rounds=1)
+    for message in loop.diary.sent.values():
+        assert message.artifacts["turned"].is_contiguous()
+        assert message.artifacts["turned"].tolist() == [[0, 3], [1, 4], [2, 5]]

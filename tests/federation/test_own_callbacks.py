@@ -191,8 +191,38 @@ def test_what_a_callback_makes_of_a_row_reaches_nobody_and_is_said(set_up_federa
     loop.callbacks.insert(0, Embellishes())
     loop.run()
     assert loop.diary.rows[0]["Local-T"] < 1
-    said = "fl-lightning: Embellishes.on_round_end changes figures, which are written as they were\n"
+    said = "fl-lightning: Embellishes.on_round_end changes what it is given, which stays as it was\n"
     assert capsys.readouterr().err == said
+
+
+class Meddles(FederationCallback):
+    """Changes what it is handed, without touching a tensor."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def on_round_start(self, loop, round, participants):
+        participants.pop()
+
+    def on_client_fit_end(self, loop, report):
+        self.lengths.append(len(report.message.weights))
+        report.scores["Local-T"] = 1.0
+        report.message.weights.clear()
+
+
+def test_what_a_callback_makes_of_participants_and_reports_reaches_nobody(run_federation, mlp, capsys):
+    """It left clients out of rounds, and wrote their accuracies, in silence."""
+    plain = run_federation(lambda: FedAvg(mlp()), rounds=2)
+    capsys.readouterr()
+    meddles = Meddles()
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=2, callbacks=[meddles])
+    for own, other in zip(loop.diary.rows, plain.diary.rows, strict=True):
+        assert {n: own[n] for n in own if "seconds" not in n} == {n: other[n] for n in other if "seconds" not in n}
+    assert len(set(meddles.lengths)) == 1
+    assert meddles.lengths[0] > 0
+    said = capsys.readouterr().err
+    assert "Meddles.on_round_start changes what it is given" in said
+    assert "Meddles.on_client_fit_end changes what it is given" in said
 
 
 class FreezesFirst(Callback):
