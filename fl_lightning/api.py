@@ -153,11 +153,11 @@ class Experiment:
             with _showing(verbose, callbacks) as shown:
                 built.fit(resume, overwrite, callbacks=lambda: shown)
         except StoppedAtOnce as stopped:
-            raise KeyboardInterrupt(f"stopped at once; {built.advice}") from stopped
+            raise KeyboardInterrupt(f"stopped at once; {built.advice()}") from stopped
         if team.outside:
             atexit.register(launch.leave)  # not yet: the script may fit once more
         if built.stopped_by:
-            raise KeyboardInterrupt(f"stopped after round {built.loop.round}; {built.advice}")
+            raise KeyboardInterrupt(f"stopped after round {built.loop.round}; {built.advice()}")
         if built.asked_by:
             raise KeyboardInterrupt(f"in the last round; the run is whole, in {built.folder}")
 
@@ -179,11 +179,11 @@ class Experiment:
             code = launch.launch(_work, team, *arguments, advice=built.advice)
             _take_back(callbacks, told)
         if code == exit_code(signal.SIGINT):
-            raise KeyboardInterrupt(f"stopped; {built.advice}")
+            raise KeyboardInterrupt(f"stopped; {built.advice()}")
         if code == 2:
             raise ConfigError("federation.workers", "a worker met bad input; it has said on stderr which")
         if code:
-            raise RuntimeError(f"the run ended with exit code {code}; {built.advice}")
+            raise RuntimeError(f"the run ended with exit code {code}; {built.advice()}")
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def _work(
             say(built.said_of(error))
         return 1
     except WriteError as error:
-        say(f"fl-lightning: error: {error}; {' '.join(built.advice.split())}")
+        say(f"fl-lightning: error: {error}; {' '.join(built.advice().split())}")
         return launch.end_all()
     return exit_code(built.asked_by) if built.asked_by else 0
 

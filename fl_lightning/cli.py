@@ -179,7 +179,7 @@ def _fit_here(config: Config, resume: str | None, overwrite: bool, loudness: Lou
     try:
         return _fit_and_show(experiment, resume, overwrite, console, loudness.verbose)
     except WriteError as error:
-        say(f"fl-lightning: error: {error}; {' '.join(experiment.advice.split())}")
+        say(f"fl-lightning: error: {error}; {' '.join(experiment.advice().split())}")
         return launch.end_all()
 
 
@@ -221,7 +221,9 @@ def _fit_and_show(
     if not summary["finished"]:
         done, again = summary["rounds"], continue_command(experiment.folder)
         saved = (
-            f", which is saved; continue with\n  {again}" if loop.checkpoints is not None else f"; {experiment.advice}"
+            f", which is saved; continue with\n  {again}"
+            if loop.checkpoints is not None
+            else f"; {experiment.advice()}"
         )
         where = f"after round {done}{saved}" if done else f"before round 1; start with\n  {again}"
         console.print(f"stopped {where}", soft_wrap=True)

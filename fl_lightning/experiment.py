@@ -43,7 +43,7 @@ from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import edited_since_import, own_sources
 from fl_lightning.reading import dump_yaml
-from fl_lightning.resuming import LOCK, check_name, continue_command
+from fl_lightning.resuming import LOCK, advice_on, check_name, continue_command
 from fl_lightning.run_folder import RunFolder
 from fl_lightning.sealed import read_json, write_json
 from fl_lightning.sizes import check_memory
@@ -236,11 +236,9 @@ class BuiltExperiment:
         loggers.log_hyperparams(self.config)
 
     @property
-    def advice(self) -> str:
-        """What to do when a run was broken off."""
-        if not self.loop.settings.checkpoint.saves:
-            return "nothing was saved (federation.checkpoint.every is 0)"
-        return f"the rounds before are saved; continue with\n  {continue_command(self.folder)}"
+    def advice(self) -> Callable[[], str]:
+        """Says what to do when the run was broken off."""
+        return partial(advice_on, self.folder, self.loop.settings.checkpoint.saves)
 
     def said_of(self, error: RoundError) -> str:
         """The line on what has ended the run; a long reason loses its middle, the command that goes on does not."""

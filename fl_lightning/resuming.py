@@ -87,6 +87,23 @@ def continue_command(folder: Path) -> str:
     return f"fl-lightning fit --config {shlex.quote(str(folder / 'config.yaml'))} --resume auto"
 
 
+def advice_on(folder: Path, saves: bool = True) -> str:
+    """What to do now that a run was broken off, by what is in its folder.
+
+    Args:
+        folder: the run's.
+        saves: whether it saves at all.
+    """
+    if not saves:
+        return "nothing was saved (federation.checkpoint.every is 0)"
+    if not (folder / "config.yaml").is_file():
+        return f"there is no run in {folder} any more"
+    kept = checkpoints_in(folder / "checkpoints")
+    if not kept:
+        return f"no round was saved; begin anew with\n  {continue_command(folder)}"
+    return f"the rounds up to {round_of(kept[-1])} are saved; continue with\n  {continue_command(folder)}"
+
+
 def with_resumed_folder(argv: Sequence[str]) -> list[str]:
     """Let a command line that resumes a run mean the folder where that run lies now.
 

@@ -10,7 +10,7 @@ import pytest
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import WriteError
 from fl_lightning.report.record import MetricsFile
-from fl_lightning.resuming import LOCK, MARK, is_held, with_resumed_folder
+from fl_lightning.resuming import LOCK, MARK, advice_on, is_held, with_resumed_folder
 from fl_lightning.run_folder import RunFolder
 
 
@@ -150,3 +150,17 @@ def test_who_looks_whether_a_folder_is_held_keeps_nobody_out(folder):
         with folder.held():
             assert is_held(folder.path)
         timer.join()
+
+
+def test_what_is_said_of_a_broken_run_is_what_its_folder_holds(folder):
+    """A run that saves by time alone, or could not write, was said to have saved the rounds before."""
+    path = folder.path
+    command = f"fl-lightning fit --config {path / 'config.yaml'} --resume auto"
+    assert advice_on(path, saves=False) == "nothing was saved (federation.checkpoint.every is 0)"
+    assert advice_on(path) == f"no round was saved; begin anew with\n  {command}"
+    (path / "checkpoints").mkdir()
+    for round in (9, 12):
+        (path / "checkpoints" / f"round-{round:04d}.ckpt").touch()
+    assert advice_on(path) == f"the rounds up to 12 are saved; continue with\n  {command}"
+    (path / "config.yaml").unlink()
+    assert advice_on(path) == f"there is no run in {path} any more"

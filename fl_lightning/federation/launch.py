@@ -247,7 +247,11 @@ def use_threads(team: Team) -> None:
 
 
 def launch(
-    function: Callable[..., int], team: Team, *arguments: Any, advice: str = "", start_method: str | None = None
+    function: Callable[..., int],
+    team: Team,
+    *arguments: Any,
+    advice: Callable[[], str] = str,
+    start_method: str | None = None,
 ) -> int:
     """Run a function in every process of a team that is started here, and return what the main one returns.
 
@@ -257,7 +261,7 @@ def launch(
         function: a module's function; in each process the others are reached through `torch.distributed`.
         team: the processes.
         arguments: what the function is called with, to be pickled where processes are spawned.
-        advice: what the user can do when a worker is lost, for the error's line.
+        advice: says what the user can do when a worker is lost, for the error's line.
         start_method: ``fork`` or ``spawn``; None takes what works here.
 
     Returns:
@@ -283,7 +287,7 @@ def launch(
             how = f"was killed by {name}" if name else f"ended with exit code {error.exit_code}"
             pid = getattr(error, "error_pid", None) or getattr(error, "pid", None)  # called so by older torch
             who = f"worker {error.error_index} of {team.size} (process {pid}) {how}"
-    say(f"\nfl-lightning: error: {who}; {advice}")
+    say(f"\nfl-lightning: error: {who}; {advice()}")
     return 1
 
 

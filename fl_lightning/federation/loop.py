@@ -122,7 +122,7 @@ class FederatedLoop:
         own, hostile = settings.record_privacy, self.runner.attackers.clients
         self.records = None if own is None else RecordAccount(own, self.num_train, data.batch_size)
         self.ledger = Ledger(self.calendar.num_founders, newcomers > 0, self.account, self.records, skips, hostile)
-        self.advice = "the rounds before are saved" if self.checkpoints is not None else "nothing was saved"
+        self.advice: Callable[[], str] = partial(_advice, self.checkpoints is not None)
         self.participants: list[int] = []
         self.final_scores: dict[str, np.ndarray] = {}
         self.patience = Patience(settings.early_stopping, self.row_columns, data.evaluate_on == "validation", late)
@@ -352,3 +352,8 @@ class FederatedLoop:
     def _call(self, hook: str, *arguments: Any) -> None:
         with Waiting.context(), self.stopwatch.part(None):  # somebody else's code may take its time
             tell(self.callbacks if self.workers.is_main else (), hook, self, *arguments)
+
+
+def _advice(saves: bool) -> str:
+    """What is said of a loop that was broken off; whoever knows its folder knows more (`resuming.advice_on`)."""
+    return "the rounds before are saved" if saves else "nothing was saved"

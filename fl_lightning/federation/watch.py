@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -32,10 +32,10 @@ class Watch(threading.Thread):
 
     Args:
         limit: seconds of silence after which a process counts as lost.
-        advice: what the user can do, said at the end of the line.
+        advice: says what the user can do, at the end of the line.
     """
 
-    def __init__(self, limit: float, advice: str) -> None:
+    def __init__(self, limit: float, advice: Callable[[], str]) -> None:
         super().__init__(daemon=True, name="watch")
         self.limit = limit
         self.advice = advice
@@ -134,14 +134,14 @@ class Watch(threading.Thread):
 
     def _end(self, what: str, speaks: bool = True) -> None:
         if speaks:
-            say(f"\nfl-lightning: error: {what}; {self.advice}")
+            say(f"\nfl-lightning: error: {what}; {self.advice()}")
         else:
             time.sleep(PERIOD)  # let the one that speaks do so first
         os._exit(LOST)
 
 
 @contextmanager
-def watched(limit: float, advice: str) -> Iterator[Watch | None]:
+def watched(limit: float, advice: Callable[[], str]) -> Iterator[Watch | None]:
     """Watch the other processes for the length of a run, where there are any; all leave it together."""
     if not (dist.is_available() and dist.is_initialized()):
         yield None

@@ -29,7 +29,7 @@ def full_disk_resumes(straight, place):
     assert code == 1
     line = r"fl-lightning: error: cannot write runs/run/checkpoints/round-0002\.ckpt: No space left on device; "
     line += (
-        r"the rounds before are saved; continue with (fl-lightning fit --config runs/run/config\.yaml --resume auto)\n"
+        r"the rounds up to 1 are saved; continue with (fl-lightning fit --config runs/run/config\.yaml --resume auto)\n"
     )
     told = re.fullmatch(line, err)
     assert told, err
