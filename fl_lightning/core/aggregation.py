@@ -149,6 +149,8 @@ class ArtifactRule(ABC):
     """Without a server: whether a client's own value is among those that are merged for it."""
     passes_one: bool = True
     """Without a server: whether a value that is heard alone comes as it was sent."""
+    fills_alone: bool = False
+    """Without a server: whether who hears itself alone keeps what it knew beside it, as it would among others."""
     hears_mean: ClassVar[bool] = False
     """Whether one value, the mean of all clients', may stand for theirs."""
     takes_noise: ClassVar[bool] = True
@@ -286,6 +288,7 @@ class ClassMeanRule(ArtifactRule):
         require(missing in get_args(MissingClass), "missing", f"must be in {get_args(MissingClass)}", missing)
         self.weighting = weighting
         self.missing = missing
+        self.fills_alone = missing == "keep"
         self._sum = ExactSum()
         self._shape: torch.Size | None = None
         self._weight: Tensor | None = None

@@ -91,7 +91,7 @@ class MeanMixer(Mixer):
         having = [part for part in heard if name in part.message.artifacts]
         value = having[0].message.artifacts[name]
         rule = self.rules.get(name, default_rule(kind_of(value)))()
-        if len(heard) == 1 and rule.passes_one:
+        if len(heard) == 1 and rule.passes_one and not (self.own and rule.fills_alone):
             return value
         for part in having:
             if rule.takes_own or part is not own:

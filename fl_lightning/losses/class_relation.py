@@ -179,6 +179,7 @@ class SoftLabelRule(ArtifactRule):
 
     in_parts = True
     hears_mean = True
+    fills_alone = True
 
     def __init__(self, options: SoftLabels = SoftLabels()) -> None:
         self.initial = options.soft_labels_init

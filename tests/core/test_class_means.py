@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from fl_lightning.core.message import ClassMeans
+from fl_lightning.core.aggregation import ClassMeanRule
+from fl_lightning.core.message import ClassMeans, Message
+from fl_lightning.core.mixing import Heard, MeanMixer
+from fl_lightning.losses.class_relation import SoftLabelRule, SoftLabels
 
 
 @pytest.fixture
@@ -86,3 +89,20 @@ def test_clone_shares_no_memory(means):
     copy.count.zero_()
     assert means.mean[0].tolist() == [2.0, 3.0]
     assert means.count.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "rule", [lambda: ClassMeanRule(missing="keep"), lambda: SoftLabelRule(SoftLabels(missing="keep"))]
+)
+def test_who_hears_itself_alone_keeps_what_it_knew(rule):
+    """With a neighbour that lacks the same classes it did; alone, others' classes were gone."""
+    knew = ClassMeans(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 1]), sends_count=False)
+    own = Message({}, {"means": ClassMeans(torch.tensor([[5.0, 6.0], [0.0, 0.0]]), torch.tensor([7, 0]))}, 7)
+    for alone in (True, False):
+        others = [] if alone else [Heard(1, own, 0.5)]
+        mixed = MeanMixer({"means": rule}).mix(Heard(0, own, 0.5 + alone / 2), others, Message({}, {"means": knew}, 1))
+        assert mixed.artifacts["means"].mean.tolist() == [[5.0, 6.0], [3.0, 4.0]]
+        assert mixed.artifacts["means"].valid.tolist() == [True, True]
+    dropping = MeanMixer({"means": lambda: ClassMeanRule(missing="drop")})
+    mixed = dropping.mix(Heard(0, own, 1.0), [], Message({}, {"means": knew}, 1))
+    assert mixed.artifacts["means"].valid.tolist() == [True, False]
