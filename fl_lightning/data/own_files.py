@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.archives import check_room, free_memory
+from fl_lightning.archives import check_room
 from fl_lightning.data.arrays import KEY, Arrays
+from fl_lightning.data.cells import (
+    are_numbers,
+    labels_of,
+    nothing_in,
+    one_hot,
+    require_few,
+    require_filled,
+    require_one_kind,
+)
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.data.delimited import numbered_columns
 from fl_lightning.data.normalising import (
@@ -179,17 +188,17 @@ class CSVTable(Dataset):
         features = self._features(columns)
         for name in features:
             cells, numbers = columns[name], self._are_numbers(name, columns[name])
-            nothing = {""} if name in self.names else _nothing_in(cells)
-            _require_filled(name, cells, nothing, places, "leave the column out")
+            nothing = {""} if name in self.names else nothing_in(cells)
+            require_filled(name, cells, nothing, places, "leave the column out")
             if not numbers:
                 if name not in self.names:
-                    _require_one_kind(name, cells, places)
-                _require_few(name, cells)
+                    require_one_kind(name, cells, places)
+                require_few(name, cells)
         for name in filter(None, (self.label, self.group)):
-            _require_filled(name, columns[name], _nothing_in(columns[name]), places, "take the line out")
+            require_filled(name, columns[name], nothing_in(columns[name]), places, "take the line out")
         x = np.concatenate([self._feature(name, columns[name]) for name in features], axis=1)
-        labels, classes = as_labels(_labels(columns[self.label]), "CSVTable")
-        groups = None if self.group is None else as_groups(_labels(columns[self.group]), "CSVTable")
+        labels, classes = as_labels(labels_of(columns[self.label]), "CSVTable")
+        groups = None if self.group is None else as_groups(labels_of(columns[self.group]), "CSVTable")
         return arrays_of(torch.from_numpy(x), labels, num_train, classes, self.normalize, groups)
 
     def _columns(self) -> tuple[dict[str, list[str]], int, list[tuple[str, int]]]:
@@ -214,13 +223,13 @@ class CSVTable(Dataset):
         return features
 
     def _are_numbers(self, name: str, cells: Sequence[str]) -> bool:
-        return name not in self.names and _are_numbers(cells)
+        return name not in self.names and are_numbers(cells)
 
     def _feature(self, name: str, cells: Sequence[str]) -> np.ndarray:
         """A column as features, float64 [N, 1] of numbers, or [N, values] of names."""
         if self._are_numbers(name, cells):
             return np.array([float(cell) for cell in cells], dtype=np.float64)[:, None]
-        return _one_hot(cells)
+        return one_hot(cells)
 
     def encode(self, columns: Mapping[str, Sequence[Any]]) -> Tensor:
         """New lines of the table, as numbers; a name that the table does not have is refused.
@@ -238,78 +247,11 @@ class CSVTable(Dataset):
     def _as(self, name: str, known: Sequence[str], cells: Sequence[str]) -> np.ndarray:
         """New cells of a column as `_feature` gives the known ones."""
         numbers, values = self._are_numbers(name, known), set(known)
-        new = (n for n, cell in enumerate(cells) if not (_are_numbers([cell]) if numbers else cell in values))
+        new = (n for n, cell in enumerate(cells) if not (are_numbers([cell]) if numbers else cell in values))
         odd = next(new, None)
         what = "a number" if numbers else f"one of the names that {self.path} has there"
         require(odd is None, "DATA", f"{name!r} of sample {odd} (from 0) must be {what}", cells[odd or 0])
-        return self._feature(name, cells) if numbers else _one_hot([*sorted(values), *cells])[len(values) :]
-
-
-_NOTHING = {"", "?", ".", "-", "na", "nan", "n/a", "#n/a", "n.a.", "null", "nil", "none", "missing", "unknown"}
-"""What tables write, in small letters, where there is no number."""
-
-
-def _are_numbers(cells: Sequence[str]) -> bool:
-    """Whether all are numbers as tables write them; Python's own ``10_20`` is a name."""
-    try:
-        return all(float(cell) is not None and "_" not in cell for cell in cells)
-    except ValueError:
-        return False
-
-
-def _nothing_in(cells: Sequence[str]) -> Collection[str]:
-    """What stands for an empty cell of a column: among names, a mark is a name of its own."""
-    known = [cell for cell in cells if cell.strip().lower() not in _NOTHING]
-    return _NOTHING if known and _are_numbers(known) else {""}
-
-
-def _require_filled(
-    name: str, cells: Sequence[str], nothing: Collection[str], places: Sequence[tuple[str, int]], remedy: str
-) -> None:
-    empty = next((row for row, cell in enumerate(cells) if cell.strip().lower() in nothing), None)
-    path, line = places[empty or 0]
-    require(empty is None, KEY, f"{path}: line {line} has nothing under {name!r}; fill it in, or {remedy}")
-
-
-def _require_one_kind(name: str, cells: Sequence[str], places: Sequence[tuple[str, int]]) -> None:
-    """Refuse some names among many numbers: a slip in one cell would make a column of numbers one of names."""
-    odd = [row for row, cell in enumerate(cells) if not _are_numbers([cell])]
-    path, line = places[odd[0]]
-    rule = (
-        f"{path}: line {line} has {cells[odd[0]]!r} under {name!r}, where most are numbers; mend it, leave the column "
-        f"out, or say {KEY}.names: [{name}] if all of them are names"
-    )
-    require(2 * len(odd) > len(cells), KEY, rule)
-
-
-def _require_few(name: str, cells: Sequence[str]) -> None:
-    """Refuse a column of names, one a line, say, whose features take more memory than is left."""
-    values = len(set(cells))
-    fits = 3 * 8 * values * len(cells) <= free_memory()  # float64, joined, and scaled
-    rule = f"{name!r} has {values} different values, and a feature for each takes more memory than is left; add it"
-    require(fits, f"{KEY}.leave_out", rule)
-
-
-def _one_hot(cells: Sequence[str]) -> np.ndarray:
-    """A column of names as features, float64 [N, values]."""
-    values, numbers = np.unique(np.array(cells), return_inverse=True)
-    features = np.zeros((len(cells), len(values)), dtype=np.float64)
-    features[np.arange(len(cells)), numbers] = 1
-    return features
-
-
-def _labels(cells: Sequence[str]) -> np.ndarray:
-    """Whole numbers where all are, each written in one way, else names: ``01`` beside ``1`` is another class.
-
-    Names, too, where one has more than 64 bits: together NumPy would make floats of them, which are no longer apart.
-    """
-    try:
-        numbers = [int(cell) for cell in cells]
-    except ValueError:
-        return np.array(cells)
-    one_way = len({cell.strip() for cell in cells}) == len(set(numbers))
-    fits = not numbers or (min(numbers) >= -(2**63) and max(numbers) < 2**63)
-    return np.array(numbers if one_way and fits else cells)
+        return self._feature(name, cells) if numbers else one_hot([*sorted(values), *cells])[len(values) :]
 
 
 class LEAF(Dataset):

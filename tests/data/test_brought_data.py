@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from fl_lightning.data import own_files
+from fl_lightning.data import cells
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.cache import load
 from fl_lightning.data.dataset import Dataset
@@ -694,7 +694,7 @@ def test_a_column_of_more_names_than_fit_into_memory_is_refused(tmp_path, monkey
     """60,000 different numbers of patients were 60,000 features, which took all memory and ended the process."""
     (tmp_path / "t.csv").write_text("who,age,y\n" + "".join(f"p{n},{n},{n % 2}\n" for n in range(50)))
     assert checked(CSVTable(str(tmp_path / "t.csv"), "y", normalize="none")).x.sum(0).tolist() == [1] * 50 + [1225]
-    monkeypatch.setattr(own_files, "free_memory", lambda: 50_000)
+    monkeypatch.setattr(cells, "free_memory", lambda: 50_000)
     with pytest.raises(ConfigError, match=r"data\.dataset\.leave_out: 'who' has 50 different values, and a feature"):
         CSVTable(str(tmp_path / "t.csv"), "y").arrays()
     assert checked(CSVTable(str(tmp_path / "t.csv"), "y", leave_out=["who"])).x.shape == (50, 1)
