@@ -73,7 +73,9 @@ def find_class(bases: Sequence[type], name: str, key: str, trust: Trust, load: L
         name = path
     cls = trust.load(name, key, bases, load)
     if inspect.isabstract(cls):
-        raise ConfigError(key, f"{cls.__name__} is only a base of others; {suggest('', short_names(bases))}")
+        lacks = " and ".join(f"{method}()" for method in sorted(cls.__abstractmethods__))  # type: ignore[attr-defined]
+        others = suggest("", short_names(bases))
+        raise ConfigError(key, f"{cls.__name__} is only a base of others: it does not define {lacks} {others}")
     return cls, public_path(cls)
 
 

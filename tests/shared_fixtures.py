@@ -73,14 +73,20 @@ def _packages_are_asked_once():
     patch.undo()
 
 
+KNOWN: set[str] = set()
+"""The modules that are imported, at the last look; making a set of thousands takes longer than many a test."""
+
+
 @pytest.fixture(autouse=True)
 def _what_a_test_wrote_is_imported_by_no_other(tmp_path_factory):
     """Or one's `mine.py` would be the next one's."""
-    known = set(sys.modules)
+    if len(sys.modules) != len(KNOWN):
+        KNOWN.clear()
+        KNOWN.update(sys.modules)
     yield
-    if len(sys.modules) != len(known):
+    if len(sys.modules) != len(KNOWN):
         folder = str(tmp_path_factory.getbasetemp())
-        for name in sys.modules.keys() - known:
+        for name in sys.modules.keys() - KNOWN:
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
 

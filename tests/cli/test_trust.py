@@ -143,6 +143,15 @@ def test_who_trusts_one_package_imports_no_other_of_the_folder_that_one_is_in(mo
     assert tmp_path not in Path(found.origin).parents
 
 
+def test_who_has_left_out_a_method_hears_which(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    start = "from fl_lightning.federation.peers import Peers\n\n\nclass Mine(Peers):\n"
+    (tmp_path / "mine_unfinished.py").write_text(f"{start}    def connect(self, round, live):\n        return {{}}\n")
+    said = message(with_class("federation.exchange", {"class_path": "mine_unfinished.Mine"}), Trust(own=True))
+    rule = "Mine is only a base of others: it does not define sponsors() (choose from DirectedGraph, RandomPeers, "
+    assert said.startswith(f"federation.exchange: {rule}")
+
+
 @pytest.mark.parametrize(("key", "value", "named"), DATA, ids=[named for *_, named in DATA])
 def test_class_where_none_is_expected_is_refused_by_its_whole_key(trap, key, value, named):
     put(trap, key, value)

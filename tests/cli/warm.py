@@ -2,8 +2,11 @@
 
 import atexit
 import gc
+import importlib
 import io
+import pkgutil
 from contextlib import redirect_stderr, suppress
+from functools import lru_cache
 
 import matplotlib.backends.backend_agg
 import matplotlib.pyplot  # noqa: F401
@@ -11,21 +14,17 @@ import PIL.Image
 import sklearn.datasets.data  # noqa: F401
 import torch.utils.serialization.config  # noqa: F401
 import wandb.sdk.launch  # noqa: F401 - wandb.init imports it, in seconds
+from lightning.pytorch.trainer.connectors import callback_connector
 
-import fl_lightning.core.phases
-import fl_lightning.experiment
-import fl_lightning.federation.remarks
-import fl_lightning.losses.prototype
-import fl_lightning.report.console
-import fl_lightning.report.figures
-import fl_lightning.report.live
-import fl_lightning.report.partition_figures
-import fl_lightning.report.picture
-import fl_lightning.report.wandb
-import fl_lightning.reporting  # noqa: F401
-from fl_lightning import cli
+import fl_lightning
+from fl_lightning import cli, source
 from fl_lightning.federation.trainers import make_trainer
 
+for _, name, _ in pkgutil.walk_packages(fl_lightning.__path__, "fl_lightning."):
+    source.statements(name)
+    if name != "fl_lightning.__main__":
+        importlib.import_module(name)
+callback_connector._load_external_callbacks = lru_cache(callback_connector._load_external_callbacks)
 with suppress(ImportError):  # of the extra `report`
     import vl_convert  # noqa: F401
 PIL.Image.init()
