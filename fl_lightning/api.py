@@ -20,7 +20,7 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import BuiltExperiment, name_of
 from fl_lightning.federation import launch
-from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.callbacks import FederationCallback, check_hooks
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
@@ -126,6 +126,7 @@ class Experiment:
         again = None if resume is None else str(resume)
         for callback in callbacks:
             require(isinstance(callback, FederationCallback), "callbacks", "must be FederationCallbacks", callback)
+        check_hooks(callbacks, "callbacks")
         with undisturbed(), self._given.speaking():
             built = self._built()
             team = built.team()

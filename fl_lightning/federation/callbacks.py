@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from fl_lightning.errors import require
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.terminal import say
 
@@ -38,6 +41,45 @@ class FederationCallback:
 
     def on_run_end(self, loop: Loop, summary: dict[str, Any]) -> None:
         """All rounds are done."""
+
+
+HOOKS = tuple(name for name in vars(FederationCallback) if not name.startswith("_"))
+
+
+def check_hooks(callbacks: Iterable[FederationCallback], key: str) -> None:
+    """Refuse a hook that cannot be called as it will be.
+
+    Args:
+        callbacks: they are asked for their hooks' signatures.
+        key: where they are listed.
+
+    Raises:
+        ConfigError: naming the callback, the hook and its arguments.
+    """
+    for index, callback in enumerate(callbacks):
+        for name in HOOKS:
+            wanted = list(inspect.signature(getattr(FederationCallback, name)).parameters)[1:]
+            rule = f"{type(callback).__name__}.{name}() must take {', '.join(wanted) or 'nothing'}"
+            require(_takes(getattr(callback, name), len(wanted)), f"{key}.{index}", rule)
+
+
+def _takes(hook: Any, number: int) -> bool:
+    try:
+        inspect.signature(hook).bind(*[None] * number)
+    except (TypeError, ValueError):  # it is called otherwise, or it is nothing to be called
+        return False
+    return True
+
+
+def never_called(callbacks: Iterable[FederationCallback]) -> Iterator[str]:
+    """What looks as if a hook had been meant, in a line each."""
+    for callback in callbacks:
+        kind = type(callback)
+        theirs = {name for base in kind.__mro__ if base.__module__.startswith("lightning.") for name in vars(base)}
+        for name in sorted(name for name in dir(kind) if name.startswith("on_") and name not in theirs):
+            near = difflib.get_close_matches(name, HOOKS, 1, 0.7)
+            if near and name not in HOOKS:
+                yield f"{kind.__name__}.{name}() is no hook, and nobody calls it; did you mean {near[0]}()?"
 
 
 def tell(callbacks: Iterable[FederationCallback], hook: str, loop: Loop, *arguments: Any) -> None:

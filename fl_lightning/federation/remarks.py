@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fl_lightning.core.host import Parts
+from fl_lightning.federation.callbacks import never_called
 from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.privacy import ClipAndNoise
 
@@ -26,6 +27,7 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
     largest, size = int(loop.num_train.max()), loop.data.batch_size
     if size > largest and loop.num_clients > 0:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
+    yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
     wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None
     rounds = [own for own in wire if isinstance(own, Quantize) and own.ways != "down" and not own.updates]

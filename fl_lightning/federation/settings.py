@@ -10,7 +10,7 @@ from fl_lightning.core.private_steps import RecordPrivacy
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import require, require_choices
 from fl_lightning.federation.attacks import Attack
-from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.callbacks import FederationCallback, check_hooks
 from fl_lightning.federation.checkpoint import CheckpointPolicy
 from fl_lightning.federation.early_stopping import EarlyStopping
 from fl_lightning.federation.exchange import Exchange
@@ -173,6 +173,7 @@ class Federation:
         early = self.newcomers.clients == 0 or self.newcomers.after < self.rounds
         allowed = f"must be < federation.rounds ({self.rounds})"
         require(early, "federation.newcomers.after", allowed, self.newcomers.after)
+        check_hooks(self.callbacks or (), "federation.callbacks")
 
     def check(self, num_clients: int, overlaps: bool) -> None:
         """Refuse what cannot be done with these clients.

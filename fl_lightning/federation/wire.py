@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.message import Message
-from fl_lightning.errors import ConfigError, require
+from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.exchange import Exchange
 from fl_lightning.federation.packing import Packet
 from fl_lightning.running_on import RunningOn
@@ -96,7 +96,8 @@ class Wire:
     ) -> None:
         self._trained, self._seed = trained, seed
         named = list(enumerate(filters))
-        for _, own in named:
+        for index, own in named:
+            require_choices(f"{KEY}.{index}", ways=(own.ways, Ways))
             if own.needs_server and exchange.between_clients:
                 rule = f"needs a server, which a federation on a {type(exchange).__name__} has not: leave it out"
                 option = "" if own.needs_server is True else f" with {own.needs_server}"

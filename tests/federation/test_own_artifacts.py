@@ -400,6 +400,14 @@ def test_a_filter_of_ones_own_that_gives_no_packet_is_named(own, said, run_feder
         run_federation(lambda: FedAvg(mlp()), rounds=1, wire=[own])
 
 
+def test_a_filter_of_ones_own_that_goes_no_known_way_is_refused(set_up_federation, mlp):
+    """It passed both."""
+    own = Gives(lambda packet: packet)
+    own.ways = "upwards"
+    with pytest.raises(ConfigError, match=r"^federation\.wire\.0\.ways: must be one of up, down, both, got 'upwards'$"):
+        set_up_federation(lambda: FedAvg(mlp()), wire=[own])
+
+
 class SendsTurned(FedAvg):
     """Sends a matrix whose columns are its rows."""
 

@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import Callback
 from tutorial_modules import Tabular
 
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.callbacks import FederationCallback, never_called
+from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.models.lightning_module import WrappedLightningModule
@@ -376,3 +377,40 @@ def test_an_epoch_that_a_limit_of_steps_cuts_has_its_loss_too(beyond, run_federa
     trainer = {"callbacks": [own], "max_steps": steps + beyond}
     run_federation(lambda: FedAvg(mlp()), 1, data=data, local_epochs=2, trainer=trainer)
     assert len(own.losses) == len(set(own.losses)) == (2 if beyond < 0 else 4)
+
+
+def with_hook(name, hook):
+    """A federation's callback of which one hook is somebody's own."""
+    return type("Mine", (FederationCallback,), {name: hook})()
+
+
+@pytest.mark.parametrize(
+    ("name", "hook", "wanted"),
+    [
+        ("on_round_end", lambda self, loop: None, "loop, row"),
+        ("on_run_start", lambda self, loop, more: None, "loop"),
+        ("on_client_fit_end", lambda self, loop, *, report: None, "loop, report"),
+        ("load_state_dict", lambda self: None, "state"),
+        ("state_dict", lambda self, rounds: {}, "nothing"),
+        ("on_run_end", None, "loop, summary"),
+    ],
+)
+def test_hook_that_cannot_be_called_is_refused_by_name(name, hook, wanted):
+    with pytest.raises(ConfigError, match=rf"^federation\.callbacks\.1: Mine\.{name}\(\) must take {wanted}$"):
+        Federation(rounds=1, callbacks=[FederationCallback(), with_hook(name, hook)])
+
+
+def test_hook_may_take_more_than_it_is_given():
+    own = with_hook("on_round_end", lambda self, *arguments, loud=False: None)
+    assert Federation(rounds=1, callbacks=[own]).callbacks == [own]
+
+
+def test_name_that_is_nearly_a_hook_is_told_of():
+    own = with_hook("on_round_ends", lambda self, loop, row: None)
+    rule = "Mine.on_round_ends() is no hook, and nobody calls it; did you mean on_round_end()?"
+    assert list(never_called([own])) == [rule]
+
+
+def test_names_of_hooks_and_of_other_libraries_are_not():
+    both = type("Both", (Callback, FederationCallback), {"on_run_end": lambda self, loop, summary: None})
+    assert list(never_called([both(), with_hook("on_my_mind", None), FederationCallback()])) == []
