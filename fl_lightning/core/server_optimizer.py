@@ -57,12 +57,17 @@ class ServerOptimizer(ABC):
             return mean
         wide = mean.to(accumulation_dtype(mean.device))
         delta = wide - old.to(wide)
+        way = self.direction(name, delta.clone())  # which may be changed in place
+        if not isinstance(way, Tensor) or way.shape != delta.shape:
+            said = list(way.shape) if isinstance(way, Tensor) else type(way).__name__
+            rule = f"must give a tensor {list(delta.shape)} for {name}, as its Δ is, and gives {said}"
+            raise TypeError(f"{type(self).__name__}.direction() {rule}")
         # From the mean and not from the old weights: a step of Δ itself is the mean then, bit for bit.
-        return (wide + (self.lr * self.direction(name, delta) - delta)).to(mean.dtype)
+        return (wide + (self.lr * way - delta)).to(mean.dtype)
 
     @abstractmethod
     def direction(self, name: str, delta: Tensor) -> Tensor:
-        """Where to step, in units of the learning rate, given one weight's Δ."""
+        """Where to step, in units of the learning rate, given one weight's Δ; of the same shape."""
 
     def remembered(self, slot: str, name: str, like: Tensor) -> Tensor:
         """What is kept of one weight from round to round; zeros at first."""

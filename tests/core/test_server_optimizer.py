@@ -7,7 +7,13 @@ import torch
 
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
-from fl_lightning.core.server_optimizer import ServerAdagrad, ServerAdam, ServerMomentum, ServerYogi
+from fl_lightning.core.server_optimizer import (
+    ServerAdagrad,
+    ServerAdam,
+    ServerMomentum,
+    ServerOptimizer,
+    ServerYogi,
+)
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
@@ -18,6 +24,18 @@ from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.fedrep import FedRep
 from fl_lightning.methods.fesem import FeSEM
+
+
+class Own(ServerOptimizer):
+    """A direction as a function of Δ."""
+
+    def __init__(self, way):
+        super().__init__(lr=1.0)
+        self.way = way
+
+    def direction(self, name, delta):
+        return self.way(delta)
+
 
 KINDS = [ServerMomentum, ServerAdagrad, ServerAdam, ServerYogi]
 
@@ -39,6 +57,28 @@ def test_momentum_matches_hand_computed_values():
 def test_nesterov_momentum_matches_hand_computed_values():
     """v = 1, 0.9 + 1 = 1.9, x = 0.95; Δ = 1.05, v = 1.95, 1.755 + 1.05 = 2.805, x = 0.95 + 1.4025."""
     assert two_rounds(ServerMomentum(lr=0.5, momentum=0.9, nesterov=True)) == pytest.approx([0.95, 2.3525])
+
+
+def test_a_direction_may_be_made_in_place():
+    """Δ was read again after it, so that a step of nothing was one of all of Δ."""
+    assert two_rounds(Own(lambda delta: delta.mul_(0)), start=0.5) == [0.5, 0.5]
+    assert two_rounds(Own(lambda delta: delta.mul_(2))) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        (lambda delta: None, "NoneType"),
+        (lambda delta: 0.5, "float"),
+        (lambda delta: delta.mean(), r"\[\]"),
+        (lambda delta: delta.expand(2, 1), r"\[2, 1\]"),
+    ],
+)
+def test_a_direction_of_another_shape_is_refused(way, said):
+    with pytest.raises(
+        TypeError, match=rf"^Own\.direction\(\) must give a tensor \[1\] for w, as .*, and gives {said}$"
+    ):
+        two_rounds(Own(way))
 
 
 def test_adagrad_matches_hand_computed_values():
