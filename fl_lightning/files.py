@@ -36,6 +36,20 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("FL_LIGHTNING_CACHE") or "~/.cache/fl-lightning/arrays").expanduser()
 
 
+def inside(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Each folder in a folder, itself first, with the names of its files; links are followed, to each folder once."""
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()  # of two links to one folder the same one counts everywhere
+        with suppress(OSError):  # it has just gone
+            about = os.stat(place)
+            if (about.st_dev, about.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((about.st_dev, about.st_ino))
+        yield place, names
+
+
 def content_of(path: Path) -> bytes:
     """The bytes of a file.
 

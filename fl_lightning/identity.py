@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.files import content_of
+from fl_lightning.files import content_of, inside
 from fl_lightning.source import UnreadableError
 from fl_lightning.static import EMPTY, load, parameters
 
@@ -139,7 +139,7 @@ def _digest(path: str, *_: int) -> str:
 def last_change(folder: str) -> float:
     """When something in a folder last changed, came or went, in seconds since the epoch; 0 where the folder is gone."""
     times = [0.0]
-    for place, _, names in os.walk(folder):
+    for place, names in inside(folder):
         for name in (".", *names):
             with suppress(OSError):
                 times.append(os.stat(os.path.join(place, name)).st_mtime)

@@ -191,7 +191,7 @@ class ClientModule(L.LightningModule):
             server = self.method.make_server(self.initial_message(), facts)
         rule = f"{type(self.method).__name__}.make_server() gives {type(server).__name__}, and must give a Server"
         require(isinstance(server, Server), "method", rule)
-        server.follow({name: rule for term in self.method.terms.exchanging for name, rule in term.rules().items()})
+        server.follow(self.method.terms.rules())
         return server
 
     @property

@@ -91,9 +91,11 @@ class Server:
         self.rules = {**rules, **self.rules}
         for name, make in self.rules.items():
             with own_code("method", self, f"rules[{name!r}]"):
-                rule = make()
+                rule, other = make(), make()
             says = f"{who}'s rule of artifact {name!r} must make an ArtifactRule whenever it is called"
             require(isinstance(rule, ArtifactRule), "method", says, type(rule).__name__)
+            again = f"{says}, a new one for every round, and gives the same one twice"
+            require(rule is not other, "method", again)
 
     def setup(self, facts: Facts) -> None:
         """Learn the federation's facts; called once, before the first round."""
@@ -274,6 +276,8 @@ class TrainingServer(Server, ABC):
     def setup(self, facts: Facts) -> None:
         """Make network and optimizer, and the first message."""
         super().setup(facts)
+        rule = f"{type(self).__name__}.trains_on must list artifacts' names, as in ('logits',), and is one text"
+        require(not isinstance(self.trains_on, str), "method", rule, self.trains_on)
         with isolated_streams(facts.seed, "server/init"):
             self.network = self.build().to(facts.device, torch.float32)
         self.network_optimizer = self.make_optimizer(self.network.parameters())

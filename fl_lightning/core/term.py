@@ -201,6 +201,23 @@ class Terms(nn.ModuleList):
             artifacts.update(sent)
         return artifacts
 
+    def rules(self) -> dict[str, RuleFactory]:
+        """How the server merges the terms' artifacts, by name.
+
+        Raises:
+            ConfigError: naming the term whose rules are none.
+        """
+        found: dict[str, RuleFactory] = {}
+        for term in self.exchanging:
+            who = f"{type(term).__name__}.rules()"
+            rules = term.rules()
+            require(isinstance(rules, Mapping), "method", f"{who} must give rules by artifacts' names", rules)
+            for name, make in rules.items():
+                allowed = f"{who} must give for {name!r} what makes a rule for every round: a class, a function"
+                require(callable(make), "method", allowed, type(make).__name__)
+            found |= rules
+        return found
+
     @property
     def extra(self) -> list[Term]:
         """Those that the configuration adds."""

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,7 +21,7 @@ from fl_lightning.archives import check_stored
 from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset
 from fl_lightning.errors import own_code, require
-from fl_lightning.files import default_cache_dir, remove_abandoned
+from fl_lightning.files import default_cache_dir, inside, remove_abandoned
 from fl_lightning.own_sources import edited_since_import, imported_sources, source_of
 from fl_lightning.sealed import save_tensors, verify
 from fl_lightning.seeding import isolated_streams
@@ -59,9 +59,9 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     folder = Path(cache_dir or _FOLDER.get() or default_cache_dir()).expanduser()
     name = type(dataset).__name__
     identity = _identity(dataset)
-    if identity is not None and (cached := _read(folder / _file_name(name, identity, dataset))) is not None:
-        return cached
     before = _stamps(dataset) if identity is not None else {}
+    if identity is not None and (cached := _read(folder / _file_name(name, identity, before))) is not None:
+        return cached
     outer = _FOLDER.set(folder)
     try:
         with own_code(KEY, dataset, "arrays()"), streams():
@@ -74,11 +74,13 @@ def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     arrays.digest = content_hash(arrays)
     if identity is not None:
         # The sources are looked at again: a download may just have brought them, all of them.
-        changed = sorted(path for path, now in _stamps(dataset).items() if before.get(path) != now)
+        now = _stamps(dataset)
+        changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
         if changed and any(stamp != ABSENT for stamp in before.values()):
-            say(f"fl-lightning: {name}: {changed[0]} came or changed while it was read; what was read is not cached")
+            how = "came or changed" if changed[0] in now else "went"
+            say(f"fl-lightning: {name}: {changed[0]} {how} while it was read; what was read is not cached")
         else:
-            _write(folder / _file_name(name, identity, dataset), arrays)
+            _write(folder / _file_name(name, identity, now), arrays)
     return arrays
 
 
@@ -130,9 +132,9 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no stable text")
 
 
-def _file_name(name: str, identity: str, dataset: Dataset) -> str:
+def _file_name(name: str, identity: str, stamps: Mapping[str, str]) -> str:
     digest = hashlib.sha256(identity.encode())
-    for source, stamp in _stamps(dataset).items():
+    for source, stamp in stamps.items():
         digest.update(f"\n{source}/{stamp}".encode(errors="surrogateescape"))  # names of files may be any bytes
     return f"{name}-{digest.hexdigest()[:20]}.pt"
 
@@ -165,7 +167,7 @@ def _inside(path: str) -> list[str]:
     """A file itself, or all in a folder, whose own time of change says nothing of what is in them."""
     if not os.path.isdir(path):
         return [path]
-    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return [os.path.join(folder, name) for folder, names in inside(path) for name in names]
 
 
 def content_hash(arrays: Arrays) -> str:

@@ -229,6 +229,9 @@ class Star(Exchange):
         self.server = template.make_server(facts)
         with own_code("method", self.server, "setup()"):
             self.server.setup(facts)
+        given = self.server.message
+        rule = f"{type(self.server).__name__}.message must be a Message once it is set up"
+        require(isinstance(given, Message), "method", rule, type(given).__name__)
         self._is_ours = is_known(type(self.server).__module__)
         self._shapes = {name: tensor.shape for name, tensor in self.server.message.weights.items()}
         self._rules = [rule() for rule in self.server.rules.values()]

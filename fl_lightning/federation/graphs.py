@@ -12,8 +12,9 @@ from typing_extensions import override
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message, Size
+from fl_lightning.core.method import Method
 from fl_lightning.core.mixing import PUSH_WEIGHT
-from fl_lightning.errors import ConfigError, require, require_choices
+from fl_lightning.errors import ConfigError, require, require_choices, suggest
 from fl_lightning.federation.exchange import Exchange, Star
 from fl_lightning.federation.peers import Peers, Ring, Topology
 from fl_lightning.seeding import numpy_generator
@@ -252,3 +253,15 @@ def _reached(client: int, edges: Iterable[tuple[int, int]]) -> set[int]:
 
 EXCHANGES: dict[str, type[Exchange]] = {kind.__name__: kind for kind in (Star, Ring, DirectedGraph, RandomPeers)}
 """What `Method.exchange` may say."""
+
+
+def exchange_of(method: Method) -> Exchange:
+    """The exchange that a method brings along.
+
+    Raises:
+        ConfigError: if it names none that there is.
+    """
+    name = method.exchange
+    rule = f"{type(method).__name__}.exchange names none; {suggest(str(name), EXCHANGES)}"
+    require(name in EXCHANGES, "method", rule, name)
+    return EXCHANGES[name]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Loggers:
         """Tell them the run's configuration."""
 
         def tell(logger: Logger) -> None:
-            logger.log_hyperparams(dict(config))
+            logger.log_hyperparams(copy.deepcopy(dict(config)))  # what the run is built from stays as it is
 
         self._tell(tell, tell)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from fl_lightning.federation.compiling import compile_steps
 from fl_lightning.federation.early_stopping import Patience
 from fl_lightning.federation.examiner import Examiner
 from fl_lightning.federation.exchange import Carriers
-from fl_lightning.federation.graphs import EXCHANGES
+from fl_lightning.federation.graphs import exchange_of
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
@@ -129,7 +129,7 @@ class FederatedLoop:
 
     def _set_up_exchange(self) -> None:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
-        exchange = EXCHANGES[template.method.exchange]() if settings.exchange is None else settings.exchange
+        exchange = exchange_of(template.method) if settings.exchange is None else settings.exchange
         self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names, self.seed)
         exchange.setup(template, facts)
         self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments

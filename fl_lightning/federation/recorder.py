@@ -106,6 +106,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
                 loop.patience.monitor,
                 loop.patience.less,
                 loop.num_clients,
+                loop.calendar.num_founders,
             )
         )
 

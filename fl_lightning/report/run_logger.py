@@ -30,6 +30,7 @@ class RunStart:
         monitor: the column that chooses the best round (`early_stopping.monitor`); empty leaves it to the rows.
         less: whether less of it is better; None goes by its name.
         num_clients: of the federation; 0 for as many as are counted.
+        num_founders: those who are there from the start, the first ones; None for all.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class RunStart:
     monitor: str = ""
     less: bool | None = None
     num_clients: int = 0
+    num_founders: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def drawn(start: RunStart, record: RoundRecord, folder: Path, first: bool) -> It
 
 
 def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
-    """A table of the clients, and histograms over them."""
+    """A table of the clients, and histograms over those that count in means: no attackers, nobody who joined later."""
     import wandb
 
     if not rows:
@@ -45,8 +46,10 @@ def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
     cells = [{**row, "classes": held.get(row["client"])} for row in rows]
     table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
     found: dict[str, Any] = {"clients/table": table}
+    last = math.inf if start.num_founders is None else start.num_founders
+    counted = [row for row in rows if row["client"] < last and not row.get("attacker")]
     for name in HISTOGRAMS:
-        known = [row[name] for row in rows if row.get(name) is not None]
+        known = [row[name] for row in counted if row.get(name) is not None]
         if known:
             counts = np.histogram(known, bins=BINS, range=(0, 1))
             found[f"clients/{name}"] = wandb.Histogram(np_histogram=counts)

@@ -230,7 +230,8 @@ def _validation_sizes(run: Cell) -> dict[int, int]:
 def _mark(values: Mapping[str, Value]) -> None:
     """Mark the best and the second best of a column, each only where a test tells it from the next one.
 
-    Where rows print figures of which more and of which less is better, none is the best.
+    Where rows print figures of which more and of which less is better, none is the best; nor is a row that another is
+    ahead of on the seeds that both have.
     """
     if len({value.less_is_better for value in values.values()}) > 1:
         return
@@ -238,8 +239,15 @@ def _mark(values: Mapping[str, Value]) -> None:
     for place, mark in enumerate(("best", "second")):
         if place and len(ranked) > 1 and ranked[0].mean == ranked[1].mean:
             return  # which of the two is the second best, the file's order would say
-        if len(ranked) > place + 1 and differ(ranked[place], ranked[place + 1]):
-            ranked[place].mark, ranked[place].rests_on = mark, paired_by(ranked[place], ranked[place + 1])
+        own, others = ranked[place], ranked[place + 1 :]
+        if others and differ(own, others[0]) and not any(_denied(own, other) for other in others):
+            own.mark, own.rests_on = mark, paired_by(own, others[0])
+
+
+def _denied(better: Value, worse: Value) -> bool:
+    """Whether the seeds that two cells have in common say the opposite of their means, because others are missing."""
+    gaps = pairs(better.seeds, worse.seeds)
+    return len(gaps) > 0 and bool((gaps.mean() if better.less_is_better else -gaps.mean()) > 0)
 
 
 def differ(first: Value, second: Value) -> bool:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.errors import require, suggest
-from fl_lightning.report.columns import FIGURES, OTHERS, is_score, is_share, is_spread, less_is_better, may_exist
+from fl_lightning.report.columns import (
+    FIGURES,
+    OTHERS,
+    accuracy_of,
+    is_score,
+    is_share,
+    is_spread,
+    less_is_better,
+    may_exist,
+)
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.record import best_round as best_by
 from fl_lightning.report.record import chosen_by
@@ -161,7 +170,8 @@ def moments(
         entry = _entry(summary, figure.column)
         return {} if entry is None else {SUMMARY: entry}
     known = [row[figure.column] for row in evaluated(figure, rows)]
-    stretches = {"last": known[-1:], "mean_last_10": known[-10:], "mean": known}
+    last = [] if _untested(figure, rows) else known[-1:]
+    stretches = {"last": last, "mean_last_10": known[-10:], "mean": known}
     found = {moment: math.fsum(own) / len(own) for moment, own in stretches.items() if own and all(map(is_number, own))}
     best = best_round(figure, rows, summary, watched)
     if best is not None and is_number(best.get(figure.column)):
@@ -173,6 +183,13 @@ def moments(
 def evaluated(figure: Figure, rows: Sequence[Record]) -> list[Record]:
     """The rows of the rounds in which a figure was measured, whatever came of it."""
     return [row for row in rows if isinstance(row.get(figure.column), (int, float))]
+
+
+def _untested(figure: Figure, rows: Sequence[Record]) -> bool:
+    """Whether the last round that was tested has no value of a figure: an older one stands for another round."""
+    measured = [place for place, row in enumerate(rows) if isinstance(row.get(figure.column), (int, float))]
+    later, plain = rows[measured[-1] + 1 :] if measured else (), accuracy_of(figure.column)
+    return any(row.get(plain) is not None for row in later)
 
 
 def ran_away(figure: Figure, rows: Sequence[Record]) -> bool:

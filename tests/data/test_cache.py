@@ -15,6 +15,7 @@ from fl_lightning.data.dataset import Dataset, default_data_dir
 from fl_lightning.data.own_files import CSVTable
 from fl_lightning.data.sample import Sample
 from fl_lightning.errors import ConfigError
+from fl_lightning.identity import last_change
 
 
 class Counted(Dataset):
@@ -362,3 +363,47 @@ def test_what_comes_while_others_are_read_is_in_no_cache(tmp_path, capsys):
     load(Meanwhile(), tmp_path / "cache")
     assert not (tmp_path / "cache").exists() or files(tmp_path / "cache") == []
     assert "1.txt came or changed while it was read; what was read is not cached" in capsys.readouterr().err
+
+
+def test_what_goes_while_others_are_read_is_in_no_cache(tmp_path, capsys):
+    """It stayed in all later runs, under the key of those that were left."""
+
+    class Meanwhile(Counted):
+        def sources(self):
+            return sorted(tmp_path.glob("*.txt"))
+
+        def arrays(self):
+            (tmp_path / "first.txt").unlink()
+            return super().arrays()
+
+    for name in ("first.txt", "second.txt"):
+        (tmp_path / name).write_text("one")
+    Meanwhile.__module__ = "fl_lightning.data.made_up"
+    load(Meanwhile(), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or files(tmp_path / "cache") == []
+    assert "first.txt went while it was read; what was read is not cached" in capsys.readouterr().err
+
+
+def test_a_folder_behind_a_link_is_looked_into(tmp_path):
+    """What changed in it changed nothing: the cache went on giving what it had."""
+
+    class Linked(Counted):
+        def sources(self):
+            return [tmp_path / "root"]
+
+    Linked.__module__ = "fl_lightning.data.made_up"
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (elsewhere, tmp_path / "root"):
+        folder.mkdir()
+    (tmp_path / "root" / "class").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(tmp_path / "root")
+    (elsewhere / "one.txt").write_text("one")
+    before = last_change(str(tmp_path / "root"))
+    for _ in range(2):
+        load(Linked(), tmp_path / "cache")
+    assert len(files(tmp_path / "cache")) == 1
+    (elsewhere / "two.txt").write_text("two")
+    os.utime(elsewhere / "two.txt", (before + 9, before + 9))
+    load(Linked(), tmp_path / "cache")
+    assert len(files(tmp_path / "cache")) == 2
+    assert last_change(str(tmp_path / "root")) == before + 9

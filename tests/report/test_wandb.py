@@ -419,3 +419,17 @@ def test_clients_whose_classes_are_not_counted_are_in_the_table(tmp_path):
     logger = WandbLogger(offline=True, save_dir=str(tmp_path))
     logger._start = begun
     assert logger._facts()["num_clients"] == 50_000
+
+
+def test_histograms_are_over_those_that_count(tmp_path):
+    """The mean beside them was of two clients, they were of four."""
+    begun = make_start(tmp_path, num_founders=3)
+    scores = {0: 0.92, 1: 0.81, 2: 0.05, 3: 0.12}
+    rows = [
+        {"round": 1, "client": client, "participated": 1, "attacker": int(client == 2), "Local-T": score}
+        for client, score in scores.items()
+    ]
+    found = wandb_media.of_clients(begun, rows)
+    histogram = found["clients/Local-T"]
+    assert sum(histogram.histogram) == 2
+    assert found["clients/table"].get_column("client") == [0, 1, 2, 3]

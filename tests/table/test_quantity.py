@@ -56,6 +56,16 @@ def test_a_figure_that_ran_away_is_not_that_of_an_earlier_round(end):
     assert found == {"best": 1.0}
 
 
+def test_the_last_round_has_no_value_of_a_round_before_it():
+    """An AUROC of round 1 stood beside the accuracy of round 2, under one name."""
+    first, second = {"Local-T": 0.5, "AUROC/Local-T": 0.91, "Local-T_hurt": 0.8}, {"Local-T": 0.6}
+    rows = [{"round": 1, **first}, {"round": 2, **dict.fromkeys(first), **second}, {"round": 3, **dict.fromkeys(first)}]
+    for name, last in (("Local-T", 0.6), ("AUROC/Local-T", None), ("Local-T_hurt", None)):
+        found = moments(read_figure(f"{name}.last", "figure"), rows, {})
+        assert found.get("last") == last
+        assert found["mean_last_10"] == pytest.approx(0.55 if last else first[name])
+
+
 def test_ten_rounds_of_many():
     rows = [{"round": i, "Local-T": float(i)} for i in range(1, 21)]
     found = moments(read_figure("Local-T.last", "figure"), rows, {})

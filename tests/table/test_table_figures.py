@@ -68,6 +68,19 @@ def test_nobody_is_ahead_by_a_mean_that_its_pairs_deny():
     assert differ(first, Value(seeds={0: 78.0, 1: 79.1, 2: 80.0}))
 
 
+def test_nobody_is_the_best_who_is_behind_another_row_on_the_seeds_of_both():
+    """Means of different seeds decided: the row lacked the hard ones."""
+    without = Value(seeds={0: 90.0, 1: 90.5, 2: 91.0})
+    worse = Value(seeds={0: 80.0, 1: 80.6, 2: 81.0})
+    ahead = Value(seeds={0: 92.0, 1: 92.6, 2: 93.0, 3: 60.0, 4: 60.0})
+    _mark({"without": without, "worse": worse, "ahead": ahead})
+    assert ahead.mean < worse.mean < without.mean
+    assert [value.mark for value in (ahead, without, worse)] == ["", "", ""]
+    ahead.seeds |= {3: 90.0, 4: 90.5}
+    _mark({"without": without, "worse": worse, "ahead": ahead})
+    assert [value.mark for value in (ahead, without, worse)] == ["best", "second", ""]
+
+
 def test_clients_count_in_the_test_as_they_do_in_the_mean():
     gaps = [-1.0] * 39 + [60.0]
     clients, weights = dict(enumerate(gaps)), dict(enumerate([1000.0] * 39 + [1.0]))
