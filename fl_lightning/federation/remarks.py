@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
+from fl_lightning.core.freezing import training
 from fl_lightning.core.host import Parts
 from fl_lightning.federation.callbacks import never_called
 from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.privacy import ClipAndNoise
+from fl_lightning.models.split import SplitModel
+from fl_lightning.seeding import isolated_streams
+from fl_lightning.trust import is_known
 
 if TYPE_CHECKING:
     from fl_lightning.federation.loop import FederatedLoop
@@ -41,6 +48,36 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
         yield f"model: {type(method).__name__} has a loss of its own, where what training_step returns does not count"
     if isinstance(method, Remarking) and (said := method.remark(str(loop.runner.trainer.precision))):
         yield f"method: {type(method).__name__}: {said}"
+    some = torch.arange(len(loop.data.store.x))[:1]
+    if len(some):
+        x = loop.data.store.gather(some)[0]
+        yield from filter(None, (_two_networks(module.method.model, x) for module in loop.runner.modules))
     if chosen is not None and type(chosen).__name__ != method.exchange:
         own, name = method.exchange, type(method).__name__
         yield f"federation.exchange: {type(chosen).__name__}, where {name} is defined on {own}"
+
+
+@torch.no_grad()
+def _two_networks(model: SplitModel, x: Tensor) -> str:
+    """How a model of one's own trains another network than is tested; empty if it does not."""
+    kind, asked = type(model), (type(model), type(model.body))
+    if all(is_known(own.__module__) for own in asked) or model.own.has_loss:
+        return ""
+
+    def made(ask: Callable[[], Tensor]) -> Tensor:
+        with training(model, False), isolated_streams(0, "inputs"):
+            return ask()
+
+    z, seen = made(lambda: model.embed(x)), made(lambda: model.forward_features(x)[1])
+    if not _alike(z, seen):
+        of = f"{kind.__name__}.embed(), which tests call, gives another embedding than forward_features(), which trains"
+        return f"model: {of}; override both, or the stages of the body"
+    if kind.forward is not SplitModel.forward and not _alike(made(lambda: model(x)), made(lambda: model.head(z))):
+        of = f"{kind.__name__}.forward() gives other logits than head(embed(x)), which is what is trained and tested"
+        return f"model: {of}"
+    return ""
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    same = isinstance(one, Tensor) and one.shape == other.shape
+    return same and torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,6 +1,7 @@
 import copy
 
 import pytest
+from torch import nn
 from tutorial_modules import DigitClassifier
 
 from fl_lightning.core.server_optimizer import ServerMomentum
@@ -14,6 +15,7 @@ from fl_lightning.methods.gpfl import GPFL
 from fl_lightning.methods.perfedavg import PerFedAvg
 from fl_lightning.methods.scaffold import SCAFFOLD
 from fl_lightning.models.lightning_module import WrappedLightningModule
+from fl_lightning.models.split import Body, SplitModel
 
 
 def test_ordinary_run_needs_no_remark(set_up_federation, mlp):
@@ -30,6 +32,49 @@ def test_batch_that_no_client_can_fill_is_remarked(set_up_federation, make_data,
 def test_exchange_that_is_not_the_methods_own_is_remarked(set_up_federation, mlp):
     loop = set_up_federation(lambda: FedAvg(mlp()), exchange=Ring())
     assert list(remarks(loop)) == ["federation.exchange: Ring, where FedAvg is defined on Star"]
+
+
+class Plain(SplitModel):
+    def __init__(self):
+        super().__init__(Body([nn.Flatten()], nn.Linear(64, 6)), nn.Linear(6, 4), 6, 4, (1, 8, 8))
+
+
+class OwnEmbedding(Plain):
+    def embed(self, x):
+        return 8 * super().embed(x)
+
+
+class BothWays(OwnEmbedding):
+    def forward_features(self, x):
+        maps, z = super().forward_features(x)
+        return maps, 8 * z
+
+
+class OwnForward(Plain):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OwnBody(Plain):
+    def __init__(self):
+        super().__init__()
+        self.body.__class__ = type("Halves", (Body,), {"forward": lambda self, x: Body.forward(self, x) / 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Plain, ""),
+        (BothWays, ""),
+        (OwnEmbedding, "OwnEmbedding.embed(), which tests call, gives another embedding than forward_features()"),
+        (OwnBody, "OwnBody.embed(), which tests call, gives another embedding than forward_features()"),
+        (OwnForward, "OwnForward.forward() gives other logits than head(embed(x)), which is what is trained and"),
+    ],
+)
+def test_a_model_of_which_one_part_is_trained_and_another_tested_is_remarked(kind, said, set_up_federation):
+    lines = list(remarks(set_up_federation(lambda: FedAvg(kind()))))
+    assert len(lines) == bool(said)
+    assert all(line.startswith(f"model: {said}") for line in lines)
 
 
 def test_a_modules_loss_that_does_not_count_is_remarked(set_up_federation):
