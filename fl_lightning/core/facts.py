@@ -152,8 +152,8 @@ class Fit:
         own = {"lr": phase.lr if lr is None and phase is not None else lr}
         own |= {} if phase is None or phase.settings is None else phase.settings.get(part, {})
         own = {option: value for option, value in own.items() if value is not None}
-        climbs = f"a phase's learning rate must be above 0{f' ({part})' if part else ''}"
-        require(own.get("lr", 1) > 0, "method", climbs, own.get("lr"))
+        rule, given = f"a phase's learning rate must be above 0{f' ({part})' if part else ''}", own.get("lr")
+        require(given is None or given > 0, "method", rule, given)
         rescale: Any = getattr(make, "rescale", None)
         if "lr" in own and rescale is not None and rescale(optimizer, own["lr"]):
             del own["lr"]

@@ -165,7 +165,8 @@ class TopK(WireFilter):
     exactly. Of equal ones the first are sent, NaN before all. At share 1 nothing changes.
 
     With error feedback x ← x + e, and e keeps what was not sent: e ← x − x̂. It grows until it is the largest. Running
-    statistics have none: what they lack of a client's own is the same in every round, and would be added up.
+    statistics have none, nor have weights that the client's fit does not begin from as they came (all of FedAMP's, the
+    ones that FedALA mixes): what they lack of a client's own is the same in every round, and would be added up.
 
     Costs k values, and for every tensor their places: 4 bytes each, or one bit for each of its entries, whichever is
     less. Entries that the client did not receive, integers and artifacts cross as they are. Before `Quantize` the k

@@ -131,6 +131,7 @@ class FederatedLoop:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
         exchange = exchange_of(template.method) if settings.exchange is None else settings.exchange
         self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names, self.seed)
+        self.runner.heeds_start = self.wire.feeds_back
         exchange.setup(template, facts)
         self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:

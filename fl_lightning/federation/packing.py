@@ -26,7 +26,8 @@ class Packed:
         bits: what one value takes.
         extra: bytes that travel beside values and places.
         adds_up: whether its changes add up over rounds, as a trained weight's do. A running statistic goes where the
-            client's data are, wherever it starts: of it nothing is owed.
+            client's data are, wherever it starts, and so does a weight that a client does not begin its fit from as it
+            came (FedAMP's): of them nothing is owed.
     """
 
     values: Tensor
@@ -115,7 +116,7 @@ class Packet:
         Args:
             message: on its way.
             received: what its sender has received from where it goes; None if that is not remembered there.
-            trained: names of the weights that are parameters; None for all.
+            trained: names of the weights whose changes add up; None for all.
         """
         known = {} if received is None else received.weights
         weights = {

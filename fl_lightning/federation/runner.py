@@ -109,7 +109,7 @@ class Runner:
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
         self.pool, self.stopwatch = ClientPool(None), Stopwatch()
-        self.keeps_shared = self.keeps_start = False
+        self.keeps_shared = self.keeps_start = self.heeds_start = False
         self._passes = Passes()
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
@@ -200,9 +200,9 @@ class Runner:
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
-            began = self.start(client, job.message)
+            began = {**self.start(client, job.message), **visit.moved}
             message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)
-            message = wire.up(message, job.message, self._memory)
+            message = wire.up(message, job.message, self._memory, visit.moved)
             checkups.message(message, job.message, data.num_train)
         if self.keeps_start:  # the pool may write the new state where the old one is
             visit.began = {name: tensor.clone() for name, tensor in began.items()}
@@ -229,13 +229,14 @@ class Runner:
         self._inbound.check(job.message, round, client)
         with at(round, client, "receive"):
             self.receive(module, job.message, data, job.facts)
+        moved = _moved(module, job.message) if self.heeds_start or self.attackers.attack is not None else {}
         with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
             scores = self._received_scores(module, client, job.known_scores, waits) if job.received else {}
         seconds, waits = time.perf_counter() - start, scores is None
-        return Visit(job, module, data, scores or {}, self._own, self._memory, seconds, waits=waits)
+        return Visit(job, module, data, scores or {}, self._own, self._memory, seconds, waits=waits, moved=moved)
 
     def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
-        """The shared weights that the client that is loaded started its round from.
+        """The shared weights that the client that is loaded started its round from, where it took them as they came.
 
         Args:
             client: 0-based.
@@ -382,3 +383,17 @@ def _lay_out(module: ClientModule) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def _moved(module: ClientModule, received: Message) -> dict[str, Tensor]:
+    """What a fit begins from of the weights that came in, where the method made something else of them: as FedAMP does.
+
+    Args:
+        module: right after the receive.
+        received: what came.
+    """
+    entries = module.entries
+    there = {name: entries[name] for name in received.weights if name in entries}
+    apart = (name for name, own in there.items() if not torch.equal(own, received.weights[name].to(own)))
+    return {name: there[name].clone() for name in apart}

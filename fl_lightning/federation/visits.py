@@ -64,6 +64,7 @@ class Visit:
         fit: brings the fitted client into the module; None where it is fitted by itself.
         trained: its scores after the fit, where they are known.
         waits: whether it is still to be tested after the receive.
+        moved: the weights that its receive left otherwise than they came, where the runner heeds that.
         began: the shared weights that it started from, once it has sent, where the runner keeps them.
     """
 
@@ -77,4 +78,5 @@ class Visit:
     fit: Callable[[], None] | None = None
     trained: Scores | None = None
     waits: bool = False
+    moved: Mapping[str, Tensor] = field(default_factory=dict)
     began: Mapping[str, Tensor] = field(default_factory=dict)

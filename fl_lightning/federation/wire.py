@@ -110,25 +110,36 @@ class Wire:
         remedy = "keep it in the `memory` that `apply` is given"
         self._running_on = RunningOn([*self._whole, *(own for _, own in self._up)], remedy, tensors=True)
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether a filter may add to a weight what earlier messages have left out of it."""
+        return bool(self._up)
+
     @torch.no_grad()
-    def up(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
+    def up(
+        self, message: Message, received: Message, memory: dict[str, Tensor], moved: Collection[str] = ()
+    ) -> Message:
         """What the exchange gets of what a client sends.
 
         Args:
             message: as the method sends it.
             received: what the client received in this round, which both ends know.
             memory: what filters keep for this client from round to round; changed in place.
+            moved: weights that the client's fit has not begun from as they were received.
         """
         self._running_on.begin()
         for whole in self._whole:
             known = replace(received, weights=dict(received.weights), artifacts=dict(received.artifacts))
             message = _given(whole, "change", whole.change(message, known), Message)
-        message = self._packed(message, received, memory) if self._up else message
+        message = self._packed(message, received, memory, moved) if self._up else message
         self._running_on.end()
         return message
 
-    def _packed(self, message: Message, received: Message, memory: dict[str, Tensor]) -> Message:
-        packet = Packet.of(message, received, self._trained)
+    def _packed(
+        self, message: Message, received: Message, memory: dict[str, Tensor], moved: Collection[str]
+    ) -> Message:
+        trained = message.weights.keys() if self._trained is None else self._trained
+        packet = Packet.of(message, received, set(trained).difference(moved))
         for index, own in self._up:
             prefix = f"{MEMORY}{index}."
             kept = {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}

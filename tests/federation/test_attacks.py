@@ -22,6 +22,7 @@ from fl_lightning.federation.sickness import ClientError
 from fl_lightning.identity import identity
 from fl_lightning.methods.dispfl import DisPFL, MaskedWeights
 from fl_lightning.methods.drdfl import DRDFL, Latents
+from fl_lightning.methods.fedamp import FedAMP
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.feddw import FedDW
@@ -52,6 +53,18 @@ def forge(data):
         return sent
 
     return make
+
+
+def test_an_attack_turns_what_the_fit_has_moved_not_what_the_method_keeps(set_up_federation, mlp):
+    """FedAMP begins its fits from its own weights, not from those that came in."""
+    attack = Attack(clients=[1], kind="sign_flip", strength=4.0)
+    loop = set_up_federation(lambda: FedAMP(mlp()), rounds=2, attack=attack)
+    loop.advance()
+    before = {name: value.clone() for name, value in loop.runner.pool.get(1).items()}
+    loop.advance()
+    after, sent, came = loop.runner.pool.get(1), loop.diary.sent[2, 1].weights, loop.diary.received[2, 1].weights
+    assert not torch.equal(before[WEIGHT], came[WEIGHT])
+    torch.testing.assert_close(sent[WEIGHT], before[WEIGHT] - 4 * (after[WEIGHT] - before[WEIGHT]))
 
 
 def test_what_is_an_update_itself_is_not_one_of_what_was_received(data):

@@ -24,6 +24,7 @@ from fl_lightning.federation.segments import load_state
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.wire import MEMORY, Wire, WireFilter
 from fl_lightning.methods.dispfl import DisPFL, MaskedWeights
+from fl_lightning.methods.fedamp import FedAMP
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbn import FedBN
 from fl_lightning.methods.fedfed import FedFed, KeptRows
@@ -209,6 +210,32 @@ def test_error_feedback_adds_up_to_the_truth():
     truth = torch.stack(meant).sum(0)
     torch.testing.assert_close(sent + memory[f"{MEMORY}0.w"], truth, rtol=0, atol=1e-5)
     assert (sent - truth).abs().max() < (plain - truth).abs().max()
+
+
+@pytest.mark.parametrize(("kind", "owes"), [(FedAMP, False), (FedAvg, True)])
+def test_nothing_is_owed_of_weights_that_a_fit_does_not_begin_from_as_they_came(kind, owes, mlp, set_up_federation):
+    """What a client keeps to itself was owed anew in every round, and added up: FedAMP ended at chance.
+
+    Where nothing is owed what arrives is what was received, or the client's own weight as it is.
+    """
+    loop = set_up_federation(lambda: kind(mlp()), rounds=4, wire=[TopK(0.1)])
+    made = []
+    send = kind.send
+
+    def noting(method, data):
+        message = send(method, data)
+        made.append(message.clone())
+        return message
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "send", noting)
+        loop.run()
+    last = zip(sorted(loop.participants), made[-4:], strict=True)
+    added = False
+    for client, honest in last:
+        began, sent = loop.diary.received[4, client].weights, loop.diary.sent[4, client].weights
+        added |= any(bool(((own != began[name]) & (own != honest.weights[name])).any()) for name, own in sent.items())
+    assert added is owes
 
 
 def test_error_feedback_of_a_narrow_type_is_kept_in_a_wide_one():
