@@ -12,6 +12,8 @@ from fl_lightning.errors import require
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.parser import resolve
+from fl_lightning.report.record import read_metrics
+from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
     from fl_lightning.core.method import Method
@@ -41,7 +43,14 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
     path = checkpoints.find("auto")
     if path is not None:
         experiment.loop.load_state_dict(checkpoints.load(path))
-    return experiment.loop
+    loop, done = (
+        experiment.loop,
+        max((row["round"] for row in read_metrics(folder) if isinstance(row["round"], int)), default=0),
+    )
+    finished = (folder / "summary.json").is_file()
+    if finished and 0 < loop.round < done:
+        say(f"{folder} has {done} rounds, and was last saved after round {loop.round}, whose state this is")
+    return loop
 
 
 def with_models(folder: Path, trust: Trust, option: str) -> FederatedLoop:

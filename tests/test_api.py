@@ -332,6 +332,22 @@ class Interrupt(FederationCallback):
                 os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_models_of_an_earlier_end_are_not_given_out_as_the_last_ones(trial, capsys):
+    """A run that goes on without keeping models kept those of its first end."""
+    run = trial(name="went-on").fit()
+    assert len(list((run.folder / "models").iterdir())) == run.summary["clients"]
+    changes = {"federation__rounds": len(run.rounds) + 1, "federation__checkpoint__models": False}
+    longer = trial(name="went-on", **changes).fit(resume="auto")
+    assert list((longer.folder / "models").iterdir()) == []
+    with pytest.raises(ConfigError, match="this run keeps no models"):
+        longer.model(client=0)
+    capsys.readouterr()
+    done = len(longer.rounds)
+    changes = {"federation__rounds": done + 1, "federation__checkpoint__every": 0}
+    trial(name="went-on", **changes).fit(resume="auto").model()
+    assert f"has {done + 1} rounds, and was last saved after round {done}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("times", "rounds"), [(1, 2), (2, 1)], ids=["once", "twice"])
 def test_interrupt_leaves_a_folder_to_go_on_with(times, rounds, trial, capfd):
     options = {"name": f"interrupted-{times}", "federation__rounds": 3}

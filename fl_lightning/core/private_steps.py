@@ -46,12 +46,13 @@ class RecordPrivacy:
 
     A mini-batch takes each training sample with chance batch_size / n by itself; each sample's gradient is scaled down
     to a norm of at most C, their sum gets noise of standard deviation z C, and all is divided by the expected number
-    of samples. Whatever a client sends or keeps of its fits is then private against one sample more or less, for a
-    server that is not trusted. Needs `pip install 'fl-lightning[privacy]'`.
+    of samples. Whatever a client sends of its fits, and the weights that it keeps, are then private against one sample
+    more or less, for a server that is not trusted. Needs `pip install 'fl-lightning[privacy]'`.
 
-    Not covered: sample counts and class counts (they are known to all and weigh clients), accuracies and losses, the
-    partition and the run's other files. Noise and mini-batches are drawn from the run's seed, so that a run repeats and
-    resumes: for experiments; a deployment needs a cryptographic source.
+    Not covered: running statistics that stay with the client (`share_buffers: false`), sample counts and class counts
+    (they are known to all and weigh clients), accuracies and losses, the partition and the run's other files. Noise and
+    mini-batches are drawn from the run's seed, so that a run repeats and resumes: for experiments; a deployment needs a
+    cryptographic source.
 
     Args:
         noise_multiplier: z, 0 or from 0.001 to 1e6; 0 only clips, and ε is infinite.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.federation.model_files import ModelFolder
 from fl_lightning.federation.segments import Record, round_of_states, verify_states
 from fl_lightning.federation.state_index import packed_index, unpacked_index
 from fl_lightning.files import make_folder, remove, sync_folder, writing
@@ -302,9 +303,8 @@ class RunStorage:
         """Folder of clients' private states, also where none are saved: a run may go on from saved ones; or None."""
         return None if self._folder is None else Checkpoints(self._folder / "checkpoints").clients
 
-    def models(self, num_bytes: int) -> Path | None:
-        """Folder of clients' trained models, so many bytes together; None where they are not kept."""
-        keep = self._policy.models
-        if self._folder is None or keep is False or self.checkpoints is None:
-            return None
-        return self._folder / "models" if keep is True or num_bytes < KEEP_MODELS_BELOW else None
+    def models(self, num_bytes: int) -> ModelFolder:
+        """Where clients' trained models go, so many bytes together, and whether they are kept."""
+        keep = num_bytes < KEEP_MODELS_BELOW if self._policy.models == "auto" else bool(self._policy.models)
+        place = None if self._folder is None else self._folder / "models"
+        return ModelFolder(place, keep and self.checkpoints is not None)

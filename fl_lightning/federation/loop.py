@@ -30,7 +30,7 @@ from fl_lightning.federation.graphs import exchange_of
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
-from fl_lightning.federation.model_files import place_of
+from fl_lightning.federation.model_files import ModelFolder
 from fl_lightning.federation.model_sizes import model_bytes
 from fl_lightning.federation.posting import Posts
 from fl_lightning.federation.privacy import start_account
@@ -112,7 +112,8 @@ class FederatedLoop:
         self._set_up_exchange()
         self.round, self.agreement = 0, Agreement(self.cohort)
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes, self.workers.rank)
-        self.models_folder = storage.models(model_bytes(self.runner)) if self.workers.writes else None
+        bytes_of_all = model_bytes(self.runner)
+        self.models = storage.models(bytes_of_all) if self.workers.writes else ModelFolder(None, False)
         self.num_train, self.num_test = data.num_train, data.num_test
         self.holders = Holders(self.workers, self.num_train)
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
@@ -292,7 +293,7 @@ class FederatedLoop:
             received=self.examiner.tests_received(round, client),
             trained=self.examiner.tests_trained(round, client),
             known_scores=self.examiner.global_scores(client),
-            keep_model=place_of(self.models_folder, client, self.calendar.may_be_last_fit(client, round)),
+            keep_model=self.models.place(client, self.calendar.may_be_last_fit(client, round)),
         )
 
     def _inbox(self, round: int, client: int) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +21,31 @@ def full_state(module: ClientModule) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in {**buffers, **module.entries}.items()}
 
 
-def place_of(folder: Path | None, client: int, is_last: bool) -> Path | None:
-    """Where a client's model goes after a fit; one of an earlier end, from which the run goes on, goes away.
+class ModelFolder(NamedTuple):
+    """Where clients' trained models are.
 
     Args:
-        folder: a run's ``models/``; None where none are kept.
-        client: 0-based.
-        is_last: whether the fit may be the client's last.
+        path: a run's ``models/``; None where this process writes nothing.
+        keeps: whether the run keeps them; there may be some of an earlier end that kept them.
     """
-    if folder is None:
-        return None
-    path = folder / f"{client:05d}.pt"
-    if not is_last:
+
+    path: Path | None
+    keeps: bool
+
+    def place(self, client: int, is_last: bool) -> Path | None:
+        """Where a client's model goes after a fit; one of an earlier end, from which the run goes on, goes away.
+
+        Args:
+            client: 0-based.
+            is_last: whether the fit may be the client's last.
+        """
+        if self.path is None:
+            return None
+        path = self.path / f"{client:05d}.pt"
+        if is_last and self.keeps:
+            return path
         remove(path)
-    return path if is_last else None
+        return None
 
 
 def load_model(module: ClientModule, path: Path, key: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
 
 from fl_lightning.core.client import ClientModule
@@ -126,6 +127,9 @@ class RecordAccount:
         }
 
 
+_WATCHES = (ModelSummary, ProgressBar, Timer)
+"""Lightning's callbacks that change nothing, or by the clock alone."""
+
 # --- what allows it ---------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +143,10 @@ def _check_flags(flags: Mapping[str, Any]) -> None:
     precision = str(flags.get("precision") or "32-true")
     wide = precision in ("32", "64", "32-true", "64-true")
     require(wide, "trainer.precision", f"must be 32-true or 64-true under {KEY}: norms are to be exact", precision)
+    for callback in flags.get("callbacks") or ():
+        what = "sees samples or losses, which may decide how long a fit trains"
+        rule = f"must name none under {KEY} but those that only watch: {type(callback).__name__} {what}"
+        require(isinstance(callback, _WATCHES), "trainer.callbacks", rule)
 
 
 def _check_method(method: Method) -> None:

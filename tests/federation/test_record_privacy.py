@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from every_method import METHODS
+from lightning.pytorch.callbacks import EarlyStopping, ModelSummary, Timer
 from torch import nn
 
 from fl_lightning.core.private_steps import RecordPrivacy, record_safe
@@ -15,6 +16,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.accounting import FINE_ORDERS, ORDERS
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.record_privacy import _check_flags
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
@@ -348,6 +350,15 @@ def test_a_statistic_of_samples_that_would_travel_is_refused(set_up_federation, 
         set_up_federation(build, record_privacy=RecordPrivacy())
     if not isinstance(layer, type):  # a layer of norms keeps its own
         set_up_federation(build, record_privacy=RecordPrivacy(), share_buffers=False)
+
+
+def test_callbacks_that_may_end_a_fit_by_its_losses_are_refused(set_up_federation, mlp):
+    """ε was of the steps that were left, though the raw losses had chosen them."""
+    watches = [ModelSummary(), Timer("00:01:00:00")]
+    trainer = {"callbacks": [*watches, EarlyStopping("loss", check_on_train_epoch_end=True)]}
+    with pytest.raises(ConfigError, match=r"^trainer\.callbacks: must name none .* watch: EarlyStopping sees samples"):
+        set_up_federation(lambda: FedAvg(mlp()), trainer=trainer, record_privacy=RecordPrivacy())
+    _check_flags({"callbacks": watches})
 
 
 @pytest.mark.parametrize(
