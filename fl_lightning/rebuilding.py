@@ -43,10 +43,8 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
     path = checkpoints.find("auto")
     if path is not None:
         experiment.loop.load_state_dict(checkpoints.load(path))
-    loop, done = (
-        experiment.loop,
-        max((row["round"] for row in read_metrics(folder) if isinstance(row["round"], int)), default=0),
-    )
+    loop, rounds = experiment.loop, (row["round"] for row in read_metrics(folder))
+    done = max((round for round in rounds if isinstance(round, int)), default=0)
     finished = (folder / "summary.json").is_file()
     if finished and 0 < loop.round < done:
         say(f"{folder} has {done} rounds, and was last saved after round {loop.round}, whose state this is")

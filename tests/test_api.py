@@ -334,7 +334,7 @@ class Interrupt(FederationCallback):
 
 def test_models_of_an_earlier_end_are_not_given_out_as_the_last_ones(trial, capsys):
     """A run that goes on without keeping models kept those of its first end."""
-    run = trial(name="went-on").fit()
+    run = trial(name="went-on", federation__rounds=1).fit()
     assert len(list((run.folder / "models").iterdir())) == run.summary["clients"]
     changes = {"federation__rounds": len(run.rounds) + 1, "federation__checkpoint__models": False}
     longer = trial(name="went-on", **changes).fit(resume="auto")
@@ -344,7 +344,9 @@ def test_models_of_an_earlier_end_are_not_given_out_as_the_last_ones(trial, caps
     capsys.readouterr()
     done = len(longer.rounds)
     changes = {"federation__rounds": done + 1, "federation__checkpoint__every": 0}
-    trial(name="went-on", **changes).fit(resume="auto").model()
+    last = trial(name="went-on", **changes).fit(resume="auto")
+    with pytest.raises(ConfigError, match="^client: "):  # it has no global model, and keeps no other
+        last.model()
     assert f"has {done + 1} rounds, and was last saved after round {done}" in capsys.readouterr().err
 
 
