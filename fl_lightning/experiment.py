@@ -174,8 +174,8 @@ class BuiltExperiment:
         main = self.loop.workers.is_main
         loggers = Loggers(self._loggers(resume)) if main else Loggers()
         try:
-            with RunFolder(self.folder).held() if main else nullcontext():
-                self._prepare(resume, overwrite, loggers)
+            with RunFolder(self.folder).held() if main else nullcontext() as check:
+                self._prepare(resume, overwrite, loggers, check)
                 return self._run(callbacks)
         except WriteError as error:
             if self.loop.participants:
@@ -202,13 +202,15 @@ class BuiltExperiment:
         require(not isinstance(devices, int) or devices <= samples, "trainer.devices", rule, devices)
         return plan(settings.workers, settings.threads, participants, self.trainer, in_turn)
 
-    def _prepare(self, resume: str | None, overwrite: bool, loggers: Loggers) -> None:
+    def _prepare(self, resume: str | None, overwrite: bool, loggers: Loggers, check: Callable[[], None] | None) -> None:
         """Take up what a resumed run goes on from, clear what one that is begun anew replaces; the folder is held."""
         folder, workers = RunFolder(self.folder), self.loop.workers
         if workers.is_main:
             folder.claim(resume, overwrite, self.identity)  # again: another may have been here
-            self.recorder = Recorder(self.folder, self.about(), loggers)
+            self.recorder = Recorder(self.folder, self.about(), loggers, check)
             self.loop.callbacks.append(self.recorder)
+            if self.loop.checkpoints is not None and check is not None:
+                self.loop.checkpoints.require_ours = check
         chosen = workers.main_says(folder.choose(resume) if workers.is_main else None)
         seen = (self.folder / LOCK).exists()
         require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")

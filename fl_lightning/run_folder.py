@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -15,7 +15,7 @@ from fl_lightning.configuration import identity, read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Chosen
 from fl_lightning.federation.saving import check_identity
-from fl_lightning.files import content_of, make_folder, remove, remove_left_overs, writing
+from fl_lightning.files import WriteError, content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
 from fl_lightning.report.record import read_rows
 from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
@@ -221,8 +221,12 @@ class RunFolder:
                 os.replace(path, aside / "models" / path.name)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[Callable[[], None]]:
         """Hold the folder, so that no second process writes into it; the system lets go when this one ends.
+
+        Yields:
+            What raises `WriteError` once another folder lies at the path, which is not held: what is written there
+            would be among another run's files.
 
         Raises:
             ConfigError: if another process holds it.
@@ -238,7 +242,13 @@ class RunFolder:
                 with writing(self.path / LOCK):  # in place: another file would have another lock
                     file.truncate(0)
                     file.write(MARK.encode())
-            yield
+            knows = _is_at(file, self.path / LOCK)  # a file system may number its files anew
+
+            def check() -> None:
+                if knows and not _is_at(file, self.path / LOCK):
+                    raise WriteError(self.path, OSError(0, "it was moved, and another folder is there now"))
+
+            yield check
 
     def clean(self, overwrite: bool) -> None:
         """Delete what kills have left in the middle of a write and, if asked to, the run that was here.
@@ -253,6 +263,15 @@ class RunFolder:
                     remove(path)
             if pattern == "wandb/latest-run":
                 _remove_folders(self.path)
+
+
+def _is_at(file: Any, path: Path) -> bool:
+    """Whether an open file still lies at a path; it counts so where nothing does, of which writes say something."""
+    try:
+        there = path.lstat()
+    except OSError:
+        return True
+    return os.path.samestat(os.fstat(file.fileno()), there)
 
 
 def _remove_folders(run: Path) -> None:

@@ -345,9 +345,37 @@ def test_models_of_an_earlier_end_are_not_given_out_as_the_last_ones(trial, caps
     done = len(longer.rounds)
     changes = {"federation__rounds": done + 1, "federation__checkpoint__every": 0}
     last = trial(name="went-on", **changes).fit(resume="auto")
-    with pytest.raises(ConfigError, match="^client: "):  # it has no global model, and keeps no other
+    with pytest.raises(ConfigError, match=r"^client: "):  # it has no global model, and keeps no other
         last.model()
     assert f"has {done + 1} rounds, and was last saved after round {done}" in capsys.readouterr().err
+
+
+class Moves(FederationCallback):
+    """Moves the folder away in round 2 and lets another run begin in its place."""
+
+    def __init__(self, folder, begin):
+        self.folder, self.begin = folder, begin
+
+    def on_round_end(self, loop, row):
+        if loop.round == 1:
+            self.folder.rename(self.folder.with_name("moved"))
+            self.begin()
+            self.files = contents(self.folder)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_whose_folder_is_moved_writes_into_no_other(trial):
+    """It went on in the next run of that name: its rows, its checkpoints and its summary in that one's."""
+    one = trial(name="place", federation__rounds=3)
+    moves = Moves(one.folder, lambda: trial(name="place", federation__rounds=2, seed=7).fit())
+    with pytest.raises(OSError, match=r"^cannot write \S+place: it was moved, and another folder is there now$"):
+        one.fit(callbacks=[moves])
+    assert contents(one.folder) == moves.files
+    assert Run(one.folder).finished
+    assert len(Run(one.folder.with_name("moved")).rounds) == 1
 
 
 @pytest.mark.parametrize(("times", "rounds"), [(1, 2), (2, 1)], ids=["once", "twice"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.core.aggregation import Partial
+from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.coding import Coding, clipped, deviations
 from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.message import Message, Structured, accumulation_dtype, artifact
@@ -84,8 +85,8 @@ class PrivateMean:
         """
         sent = message.artifacts[CLIPPED]
         assert isinstance(sent, Clipped)
-        self.coding = sent.coding
-        self._sum.add(clipped(sent.vector.to(accumulation_dtype(sent.vector.device)), self.coding, self.norms), 1.0)
+        self._note(sent.coding)
+        self._sum.add(clipped(sent.vector.to(accumulation_dtype(sent.vector.device)), sent.coding, self.norms), 1.0)
 
     def partial(self) -> Partial:
         """What was added so far, in plain containers."""
@@ -94,8 +95,20 @@ class PrivateMean:
     def merge(self, partial: Mapping[str, Any]) -> None:
         """Add what was added elsewhere."""
         if partial["coding"] is not None:
-            self.coding = Coding.from_state(partial["coding"])
+            self._note(Coding.from_state(partial["coding"]))
         self._sum.merge(partial["sum"])
+
+    def _note(self, coding: Coding) -> None:
+        """Remember how messages are laid out, which also a round without any must follow.
+
+        Raises:
+            Unsound: if they are laid out otherwise than before: the mean of nobody's would tell that nobody came.
+        """
+        if self.coding is not None and coding.state() != self.coding.state():
+            before, now = ({entry.name for entry in own.entries} for own in (self.coding, coding))
+            odd = ", ".join(sorted(before ^ now)) or "the same in other shapes"
+            raise Unsound(f"messages are laid out otherwise than before ({odd}), for which no private mean is bounded")
+        self.coding = coding
 
     def release(self, round: int, reference: Mapping[str, Tensor]) -> Message:
         """The round's mean as a message; under noise also where nobody came.

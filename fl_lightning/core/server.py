@@ -42,6 +42,8 @@ class Server:
     hears_mean: ClassVar[bool] = True
     """Whether a round may come as one message, the mean of all: then the mean may be private
     (`core/private_mean.py`). Not inherited either."""
+    varies: bool = False
+    """Whether messages hold other things in other rounds."""
     takes_noise: ClassVar[bool] = True
     """Whether messages may come clipped and blurred one by one."""
     in_parts: ClassVar[bool] = True

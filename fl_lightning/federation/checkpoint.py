@@ -87,6 +87,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.require_ours: Callable[[], None] = lambda: None
+        """Raises `WriteError` where the folder is the run's no more; called before anything of a checkpoint."""
         self._named: dict[Path, set[str]] = {}  # checkpoint -> the files of states that it names, where that is known
 
     @property
@@ -303,8 +305,8 @@ class RunStorage:
         """Folder of clients' private states, also where none are saved: a run may go on from saved ones; or None."""
         return None if self._folder is None else Checkpoints(self._folder / "checkpoints").clients
 
-    def models(self, num_bytes: int) -> ModelFolder:
-        """Where clients' trained models go, so many bytes together, and whether they are kept."""
+    def models(self, num_bytes: int, writes: bool) -> ModelFolder:
+        """Where clients' trained models go, so many bytes together, where this process writes; and whether it keeps."""
         keep = num_bytes < KEEP_MODELS_BELOW if self._policy.models == "auto" else bool(self._policy.models)
-        place = None if self._folder is None else self._folder / "models"
+        place = None if self._folder is None or not writes else self._folder / "models"
         return ModelFolder(place, keep and self.checkpoints is not None)

@@ -253,6 +253,8 @@ class Star(Exchange):
         odd = odd if server.hears_mean else [f"{name}'s server"]
         rule = f"{odd[0] if odd else name} must see every single message and not only their mean: must be client"
         require(not odd, "federation.wire.where", rule, "server")
+        varies = f"{name} sends other things in other rounds, and a private mean would tell who did: must be client"
+        require(not server.varies, "federation.wire.where", varies, "server")
         noise = "ClipAndNoise at the server blurs a mean, and a robust rule makes none: one of the two must go"
         require(self.guarded is None, AGGREGATOR, noise)
         self.mean, server.expected = mean, mean.expected

@@ -30,7 +30,6 @@ from fl_lightning.federation.graphs import exchange_of
 from fl_lightning.federation.holders import Holders
 from fl_lightning.federation.ledger import Absent, Ledger
 from fl_lightning.federation.measures import Measures, MetricsFactory
-from fl_lightning.federation.model_files import ModelFolder
 from fl_lightning.federation.model_sizes import model_bytes
 from fl_lightning.federation.posting import Posts
 from fl_lightning.federation.privacy import start_account
@@ -112,8 +111,7 @@ class FederatedLoop:
         self._set_up_exchange()
         self.round, self.agreement = 0, Agreement(self.cohort)
         self.runner.pool = ClientPool(storage.states, storage.on_disk and self.workers.writes, self.workers.rank)
-        bytes_of_all = model_bytes(self.runner)
-        self.models = storage.models(bytes_of_all) if self.workers.writes else ModelFolder(None, False)
+        self.models = storage.models(model_bytes(self.runner), self.workers.writes)
         self.num_train, self.num_test = data.num_train, data.num_test
         self.holders = Holders(self.workers, self.num_train)
         policy, growth, trained = settings.on_client_error, settings.max_growth, self.runner.trained_names
@@ -132,7 +130,6 @@ class FederatedLoop:
         template, settings, facts = self.runner.modules[0], self.settings, self.runner.facts
         exchange = exchange_of(template.method) if settings.exchange is None else settings.exchange
         self.wire = Wire(settings.wire or (), exchange, self.runner.trained_names, self.seed)
-        self.runner.heeds_start = self.wire.feeds_back
         exchange.setup(template, facts)
         self.runner.keeps_shared, self.runner.attackers.increments = exchange.keeps_shared, exchange.increments
         if settings.server_optimizer is not None:

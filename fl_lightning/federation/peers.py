@@ -107,7 +107,7 @@ class Peers(Exchange, ABC):
         self.participants = [client for client in self.participants if client not in clients]
         self.topology = self.connect(self.round, self.participants)
         if not self.in_turn:
-            self._check(self.topology)
+            _check_graph(self, self.topology)
         self._out = {client: 0 for client in self.participants}
         for receiver, row in self.topology.items():
             for sender in row:
@@ -129,7 +129,7 @@ class Peers(Exchange, ABC):
     @override
     def close(self) -> None:
         shares = self.shares(self.topology)
-        self._check_sums(shares)
+        _check_sums(self, shares)
         for receiver, row in shares.items():
             own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
             others = [Heard(s, self._posted[s], share) for s, share in row.items() if s != receiver]
@@ -179,7 +179,7 @@ class Peers(Exchange, ABC):
             return Message(), []
         sponsors = self.sponsors(self.round, client, sorted(self._finished))
         strange = set(sponsors) - {*self._finished}
-        self._require(not strange, "sponsors() may name only who finished the round before", sorted(strange))
+        _require(self, not strange, "sponsors() may name only who finished the round before", sorted(strange))
         heard = [Heard(s, self._finished[s], 1 / len(sponsors)) for s in sponsors]
         before = self._arrived.get(client)
         message = self.mixer.mix(None, heard, None if before is None else before.message)
@@ -207,38 +207,6 @@ class Peers(Exchange, ABC):
     def _hop(self, heard: Heard, receiver: int) -> Hop:
         return Hop(heard.sender, receiver, heard.share, *self._size(heard.message))
 
-    # --- what a class of one's own may say ----------------------------------------------------------------------------
-
-    def _check(self, topology: Topology) -> None:
-        """Everybody who is there has a row of senders who are there, itself among them.
-
-        Raises:
-            ConfigError: naming the class, the client and what was said of it.
-        """
-        there = {*self.participants}
-        rows = isinstance(topology, Mapping) and {*topology} == there
-        said = sorted(topology) if isinstance(topology, Mapping) else topology
-        self._require(rows, f"connect() must give a row to each of clients {sorted(there)}, and to no other", said)
-        for receiver, row in topology.items():
-            what = f"connect() must give client {receiver}"
-            shares = isinstance(row, Mapping) and all(_is_share(share) for share in row.values())
-            self._require(shares, f"{what} senders with their shares, numbers >= 0", row)
-            senders = f"{what} itself and senders that take part, of clients {sorted(there)}"
-            self._require(receiver in row and {*row} <= there, senders, row)
-
-    def _check_sums(self, shares: Topology) -> None:
-        """What a mean is made of sums to 1.
-
-        Raises:
-            ConfigError: naming the class, the client and its shares.
-        """
-        for receiver, row in shares.items():
-            whole = not row or abs(math.fsum(row.values()) - 1) < 1e-6
-            self._require(whole, f"shares of client {receiver} must sum to 1", row)
-
-    def _require(self, holds: bool, rule: str, given: object) -> None:
-        require(holds, "federation.exchange", f"{type(self).__name__}: in round {self.round} {rule}", given)
-
     # --- state ------------------------------------------------------------------------------------------------------
 
     @override
@@ -262,6 +230,42 @@ class Peers(Exchange, ABC):
             for client, own in state["arrived"].items()
         }
         self._unheard = {int(client): Size(*size) for client, size in state.get("unheard", {}).items()}
+
+
+# --- what a class of one's own may say --------------------------------------------------------------------------------
+
+
+def _check_graph(exchange: Peers, topology: Topology) -> None:
+    """Everybody who is there has a row of senders who are there, itself among them.
+
+    Raises:
+        ConfigError: naming the class, the client and what was said of it.
+    """
+    there = {*exchange.participants}
+    rows = isinstance(topology, Mapping) and {*topology} == there
+    said = sorted(topology) if isinstance(topology, Mapping) else topology
+    _require(exchange, rows, f"connect() must give a row to each of clients {sorted(there)}, and to no other", said)
+    for receiver, row in topology.items():
+        what = f"connect() must give client {receiver}"
+        shares = isinstance(row, Mapping) and all(_is_share(share) for share in row.values())
+        _require(exchange, shares, f"{what} senders with their shares, numbers >= 0", row)
+        senders = f"{what} itself and senders that take part, of clients {sorted(there)}"
+        _require(exchange, receiver in row and {*row} <= there, senders, row)
+
+
+def _check_sums(exchange: Peers, shares: Topology) -> None:
+    """What a mean is made of sums to 1.
+
+    Raises:
+        ConfigError: naming the class, the client and its shares.
+    """
+    for receiver, row in shares.items():
+        whole = not row or abs(math.fsum(row.values()) - 1) < 1e-6
+        _require(exchange, whole, f"shares of client {receiver} must sum to 1", row)
+
+
+def _require(exchange: Peers, holds: bool, rule: str, given: object) -> None:
+    require(holds, "federation.exchange", f"{type(exchange).__name__}: in round {exchange.round} {rule}", given)
 
 
 def _is_share(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -49,10 +49,18 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         folder: the run's folder.
         about: what `summary.json` says of the run beside its numbers.
         loggers: Lightning's loggers; they receive the values of `metrics.csv` with the round as step.
+        check: raises `WriteError` where the folder is the run's no more; it is called before a round and its rows.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], loggers: Loggers | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        loggers: Loggers | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.folder = folder
+        self._check = check or (lambda: None)
         self.about = dict(about)
         self._loggers = loggers or Loggers()
         self._before: Mapping[str, Any] = {}
@@ -111,11 +119,16 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         )
 
     @override
+    def on_round_start(self, loop: FederatedLoop, round: int, participants: Sequence[int]) -> None:
+        self._check()
+
+    @override
     def on_client_fit_end(self, loop: FederatedLoop, report: ClientReport) -> None:
         self._logged[report.client] = report.logged
 
     @override
     def on_round_end(self, loop: FederatedLoop, row: dict[str, Any]) -> None:
+        self._check()
         clients = self._client_rows(loop)
         rows: dict[str, list[dict[str, Any]]] = {"metrics.csv": [row], "clients.csv": clients}
         if loop.exchange.between_clients:
@@ -154,6 +167,7 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
 
     @override
     def on_run_end(self, loop: FederatedLoop, summary: dict[str, Any]) -> None:
+        self._check()
         said = self.write_summary(loop, summary, finished=True)
         self._loggers.end(said, summary, loop.round)
         self._loggers.close("success")

@@ -109,7 +109,7 @@ class Runner:
         self._has_batch_norm = [has_batch_norm(module) for module in self.modules]
         measures = Measures(len(data.arrays.classes)) if measures is None else measures
         self.pool, self.stopwatch = ClientPool(None), Stopwatch()
-        self.keeps_shared = self.keeps_start = self.heeds_start = False
+        self.keeps_shared = self.keeps_start = False
         self._passes = Passes()
         self._memory: dict[str, Tensor] = {}  # of wire filters, for the client that is loaded
         self._own: State = {}  # what the client that is loaded kept until now
@@ -229,10 +229,9 @@ class Runner:
         self._inbound.check(job.message, round, client)
         with at(round, client, "receive"):
             self.receive(module, job.message, data, job.facts)
-        moved = _moved(module, job.message) if self.heeds_start or self.attackers.attack is not None else {}
         with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
             scores = self._received_scores(module, client, job.known_scores, waits) if job.received else {}
-        seconds, waits = time.perf_counter() - start, scores is None
+        seconds, waits, moved = time.perf_counter() - start, scores is None, _moved(module, job.message, self.settings)
         return Visit(job, module, data, scores or {}, self._own, self._memory, seconds, waits=waits, moved=moved)
 
     def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
@@ -386,13 +385,16 @@ def _lay_out(module: ClientModule) -> None:
 
 
 @torch.no_grad()
-def _moved(module: ClientModule, received: Message) -> dict[str, Tensor]:
+def _moved(module: ClientModule, received: Message, settings: Federation) -> dict[str, Tensor]:
     """What a fit begins from of the weights that came in, where the method made something else of them: as FedAMP does.
 
     Args:
-        module: right after the receive.
+        module: before the fit.
         received: what came.
+        settings: whether filters or an attack heed it; nothing is looked at where none does.
     """
+    if not settings.wire and settings.attack is None:
+        return {}
     entries = module.entries
     there = {name: entries[name] for name in received.weights if name in entries}
     apart = (name for name, own in there.items() if not torch.equal(own, received.weights[name].to(own)))

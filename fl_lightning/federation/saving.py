@@ -64,6 +64,7 @@ def save(loop: Loop) -> None:
     if loop.checkpoints is None or not loop.workers.writes:
         return
     with Waiting.context(), loop.stopwatch.part("save"):  # a slow disk takes its time
+        loop.checkpoints.require_ours()
         states = union(loop.workers.gather(loop.runner.pool.flush(loop.round)))
         if loop.workers.is_main:
             loop.checkpoints.save(loop.round, loop.state_dict(), states, loop.settings.checkpoint.keep)

@@ -64,7 +64,7 @@ class Visit:
         fit: brings the fitted client into the module; None where it is fitted by itself.
         trained: its scores after the fit, where they are known.
         waits: whether it is still to be tested after the receive.
-        moved: the weights that its receive left otherwise than they came, where the runner heeds that.
+        moved: the weights that its receive left otherwise than they came, where somebody heeds that.
         began: the shared weights that it started from, once it has sent, where the runner keeps them.
     """
 

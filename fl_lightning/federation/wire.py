@@ -110,11 +110,6 @@ class Wire:
         remedy = "keep it in the `memory` that `apply` is given"
         self._running_on = RunningOn([*self._whole, *(own for _, own in self._up)], remedy, tensors=True)
 
-    @property
-    def feeds_back(self) -> bool:
-        """Whether a filter may add to a weight what earlier messages have left out of it."""
-        return bool(self._up)
-
     @torch.no_grad()
     def up(
         self, message: Message, received: Message, memory: dict[str, Tensor], moved: Collection[str] = ()

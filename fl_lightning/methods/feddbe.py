@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fl_lightning.core.method import Message, Method, OwnData, Parts, Predictor, Step, Term, personal_and_global
+from fl_lightning.core.method import (
+    Facts,
+    Message,
+    Method,
+    OwnData,
+    Parts,
+    Predictor,
+    Server,
+    Step,
+    Term,
+    personal_and_global,
+)
 from fl_lightning.core.precision import widened
 from fl_lightning.errors import require
 from fl_lightning.models.split import SplitModel
@@ -82,6 +93,12 @@ class FedDBE(Method):
         if not self._knows:
             message.artifacts["mean"] = self.mean.clone()
         return message
+
+    @override
+    def make_server(self, initial: Message, facts: Facts) -> Server:
+        server = super().make_server(initial, facts)
+        server.varies = True
+        return server
 
     @override
     def network(self) -> Parts:

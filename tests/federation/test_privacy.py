@@ -21,6 +21,7 @@ from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.privacy import Account, ClipAndNoise
+from fl_lightning.federation.sickness import ClientError, ServerError
 from fl_lightning.federation.wire import Wire
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddyn import FedDyn
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("plain_convolutions")
 OWN = EvaluationPolicy(received=False, globally=False, server=False, loss=False, balanced_accuracy=False)
 REFUSED = {
     "server": {"FedNova", "FedFed", "DisPFL", "SCAFFOLD", "FeSEM", "FedDistill", "FedDistillPlus"}
-    | {"FedAMP", "FedFomo", "APPLE", "FedAS", "FedKD", "FedPAC", "DRDFL", "DFedPGP", "FedCVAE"},
+    | {"FedAMP", "FedFomo", "APPLE", "FedAS", "FedKD", "FedPAC", "FedDBE", "DRDFL", "DFedPGP", "FedCVAE"},
     "client": {"FedNova", "FedFed", "DisPFL"},
 }
 """Methods that allow no such privacy, by where the noise is; the last three of the first have no server."""
@@ -56,6 +57,25 @@ def test_every_method_runs_or_says_in_one_line_why_not(name, where, run_federati
     assert 0 < spent[0] < spent[1] < math.inf
     assert all(math.isfinite(row["loss"]) and 0 <= row["Local-T"] <= 1 for row in loop.diary.rows)
     assert {report.message.num_samples for report in loop.diary.reports.values()} == {1}
+
+
+class SendsOnce(FedAvg):
+    """Sends something more in the first round."""
+
+    def send(self, data):
+        message = super().send(data)
+        if self.facts.round == 1:
+            message.artifacts["more"] = torch.ones(3)
+        return message
+
+
+def test_messages_that_change_their_layout_end_a_run_under_noise_at_the_server(set_up_federation, mlp):
+    """A round of nobody had the layout of another one, and told by it that nobody came."""
+    wire = [ClipAndNoise(clip=5.0, noise_multiplier=0.05, where="server")]
+    loop = set_up_federation(lambda: SendsOnce(mlp()), rounds=2, wire=wire)
+    loop.advance()
+    with pytest.raises((ClientError, ServerError), match=r"messages are laid out otherwise than before \(more\)"):
+        loop.advance()
 
 
 # --- the vector -------------------------------------------------------------------------------------------------------
