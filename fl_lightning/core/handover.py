@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,15 +58,32 @@ class Heard:
                 if buffer is not None and _place(buffer) in places:
                     part._buffers[name] = buffer.detach().clone()
 
-    def check(self) -> None:
+    def check(self, who: str = "") -> None:
         """Refuse a change in place.
+
+        Args:
+            who: has made it, where the error says no more of that.
 
         Raises:
             Unsound: naming the first tensor.
         """
         for name, tensor in self._tensors.items():
             if version_of(tensor) != self._versions[name]:
-                raise Unsound(f"changes the {name} that it received in place, and others hear it, too: clone it first")
+                said = f"{who} changes the {name} that it received in place, and others hear it, too: clone it first"
+                raise Unsound(said.lstrip())
+
+
+@contextmanager
+def unchanged(messages: Iterable[Message], who: str) -> Iterator[None]:
+    """A stretch in which nobody may change messages that others hear, too.
+
+    Raises:
+        Unsound: naming `who` and the first tensor.
+    """
+    heard = [Heard(message) for message in messages]
+    yield
+    for own in heard:
+        own.check(who)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
+from fl_lightning.core.handover import unchanged
 from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.mixing import Heard
 from fl_lightning.errors import ConfigError, require, require_choices
@@ -130,14 +131,15 @@ class Peers(Exchange, ABC):
     def close(self) -> None:
         shares = self.shares(self.topology)
         _check_sums(self, shares)
-        for receiver, row in shares.items():
-            own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
-            others = [Heard(s, self._posted[s], share) for s, share in row.items() if s != receiver]
-            before = self._arrived.get(receiver)
-            message = self.mixer.mix(own, others, None if before is None else before.message)
-            hops = [self._hop(heard, receiver) for heard in others]
-            self._hops += hops
-            self._arrived[receiver] = Arrival(self.addressed(receiver, message), _total(hops))
+        with unchanged(self._posted.values(), _mixers(self)):
+            for receiver, row in shares.items():
+                own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
+                others = [Heard(s, self._posted[s], share) for s, share in row.items() if s != receiver]
+                before = self._arrived.get(receiver)
+                message = self.mixer.mix(own, others, None if before is None else before.message)
+                hops = [self._hop(heard, receiver) for heard in others]
+                self._hops += hops
+                self._arrived[receiver] = Arrival(self.addressed(receiver, message), _total(hops))
         self._finish()
 
     @override
@@ -182,7 +184,8 @@ class Peers(Exchange, ABC):
         _require(self, not strange, "sponsors() may name only who finished the round before", sorted(strange))
         heard = [Heard(s, self._finished[s], 1 / len(sponsors)) for s in sponsors]
         before = self._arrived.get(client)
-        message = self.mixer.mix(None, heard, None if before is None else before.message)
+        with unchanged((part.message for part in heard), _mixers(self)):
+            message = self.mixer.mix(None, heard, None if before is None else before.message)
         return message, [self._hop(part, client) for part in heard]
 
     def _bring_in(self) -> list[Hop]:
@@ -233,6 +236,10 @@ class Peers(Exchange, ABC):
 
 
 # --- what a class of one's own may say --------------------------------------------------------------------------------
+
+
+def _mixers(exchange: Peers) -> str:
+    return f"{type(exchange.mixer).__name__}, or a rule of its,"
 
 
 def _check_graph(exchange: Peers, topology: Topology) -> None:
@@ -343,7 +350,11 @@ class Ring(Peers):
 
     @override
     def inbox(self, client: int) -> Message:
-        return self.mixer.mix(*self._hear(client), None) if self.in_turn else super().inbox(client)
+        if not self.in_turn:
+            return super().inbox(client)
+        own, heard = self._hear(client)
+        with unchanged((part.message for part in (own, *heard) if part is not None), _mixers(self)):
+            return self.mixer.mix(own, heard, None)
 
     @override
     def downlink(self, client: int) -> Size:

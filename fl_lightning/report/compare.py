@@ -10,14 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_lightning.errors import require
+from fl_lightning.files import content_of, plain_json
 from fl_lightning.reading import read_yaml
 from fl_lightning.report.columns import LOG, is_time
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.report.record import LOGGED, read_logged, read_rows
 
-FILES = {"metrics.csv": ("round",), "clients.csv": ("round", "client")}
+FILES = {
+    "metrics.csv": ("round",),
+    "clients.csv": ("round", "client"),
+    "topology.csv": ("round", "sender", "receiver"),
+}
 """File -> the columns that say which row it is."""
-ORDER = [*FILES, LOGGED]
+SUMMARY = "summary.json"
+ORDER = [*FILES, LOGGED, SUMMARY]
 TWICE = "written twice"
 SHOWN = 20  # figures of the first round that differs
 
@@ -48,6 +54,10 @@ def compare(a: Path, b: Path, console: Console | None = None) -> bool:
     rounds = _rounds(left), _rounds(right)
     both = min(rounds)
     require(both > 0, "compare", "there is no round in its metrics.csv", str(a if rounds[0] == 0 else b))
+    if rounds[0] == rounds[1]:
+        ends = _final(a, both), _final(b, both)
+        told = ends[0].keys() & ends[1].keys()  # a run that was stopped tells none
+        left, right = ({**own, **{at: end[at] for at in told}} for own, end in zip((left, right), ends, strict=True))
     differing = [at for at in {**left, **right} if at[0] <= both and left.get(at) != right.get(at)]
     differing.sort(key=lambda at: (at[0], ORDER.index(at[1])))
     if rounds[0] != rounds[1]:
@@ -74,7 +84,8 @@ def _table(title: str, places: list[tuple[Any, ...]], left: Figures, right: Figu
         table.add_column(column, overflow="fold")
     for at in places[:SHOWN]:
         _, file, row, column = at
-        where = f"client {row[1]}: {column}" if row[1:] and row[1] is not None else column
+        whose = " to ".join(f"client {client}" for client in row[1:] if client is not None)
+        where = f"{whose}: {column}" if whose else column
         table.add_row(file, where, left.get(at, "–"), right.get(at, "–"))
     return table
 
@@ -96,6 +107,15 @@ def _figures(run: Path) -> Figures:
     for row in read_logged(run / LOGGED):
         found[row["round"], LOGGED, (row["round"], row["client"]), LOG + row["name"]] = repr(row["value"])
     return found
+
+
+def _final(run: Path, round: int) -> Figures:
+    """What a finished run scores after one more receive, which is in no row; nothing of one that says none."""
+    try:
+        said = plain_json(content_of(run / SUMMARY)).get("final_received") or {}
+        return {(round, SUMMARY, (round,), f"final_received.{name}"): repr(value) for name, value in said.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _rounds(figures: Figures) -> int:

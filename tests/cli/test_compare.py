@@ -55,6 +55,26 @@ def test_first_differing_round_is_shown_with_both_values(runs):
     assert out.endswith("different in 1 of the 2 rounds from round 2 on, of 3\n")
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_runs_end_with_is_compared(stopped, workplace, runs):
+    """A rule that only the last exchange shows was none: equal, bit for bit, of runs whose final figures were apart."""
+    for run, figure in (("a", 0.8456), ("b", 0.8261)):
+        final = "null" if stopped and run == "b" else f'{{"Local-T_received": {figure}}}'
+        workplace.write(f"{run}/summary.json", f'{{"rounds": 3, "final_received": {final}}}')
+    code, out, err = runs()
+    assert (code, err) == (0 if stopped else 1, "")
+    assert ("first differing round: 3" in out) is not stopped
+    assert ("final_received.Local-T_received" in out) is not stopped
+
+
+def test_who_sends_to_whom_is_compared(workplace, runs):
+    for run, share in (("a", 0.5), ("b", 0.25)):
+        workplace.write(f"{run}/topology.csv", f"round,sender,receiver,share\n1,0,1,0.5\n2,1,0,{share}\n")
+    code, out, _ = runs()
+    assert code == 1
+    assert "client 1 to client 0: share" in out
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"metrics": ("2,0.4,,1.1\n", "2,0.9,,1.1\n2,0.4,,1.1\n")}, {"clients": ("2,0,0.4\n", "2,0,0.4\n2,0,0.4\n")}],

@@ -4,8 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from federation.test_peers import connected, pass_round
 
+from fl_lightning.core.aggregation import TensorMean
+from fl_lightning.core.checkup import Unsound
+from fl_lightning.core.message import Message
 from fl_lightning.core.mixing import MeanMixer
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.peers import Peers
@@ -69,6 +73,40 @@ def test_only_who_has_finished_something_is_asked_for_a_newcomer():
     pass_round(exchange, {0: 1.0, 1: 2.0})
     with pytest.raises(ConfigError, match=r"sponsors\(\) may name only who finished the round before, got \[3\]$"):
         exchange.open(2, CLIENTS)
+
+
+class Adds(TensorMean):
+    """Adds in place to the first that it hears."""
+
+    total = None
+
+    def add(self, value, num_samples):
+        self.total = value if self.total is None else self.total.add_(value)
+
+    def result(self, previous):
+        return self.total
+
+
+class Halves(MeanMixer):
+    """Halves what the client itself has sent."""
+
+    def mix(self, own, neighbours, previous):
+        own.message.weights["w"].mul_(0.5)
+        return super().mix(own, neighbours, previous)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "what"),
+    [(MeanMixer({"a": Adds}), "MeanMixer, .* changes the artifact a"), (Halves(), "Halves, .* weight w")],
+)
+def test_what_others_hear_too_is_changed_by_nobody(mixer, what):
+    """Each receiver heard what those before it had made of it."""
+    exchange = connected(Own(lambda live: {c: dict.fromkeys(live, 1 / len(live)) for c in live}), mixer=mixer)
+    exchange.open(1, CLIENTS)
+    for client in CLIENTS:
+        exchange.post(client, Message({"w": torch.ones(1)}, {"a": torch.ones(2)}, 1))
+    with pytest.raises(Unsound, match=what):
+        exchange.close()
 
 
 def test_numbers_of_any_kind_are_shares():
