@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from fl_lightning.core.aggregator import KEY as AGGREGATOR
 from fl_lightning.core.aggregator import Aggregator
-from fl_lightning.core.checkup import Unsound
+from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import NOTHING, Message, Size
+from fl_lightning.core.message import NOTHING, Message, Size, version_of
 from fl_lightning.core.private_mean import ANYONE, PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
@@ -265,8 +265,12 @@ class Star(Exchange):
 
     @override
     def inbox(self, client: int) -> Message:
+        shared, was = self.server.message, {} if self._is_ours else _held(self.server.message)
         with self._streams("message", client):
             message = self.server.message_for(client)
+        if not self._is_ours and shared is self.server.message and _held(shared) != was:
+            rule = "changes self.message, which others hear, too: give replace(self.message, …)"
+            raise Unsound(f"{type(self.server).__name__}.message_for() {rule}")
         if not isinstance(message, Message):
             who, given = type(self.server).__name__, type(message).__name__
             raise Unsound(f"{who}.message_for() gives {given}, and must give a Message")
@@ -382,3 +386,8 @@ class Star(Exchange):
             self.guarded.load_state_dict(state["aggregator"])
         if self.mean is not None:
             self.mean.load_state_dict(state["mean"])
+
+
+def _held(message: Message) -> dict[str, tuple[int, int]]:
+    """Which tensors a message holds, and how often each has been changed in place."""
+    return {name: (id(tensor), version_of(tensor)) for name, tensor in tensors_of(message).items()}

@@ -99,6 +99,14 @@ class GivesAwayTwice(GivesAway):
     times = 2
 
 
+class TellsInPlace(Server):
+    """Puts into the one message for all what is for one client."""
+
+    def message_for(self, client):
+        self.message.artifacts["you"] = torch.tensor(float(client))
+        return self.message
+
+
 class Distrusts(Server):
     """Lets some clients count for less than nothing."""
 
@@ -323,6 +331,16 @@ def test_state_that_no_checkpoint_could_be_read_with_is_refused_before_it_is_wri
 def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"method: Forgetful\.make_server\(\) gives NoneType, and must give a Server"):
         set_up_federation(lambda: Forgetful(mlp()))
+
+
+def test_what_is_for_one_client_is_not_put_into_the_message_for_all(mlp, set_up_federation):
+    """A filter on the way down heard it once, and told all what was the first one's."""
+    loop = set_up_federation(lambda: with_server(TellsInPlace)(mlp()), rounds=1)
+    loop.callbacks.clear()  # which asks for itself
+    with pytest.raises(
+        ServerError, match=r"TellsInPlace\.message_for\(\) changes self\.message, which others hear, too"
+    ):
+        loop.run()
 
 
 @pytest.mark.parametrize(
