@@ -102,9 +102,9 @@ def _find(path: Path, runs: Path) -> _Found:
 
 def _from_definition(path: Path, runs: Path) -> _Found:
     """A table's file: its cells below `runs`, and the figures that they give."""
-    from fl_lightning.table.cells import Choice, cells_of
+    from fl_lightning.table.cells import Choice, cells_of, of_extended_runs
     from fl_lightning.table.definition import read_definition
-    from fl_lightning.table.figures import of_fewer_seeds, values_of
+    from fl_lightning.table.figures import left_out, of_fewer_seeds, on_validation, values_of
     from fl_lightning.table.page import members_of, shown
 
     require(
@@ -116,9 +116,10 @@ def _from_definition(path: Path, runs: Path) -> _Found:
     definition = read_definition(path)
     cells = cells_of(definition, Choice(runs))
     values = values_of(definition, cells)
+    definition = definition.noted(on_validation(cells))
     left = sum(not cell.finished for cell in cells)
     notes = [f"{left} of {len(cells)} runs are not finished: fl-lightning table {path}"] if left else []
-    notes += of_fewer_seeds(values, set(definition.seeds))
+    notes += [*of_extended_runs(cells), *of_fewer_seeds(values, set(definition.seeds)), *left_out(cells)]
     return _Found(members_of(cells), runs / "tables" / definition.name, shown(definition, values), notes)
 
 

@@ -28,7 +28,7 @@ from fl_lightning.identity import (
 from fl_lightning.own_sources import own_sources
 from fl_lightning.parser import configured
 from fl_lightning.rehearsal import rehearse
-from fl_lightning.report.columns import is_validated
+from fl_lightning.report.columns import is_score, is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import has_ended, rows_of
@@ -130,7 +130,9 @@ class Cell:
 
     def rows(self) -> list[Record]:
         """The rounds that are done, without those by which somebody has extended the run since."""
-        return [row for row in rows_of(self.folder / "metrics.csv") if row["round"] <= self.rounds]
+        rows = rows_of(self.folder / "metrics.csv")
+        end = self._end(rows)
+        return [row for row in rows if row["round"] <= end]
 
     def summary(self) -> Mapping[str, Any]:
         """What the run says of itself; empty before its end, and where it is of more rounds than the cell has."""
@@ -150,7 +152,31 @@ class Cell:
 
     def _extended_to(self, summary: Mapping[str, Any]) -> int:
         rounds = summary.get("rounds")
-        return rounds if isinstance(rounds, int) and rounds > self.rounds else 0
+        return rounds if isinstance(rounds, int) and rounds > self.end else 0
+
+    @property
+    def end(self) -> int:
+        """The round after which it ends by itself: its last one, or where its own early stopping ends it."""
+        return self._end(rows_of(self.folder / "metrics.csv"))
+
+    def _end(self, rows: Sequence[Record]) -> int:
+        federation = self.config["federation"]
+        if federation.get("early_stopping") is None or not rows:
+            return self.rounds
+        from fl_lightning.federation.early_stopping import EarlyStopping, Patience
+
+        settings, later = EarlyStopping(**federation["early_stopping"]), federation.get("newcomers") or {}
+        on_validation = self.config["data"]["evaluate_on"] == "validation"
+        try:
+            patience = Patience(settings, list(rows[0]), on_validation, later.get("after") or 0)
+        except ConfigError:  # its tables are not what it wrote
+            return self.rounds
+        for row in rows:
+            if any(is_score(name) and value is not None for name, value in row.items()):
+                patience.see(row["round"], row)
+            if patience.reason:
+                return min(row["round"], self.rounds)
+        return self.rounds
 
     def _said(self) -> Mapping[str, Any]:
         try:
@@ -269,7 +295,7 @@ def of_edited_folders(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 def of_extended_runs(cells: Iterable[Cell]) -> list[str]:
     """A line on each finished cell whose run somebody has extended since: what is known of its own rounds alone."""
     return [
-        f"{cell.title}: its run was extended to {longer} rounds; its figures are of the first {cell.rounds}, "
+        f"{cell.title}: its run was extended to {longer} rounds; its figures are of the first {cell.end}, "
         "and what a run says of itself at its end is missing"
         for cell in cells
         if (longer := cell.extended_to) and cell.finished

@@ -83,9 +83,9 @@ def table(argv: Sequence[str], command: Command) -> int:
         return 0
     if choice.laid_over:  # whoever reads the table must know that its runs are not the file's
         said = f"Every run was started with {shlex.join(choice.laid_over)} over what the file says."
-        definition = _noted(definition, said)
+        definition = definition.noted(said)
     if around := said_around():
-        definition = _noted(definition, around)
+        definition = definition.noted(around)
     folder = choice.output / "tables" / definition.name
     claim(folder, definition.path)
     lacking = _without_data(shard)
@@ -144,7 +144,7 @@ def _conclude(
     """Write what is known, and say what is not."""
     notes += [f"{job.cell.title}: {job.said}" for job in crew.jobs if job.state == "failed"]
     kept = list({(cell.row.name, cell.column.name, cell.seed): cell for cell in cells}.values())
-    definition = _noted(definition, on_validation(kept))
+    definition = definition.noted(on_validation(kept))
     unfinished = [cell for cell in kept if not cell.finished]
     notes += [f"{len(unfinished)} of {len(kept)} runs are not finished"] if unfinished else []
     for (then, now), own in of_other_folders(kept).items():
@@ -161,11 +161,6 @@ def _conclude(
     written = write(folder, definition, values, notes)
     written += _with_page(folder, definition, values, kept, notes)
     console.print(f"written to {', '.join(map(str, written))}", soft_wrap=True, highlight=False)
-
-
-def _noted(definition: Definition, said: str) -> Definition:
-    """The same with one more thing that a reader must know."""
-    return replace(definition, note=f"{definition.note.strip()} {said}".strip())
 
 
 def _runs(cells: Sequence[Cell]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,10 @@ class Definition:
     rows: tuple[Row, ...]
     published: Mapping[str, Mapping[str, Mapping[str, Published]]]
     rank: tuple[str, ...] = ()
+
+    def noted(self, said: str) -> Definition:
+        """The same with one more thing that a reader must know."""
+        return replace(self, note=f"{self.note.strip()} {said}".strip())
 
     @property
     def heads(self) -> list[tuple[Column, str]]:

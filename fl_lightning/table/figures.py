@@ -236,10 +236,10 @@ def _mark(values: Mapping[str, Value]) -> None:
     if len({value.less_is_better for value in values.values()}) > 1:
         return
     ranked = sorted(values.values(), key=lambda value: (value.mean or 0.0) * (1 if value.less_is_better else -1))
-    for place, mark in enumerate(("best", "second")):
+    for place, (own, mark) in enumerate(zip(ranked, ("best", "second"), strict=False)):
         if place and len(ranked) > 1 and ranked[0].mean == ranked[1].mean:
             return  # which of the two is the second best, the file's order would say
-        own, others = ranked[place], ranked[place + 1 :]
+        others = ranked[place + 1 :]
         if others and differ(own, others[0]) and not any(_denied(own, other) for other in others):
             own.mark, own.rests_on = mark, paired_by(own, others[0])
 

@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import content_of
+from fl_lightning.files import content_of, plain_json
 from fl_lightning.report.escaping import in_spreadsheet, out_of_markdown, out_of_spreadsheet
 from fl_lightning.report.page.ranking import RankedRow
 from fl_lightning.report.page.tables import MOMENTS, PublishedCell, PublishedTable
@@ -23,7 +23,7 @@ from fl_lightning.table import ranking
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.definition import ALL_DIGITS, Definition
 from fl_lightning.table.figures import Values
-from fl_lightning.table.writing import RANKING, as_csv, how_many_seeds
+from fl_lightning.table.writing import ABOUT, RANKING, as_csv, heads_of, how_many_seeds
 from fl_lightning.terminal import printable
 
 CELLS = "cells.csv"
@@ -53,9 +53,35 @@ def _as_text(lines: Sequence[Sequence[str]]) -> str:
 
 def shown(table: Definition, values: Values) -> PublishedTable:
     """A table's figures as the page shows them."""
-    published = f"Published figures: {table.source}." if table.source else ""
-    found = _published(as_csv(table, values).splitlines(), table.title, [published, table.note])
+    about = _About(table.note, table.source, list(map(str, heads_of(table, values))))
+    found = _published(as_csv(table, values).splitlines(), table.title, about)
     return replace(found, ranked=_ranked(ranking.as_csv(table, values).splitlines()))
+
+
+class _About(NamedTuple):
+    """What a reader must know beside the figures, and the order of their columns; `missing` is what is not there."""
+
+    note: str = ""
+    source: str = ""
+    columns: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"Published figures: {self.source}." if self.source else "", self.note]
+
+
+def _about(folder: Path) -> _About:
+    """What a folder of results says; nothing where an earlier version wrote it, or it is damaged."""
+    try:
+        said = plain_json(content_of(folder / ABOUT))
+    except (OSError, ValueError):
+        return _About()
+    said = said if isinstance(said, Mapping) else {}
+    note, source = (_line(said.get(name) or "") for name in ("note", "source"))
+    lists = (said.get(name) for name in ("columns", "missing"))
+    columns, missing = ([_line(own) for own in each] if isinstance(each, list) else [] for each in lists)
+    return _About(note, source, columns, missing)
 
 
 def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]:
@@ -73,7 +99,9 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
         first = _lines(folder / "table.md")[0]
         file = folder / CELLS
         cells = list(csv.DictReader(_lines(file))) if file.is_file() else []
-        table = _published(lines, printable(out_of_markdown(first.removeprefix("# "))) or folder.name, [])
+        about = _about(folder)
+        table = _published(lines, printable(out_of_markdown(first.removeprefix("# "))) or folder.name, about)
+        notes += about.missing
         if (folder / RANKING).is_file():
             ranked = _lines(folder / RANKING)
             table = replace(table, ranked=_ranked(ranked))
@@ -105,6 +133,10 @@ def read_results(folder: Path) -> tuple[PublishedTable, list[Member], list[str]]
     return table, members, notes
 
 
+def _line(said: object) -> str:
+    return printable(" ".join(str(said).split()))
+
+
 def _lines(file: Path) -> list[str]:
     return content_of(file).decode().replace("\0", "\ufffd").splitlines()
 
@@ -125,7 +157,7 @@ def _rows_left_out(table: PublishedTable, cells: Iterable[Mapping[str, str | Non
     return [f"table.csv has no line of {', '.join(gone)}; run the table again"] if of_it else []
 
 
-def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> PublishedTable:
+def _published(lines: Sequence[str], title: str, about: _About) -> PublishedTable:
     """A table from the lines of its CSV file."""
     heads: dict[str, None] = {}
     rows: dict[str, dict[str, PublishedCell]] = {}
@@ -139,10 +171,12 @@ def _published(lines: Sequence[str], title: str, notes: Sequence[str]) -> Publis
         heads[head] = None
         seeds.append(len((line.get("seeds") or "").split()))
         rows.setdefault(named["row"], {})[head] = _cell(line)
+    heads = dict.fromkeys([*(head for head in about.columns if head in heads), *heads])
     many = how_many_seeds(seeds)
     said = f"Means over {many}, ± over seeds; in parentheses the standard deviation over clients."
     marked = "Bold and underlined: a paired t-test at 5 % tells the row from the next one; of how many pairs, it says."
-    notes = [marked, *notes] if any(cell.mark for cells in rows.values() for cell in cells.values()) else notes
+    is_marked = any(cell.mark for cells in rows.values() for cell in cells.values())
+    notes = [marked, *about.lines] if is_marked else about.lines
     body = [(name, [cells.get(head) for head in heads]) for name, cells in rows.items()]
     return PublishedTable(title, [said, *notes], list(heads), body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from fl_lightning.table.quantity import Figure
 DASH = "–"
 RANKING = "ranking.csv"
 """Who is ahead, where the table's file wants it ranked."""
+ABOUT = "about.json"
+"""What a reader must know beside the figures, for the page that `report` makes of the folder."""
 LEGEND = (
     "**Best** and _second best_ are marked only where a paired t-test at 5 % tells them from the next row (over three "
     "seeds or more, else over three clients or more of the same runs), without a correction for the number of rows."
@@ -37,6 +40,7 @@ def write(folder: Path, table: Definition, values: Values, notes: Sequence[str])
         "table.md": markdown(table, values, notes),
         "table.csv": as_csv(table, values),
         "table.tex": latex(table, values, notes),
+        ABOUT: about(table, values, notes),
     }
     if ranking.heads_ranked(table, values):
         texts[RANKING] = ranking.as_csv(table, values)
@@ -45,6 +49,12 @@ def write(folder: Path, table: Definition, values: Values, notes: Sequence[str])
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
+
+
+def about(table: Definition, values: Values, notes: Sequence[str]) -> str:
+    """What stands beside the figures, as JSON."""
+    said = {"note": table.note, "source": table.source, "missing": list(notes)}
+    return f"{json.dumps({**said, 'columns': list(map(str, heads_of(table, values)))}, indent=2)}\n"
 
 
 def heads_of(table: Definition, values: Values) -> list[Head]:
@@ -181,7 +191,9 @@ def latex(table: Definition, values: Values, notes: Sequence[str] = ()) -> str:
     """A booktabs table: mean ± over seeds, the published figure below in small print; the notes as comments."""
     heads = heads_of(table, values)
     marked = marks_rest_on(values)
-    lines = [f"% note: {' '.join(note.split())}" for note in notes]
+    source = f"published figures: {table.source}" if table.source else ""
+    said = [*filter(None, (table.note, source)), *notes]
+    lines = [f"% note: {' '.join(note.split())}" for note in said]
     lines += [rf"% bold and underlined: told from the next row by a paired t-test at 5 %.{marked}"] if marked else []
     lines += [r"% needs \usepackage{booktabs}", r"\begin{tabular}{l" + "r" * len(heads) + "}", r"\toprule"]
     lines.append(" & ".join(["Method", *(in_latex(str(head)) for head in heads)]) + r" \\")

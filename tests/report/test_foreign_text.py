@@ -142,6 +142,7 @@ def test_a_table_says_how_many_seeds_it_is_of_and_what_is_missing(table, tmp_pat
     shown, _, notes = read_results(tmp_path)
     assert shown.notes[0].startswith("Means over 1 to 2 seeds, ")
     assert [note.split(", seen")[0] for note in notes] == [
+        "2 of 3 runs are not finished",
         "1 of 2 runs are not where cells.csv says",
         "1 of 2 runs have no round yet: begun",
     ]

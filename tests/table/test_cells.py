@@ -10,7 +10,15 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.settings import Federation
 from fl_lightning.report.journal import RunTables
 from fl_lightning.sealed import write_json
-from fl_lightning.table.cells import Cell, Choice, cells_of, of_edited_folders, of_other_folders, of_two_data_sets
+from fl_lightning.table.cells import (
+    Cell,
+    Choice,
+    cells_of,
+    of_edited_folders,
+    of_extended_runs,
+    of_other_folders,
+    of_two_data_sets,
+)
 from fl_lightning.table.definition import Column, Row, read_definition
 from fl_lightning.table.overlays import Overlay
 
@@ -51,6 +59,25 @@ def test_damaged_run_is_not_finished_so_that_it_is_gone_on_with_and_mended(cell,
     path = cell.folder / file
     path.write_text(path.read_text().replace(was, now))
     assert not cell.finished
+
+
+@pytest.mark.parametrize(("patience", "has"), [(2, 4), (3, 5), (None, 6)])
+def test_run_that_went_on_after_its_patience_was_at_an_end_has_the_rounds_before(patience, has, tmp_path):
+    """Of a cell that early stopping had ended, and somebody extended, the extension's figures were printed."""
+    stopping = None if patience is None else {"monitor": "Local-V", "patience": patience}
+    config = {"method": "their.Method", "data": {"dataset": "their.Data", "evaluate_on": "test"}}
+    config["federation"] = {"rounds": 6, "early_stopping": stopping}
+    cell = Cell(Row("Method", Overlay()), Column("", Overlay(), {}), 0, config, (), tmp_path)
+    cell.folder.mkdir()
+    lines = [f"{round},{value}" for round, value in enumerate((0.5, 0.6, 0.6, 0.6, 0.6, 0.9), 1)]
+    (cell.folder / "metrics.csv").write_text("\n".join(["round,Local-V", *lines, ""]))
+    write_json(cell.folder / "summary.json", {"finished": True, "rounds": 6})
+    assert [row["round"] for row in cell.rows()] == list(range(1, has + 1))
+    assert cell.extended_to == (6 if has < 6 else 0)
+    assert bool(cell.summary()) is (has == 6)
+    notes = of_extended_runs([cell])
+    assert all(f"was extended to 6 rounds; its figures are of the first {has}," in line for line in notes)
+    assert len(notes) == (has < 6)
 
 
 def test_run_of_an_older_version_that_says_nothing_of_its_tables_is_finished(cell):

@@ -119,6 +119,28 @@ def test_page_reads_back_who_is_ahead(tmp_path):
     assert read_results(tmp_path)[0].ranked == found
 
 
+def test_page_of_a_folder_says_what_the_tables_own_page_says(tmp_path):
+    """Validation figures and shortened runs stood there beside published ones, without a word; columns in any order."""
+    (tmp_path / "t.yaml").write_text(
+        "{title: T, name: t, source: S 2024, note: known, figures: {one: Local-T.last, two: Local-T.mean}, "
+        "columns: {A: {}}, rows: {first: {}, second: {}}}"
+    )
+    table = read_definition(tmp_path / "t.yaml").noted("All figures are on\nvalidation parts.")
+    values = {("first", Head("A", "two")): value(60), ("second", Head("A", "one")): value(50)}
+    write(tmp_path, table, values, ["1 of 2 runs is\nnot finished"])
+    (tmp_path / "cells.csv").write_text(cells_as_csv([], tmp_path))
+    found, _, notes = read_results(tmp_path)
+    own = shown(table, values)
+    assert [" ".join(note.split()) for note in own.notes] == list(found.notes)
+    assert found.notes[-2:] == ["Published figures: S 2024.", "known All figures are on validation parts."]
+    assert list(own.heads) == list(found.heads) == ["A one", "A two"]
+    assert notes[0] == "1 of 2 runs is not finished"
+    tex = (tmp_path / "table.tex").read_text().splitlines()
+    assert tex[:2] == ["% note: known All figures are on validation parts.", "% note: published figures: S 2024"]
+    (tmp_path / "about.json").write_text("[")
+    assert read_results(tmp_path)[0].notes[0] == found.notes[0]
+
+
 def test_page_has_the_rounds_of_a_cell_and_no_others(tmp_path):
     """By the definition's cells, and by the folder of results; of earlier versions `cells.csv` has no rounds."""
     run = make_run(tmp_path / "run", rounds=5)
