@@ -37,6 +37,8 @@ CLASS_KEYS = {
 OPTIMIZER = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}}
 _ONE_CLASS = {"optimizer", *CLASS_KEYS} - {"federation.wire", "extra_terms"}
 _NODE = ("class_path", "init_args", "dict_kwargs", "clients")
+_OF_KEYS = ("optimizer", "data", "federation", "trainer")
+"""Sections that hold keys, none of which is nothing at all."""
 
 Setting = tuple[str, Any]
 """A dotted key and its value."""
@@ -250,8 +252,20 @@ def _option(option: str, value: str) -> Part:
 def _sections(content: Mapping[str, Any]) -> Iterator[Part]:
     """A file's sections, short forms written out."""
     for section, value in content.items():
-        whole = written_out(str(section), value)
+        if value is None and section in _OF_KEYS:
+            continue  # all of its lines are comments: it says nothing
+        whole = written_out(str(section), _without_nothing(value))
         yield Part(str(section), whole, list(flatten({str(section): whole})))
+
+
+def _without_nothing(value: Any) -> Any:
+    """The same without the `init_args` of which all lines are comments."""
+    if isinstance(value, list):
+        return [_without_nothing(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    empty = "class_path" in value and value.get("init_args", ...) is None
+    return {name: _without_nothing(own) for name, own in value.items() if not (empty and name == "init_args")}
 
 
 def written_out(section: str, value: Any) -> Any:

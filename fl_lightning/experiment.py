@@ -205,6 +205,7 @@ class BuiltExperiment:
     def _prepare(self, resume: str | None, overwrite: bool, loggers: Loggers, check: Callable[[], None] | None) -> None:
         """Take up what a resumed run goes on from, clear what one that is begun anew replaces; the folder is held."""
         folder, workers = RunFolder(self.folder), self.loop.workers
+        dump_yaml(self.config)  # what cannot be written down deletes nothing
         if workers.is_main:
             folder.claim(resume, overwrite, self.identity)  # again: another may have been here
             self.recorder = Recorder(self.folder, self.about(), loggers, check)

@@ -37,18 +37,25 @@ def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine
             words += _options({name: value for name, value in keys.items() if "." in name})
         else:
             words.append(f"--config={os.fspath(source)}")
-    words += _options({name.replace("__", "."): value for name, value in overrides.items()})
-    given = CommandLine(words)
-    for word in given.words:
+    given = {name.replace("__", "."): value for name, value in overrides.items()}
+    words += [{name: None} for name, value in given.items() if value is None and "." not in name]  # no text of a name
+    words += _options({name: value for name, value in given.items() if value is not None or "." in name})
+    said = CommandLine(words)
+    for word in said.words:
         raise no_section(word.partition("=")[0].removeprefix("--"))
-    check_names(given)
-    return given
+    check_names(said)
+    return said
 
 
 def _options(settings: Mapping[str, Any]) -> Iterator[str]:
     """Options of a command line; a class comes before its arguments, whatever the order of keywords."""
-    for key in sorted(settings, key=lambda key: key.count(".")):
+    for key in sorted(settings, key=_rank):
         yield f"--{key}={_text(plain(settings[key], key))}"
+
+
+def _rank(key: str) -> tuple[int, bool]:
+    """``method.class_path`` names a class as ``method`` does, before ``method.mu``."""
+    return key.removesuffix(".class_path").count("."), not key.endswith(".class_path")
 
 
 def _text(value: Any) -> str:

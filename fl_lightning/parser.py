@@ -197,10 +197,18 @@ def _optimizer(checker: Checker, given: Any) -> dict[str, Any]:
     return node
 
 
+def _as_in_a_file(value: Any) -> Any:
+    """What options say, down to the last of them, as YAML reads it."""
+    value = value.parsed if isinstance(value, Text) else value
+    if isinstance(value, Mapping):
+        return {name: _as_in_a_file(own) for name, own in value.items()}
+    return [_as_in_a_file(own) for own in value] if isinstance(value, list) else value
+
+
 def _data(checker: Checker, given: Any) -> dict[str, Any]:
     section = dict(_section("data", given))
     augmentation = section.pop("augmentation", None)
-    augmentation = augmentation.parsed if isinstance(augmentation, Text) else augmentation
+    augmentation = _as_in_a_file(augmentation)
     found = _group(checker, "data", section)
     if augmentation is not None:
         if checker.load is not None:

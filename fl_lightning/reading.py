@@ -148,6 +148,7 @@ def plain(value: Any, key: str) -> Any:
     Raises:
         ConfigError: for a class, for a number that is not finite, or for what is no plain value.
     """
+    value = getattr(value, "parsed", value)  # an option's text, which YAML reads as in a file
     if isinstance(value, Mapping):
         refuse_class(value, key)
         return {name: plain(each, f"{key}.{name}") for name, each in value.items()}

@@ -39,6 +39,53 @@ def test_a_text_of_python_stays_a_text_where_the_key_takes_one(text):
     assert said.config["data"]["dataset"]["init_args"]["label"] == text
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda: Experiment("quickstart", method__mu=0.5, method__class_path="FedProx"),
+        lambda: Experiment("quickstart", {"method.init_args": {"mu": 0.5}, "method.class_path": "FedProx"}),
+    ],
+    ids=["keywords", "dotted keys"],
+)
+def test_a_class_that_is_named_after_its_arguments_keeps_them(said):
+    """It began with its own defaults, though keywords come in any order."""
+    assert said().config["method"]["init_args"]["mu"] == 0.5
+
+
+def test_nothing_is_no_name_of_a_folder():
+    """Runs went into a folder called null."""
+    with pytest.raises(ConfigError, match=r"^output: must be str, got None$"):
+        Experiment("quickstart", output=None)
+    assert Experiment("quickstart", name=None).config["name"] is None
+
+
+def test_what_options_say_inside_what_has_no_type_is_yaml_too():
+    """Such a configuration could not be written, and --overwrite had deleted the run by then."""
+    own = ["--logger", "TensorBoardLogger", "--logger.dict_kwargs.flush_secs", "5"]
+    whole = resolved("--config=quickstart", *own)
+    assert whole["logger"][0]["dict_kwargs"] == {"flush_secs": 5}
+    crops = {"class_path": "RandomCrop", "init_args": {"size": 8}}
+    data = {"augmentation": [crops, {"class_path": "RandomHorizontalFlip"}]}
+    words = ["--data.augmentation.0.padding", "2", "--data.augmentation.1.p", "0.9"]
+    found = resolve(CommandLine(["--config=quickstart", {"data": data}, *words]).tree, Trust())["data"]["augmentation"]
+    assert [entry["init_args"] for entry in found] == [{"size": 8, "padding": 2}, {"p": 0.9}]
+
+
+def test_a_section_of_comments_alone_says_nothing():
+    """It wiped what the files before it said, where later ones win key by key."""
+    first = {"method": {"class_path": "FedProx", "init_args": {"mu": 0.5}}, "trainer": {"gradient_clip_val": 1.0}}
+    first |= {"optimizer": {"class_path": "Adam", "init_args": {"lr": 0.003}}, "federation": {"rounds": 50}}
+    later = {"method": {"class_path": "FedProx", "init_args": None}}
+    later |= dict.fromkeys(("optimizer", "federation", "trainer", "data"))
+    whole = resolve(CommandLine(["--config=quickstart", first, later]).tree, Trust())
+    assert whole["method"]["init_args"]["mu"] == 0.5
+    assert whole["optimizer"]["class_path"] == "torch.optim.Adam"
+    assert whole["optimizer"]["init_args"]["lr"] == 0.003
+    assert (whole["federation"]["rounds"], whole["trainer"]["gradient_clip_val"]) == (50, 1.0)
+    cleared = resolve(CommandLine(["--config=quickstart", {"data": {"shift": None}, "logger": None}]).tree, Trust())
+    assert (cleared["data"]["shift"], cleared["logger"]) == (None, None)
+
+
 def test_importing_the_package_imports_nothing_heavy():
     code = "import fl_lightning, sys; print(sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
