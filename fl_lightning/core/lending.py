@@ -170,6 +170,7 @@ class LendingServer(Server):
     """
 
     sees_messages = True
+    takes_noise = False  # a lent model would stay within a norm of the initial one, from which nobody starts any more
 
     def __init__(self, initial: Message, lending: Lending, adds: bool = False, tells_sizes: bool = False) -> None:
         self.lending = lending

@@ -79,7 +79,7 @@ class Augmentation:
         """
         if x.ndim != 4:
             raise ConfigError(KEY, f"needs images [C, H, W], but a sample of this data set is {_kind(x)}")
-        self._check_scale(x)
+        self.check_scale(x)
         owners = (part for own in self.transforms for part in _parts(own))
         running_on = RunningOn(
             owners, "an image's augmentation may rest on the image and the global streams alone", True
@@ -98,15 +98,20 @@ class Augmentation:
         seeded = "must draw from the global streams (torch's, NumPy's, Python's), which are seeded for every mini-batch"
         require(torch.equal(augmented, again), KEY, f"{self} gives other images the second time: it {seeded}")
 
-    def _check_scale(self, x: Tensor) -> None:
-        """Refuse transforms that would cut images off below 0 and above 1, where torchvision takes floats to lie."""
-        if not x.is_floating_point() or (float(x.min()) >= 0 and float(x.max()) <= 1):
-            return
+    def check_scale(self, x: Tensor) -> None:
+        """Refuse transforms that would cut images off below 0 and above 1, where torchvision takes floats to lie.
+
+        Args:
+            x: [N, ...] all of the inputs, as clients have them.
+        """
         parts = (part for own in self.transforms for part in _parts(own))
         cuts = next((part for part in parts if type(part).__module__.startswith(_CUT)), None)
-        rule = f"{type(cuts).__name__} takes images of floats from 0 to 1, and these go from {float(x.min()):.3g} to "
-        rule += f"{float(x.max()):.3g}: give bytes (PILToTensor), or data.dataset.normalize: none"
-        require(cuts is None, KEY, rule)
+        if cuts is None or not x.is_floating_point() or not len(x):
+            return
+        least, most = (float(own) for own in torch.aminmax(x))
+        rule = f"{type(cuts).__name__} takes images of floats from 0 to 1, and these go from {least:.3g} to {most:.3g}"
+        advice = "give bytes (PILToTensor), or data.dataset.normalize: none, and no data.shift that leads beyond"
+        require(least >= 0 and most <= 1, KEY, f"{rule}: {advice}")
 
     def __str__(self) -> str:
         return ", ".join(getattr(t, "__name__", type(t).__name__) for t in self.transforms)

@@ -140,6 +140,8 @@ class FederatedData:
             self._populate(self.partition, seed)
         else:
             self._deal(seed)
+        if self._augment is not None:
+            self._augment.check_scale(self.arrays.x)  # as a shift has left them
         rule = "no client has a validation sample: take a larger data.validation_fraction, or fewer clients"
         require(self.evaluate_on == "test" or bool(self.num_test.any()), "data.evaluate_on", rule, self.evaluate_on)
         self._seed = seed

@@ -101,6 +101,7 @@ def as_labels(
     require(odd is None, KEY, f"{name}: the label {odd!a} is no text, but half of a letter of UTF-16")
     rule = f"{name}: the labels are {len(names)} different numbers in {len(array)} samples; cut what is measured into"
     require(not _are_measured(array, names), KEY, f"{rule} classes")
+    _require_one_way(names, "classes", name)
     if are_places and array.dtype.kind == "i" and len(names) and int(names[0]) < 0:
         rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which stands for no class; take it out"
         raise ConfigError(KEY, rule)
@@ -150,6 +151,19 @@ def class_names(names: Any, name: str) -> list[str]:
 
 _GRADES = 20
 """So many classes may be numbers with a point, as school's grades are, or have a sample each."""
+
+
+def _require_one_way(names: np.ndarray, kind: str, name: str) -> None:
+    """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing."""
+    known: dict[float, str] = {}
+    for own in names.tolist() if names.dtype.kind == "U" else ():
+        try:
+            number = float(own)
+        except ValueError:
+            continue
+        other = known.setdefault(number, own)
+        apart = other == own or not any(sign in text.lower() for text in (own, other) for sign in ".e")
+        require(apart, KEY, f"{name}: the {kind} {other!r} and {own!r} are one number; write it in one way everywhere")
 
 
 def _are_measured(labels: np.ndarray, names: np.ndarray) -> bool:
@@ -203,6 +217,7 @@ def as_groups(groups: Any, name: str) -> Groups:
     require(nobody is None, KEY, f"{name}: sample {nobody} (from 0) is of no group; name one, or take it out")
     try:
         names, numbers = np.unique(array, return_inverse=True)
+        _require_one_way(names, "groups", name)
         return Groups(torch.from_numpy(numbers.astype(np.int64)), tuple(str(own) for own in names.tolist()))
     except TypeError as error:  # names beside numbers, lists, mappings
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))

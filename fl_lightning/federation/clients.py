@@ -60,7 +60,7 @@ class ClientPool:
             return
         self._records.pop(client, None)
         own = self._states.get(client)
-        if own is None or own.keys() != here.keys():
+        if own is None or _kinds(own) != _kinds(here):
             kept = {name: tensor.detach().clone() if tensor is state[name] else tensor for name, tensor in here.items()}
             self._states[client] = kept
             return
@@ -136,3 +136,8 @@ class ClientPool:
     def _read(self, client: int, record: Record) -> State:
         assert self.folder is not None
         return load_state(self.folder, client, record)
+
+
+def _kinds(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What must be the same for a state to be copied into another's tensors."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}

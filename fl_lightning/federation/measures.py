@@ -195,8 +195,10 @@ class Reading:
                     setattr(metric, name, counted.to(accumulation_dtype(y.device)))
             value = metric.compute()
             metric.reset()
+        y = y[y != self.ignored]
+        if self.needs_others and not bool((y != y[:1]).any()):
+            return math.nan  # however classes are weighed: of samples of one class there is no such area
         if self.over_present:
-            y = y[y != self.ignored]
             held = torch.bincount(y, minlength=self.num_classes)
             there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
             value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none

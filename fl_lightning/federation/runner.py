@@ -231,7 +231,8 @@ class Runner:
             self.receive(module, job.message, data, job.facts)
         with at(round, client, "evaluation after the receive"), self.stopwatch.part("evaluate"):
             scores = self._received_scores(module, client, job.known_scores, waits) if job.received else {}
-        seconds, waits, moved = time.perf_counter() - start, scores is None, _moved(module, job.message, self.settings)
+        moved = _moved(module, self.start(client, job.message), self.settings)
+        seconds, waits = time.perf_counter() - start, scores is None
         return Visit(job, module, data, scores or {}, self._own, self._memory, seconds, waits=waits, moved=moved)
 
     def start(self, client: int, received: Message) -> Mapping[str, Tensor]:
@@ -267,8 +268,7 @@ class Runner:
         """The global model: the first architecture's initial state with the global message's weights."""
         module = self.modules[0]
         self._initial_loose[0].put_back()
-        module.load({**self._initial[0], **self._initial_shared[0]})
-        module.load(self.global_entries(message))
+        module.load({**self._initial[0], **self._initial_shared[0], **self.global_entries(message)})
         return module
 
     def global_entries(self, message: Message) -> dict[str, Tensor]:
@@ -279,6 +279,7 @@ class Runner:
         """Let a client take a message, under its stream of the round."""
         seed_global_streams(self.seed, "receive", facts.round, data.client)
         module.method.facts = replace(facts, client=data.client)
+        _lay_under(module, self._initial_shared[self.architecture[data.client]], self._own, message)
         with self._autocast():
             module.receive(message, data)
 
@@ -292,8 +293,7 @@ class Runner:
 
     def passes(self, client: int, round: int) -> float:
         """How often a client's fit passes over its training part in a round."""
-        architecture = self.architecture[client]
-        return self._passes.of(self.modules[architecture], architecture, self.workload(client, round), round)
+        return self._passes.of(self.module(client), self.architecture[client], self.workload(client, round), round)
 
     def fit(self, module: ClientModule, data: ClientData, round: int) -> None:
         """One local fit with the one Trainer."""
@@ -385,17 +385,23 @@ def _lay_out(module: ClientModule) -> None:
 
 
 @torch.no_grad()
-def _moved(module: ClientModule, received: Message, settings: Federation) -> dict[str, Tensor]:
-    """What a fit begins from of the weights that came in, where the method made something else of them: as FedAMP does.
+def _moved(module: ClientModule, start: Mapping[str, Tensor], settings: Federation) -> dict[str, Tensor]:
+    """Shared weights that a fit begins from otherwise than they came, or lay: FedAMP keeps its own, FedFomo goes on.
 
     Args:
         module: before the fit.
-        received: what came.
+        start: what came in, over what the client had.
         settings: whether filters or an attack heed it; nothing is looked at where none does.
     """
     if not settings.wire and settings.attack is None:
         return {}
     entries = module.entries
-    there = {name: entries[name] for name in received.weights if name in entries}
-    apart = (name for name, own in there.items() if not torch.equal(own, received.weights[name].to(own)))
+    there = {name: entries[name] for name in module.division.shared if name in entries and name in start}
+    apart = (name for name, own in there.items() if not torch.equal(own, start[name].to(own)))
     return {name: there[name].clone() for name in apart}
+
+
+def _lay_under(module: ClientModule, initial: State, own: State, received: Message) -> None:
+    """Put the initial ones where a shared weight neither comes nor is kept: another client's would be there."""
+    lacking = initial.keys() - received.weights.keys() - own.keys()
+    module.load({name: initial[name] for name in lacking})

@@ -3,6 +3,7 @@
 import csv
 import json
 import pickle
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -1171,3 +1172,14 @@ def test_half_a_letter_is_no_label(tmp_path):
     (tmp_path / "t.jsonl").write_text("\n".join(f'{{"text": "{r["text"]}", "label": "{r["label"]}"}}' for r in rows))
     with pytest.raises(ConfigError, match=r"the label '\\ud800' is no text, but half of a letter of UTF-16"):
         TextFile(str(tmp_path / "t.jsonl")).arrays()
+
+
+@pytest.mark.parametrize(("one", "other"), [("0", "0.0"), ("10", "1e1"), ("1.5", "1.50")])
+def test_one_number_is_not_two_classes_and_not_two_groups(one, other):
+    """A column of whole numbers in which one was missing is written with points: the test part had other classes."""
+    rule = rf"^data\.dataset: Set: the {{}} '{re.escape(one)}' and '{re.escape(other)}' are one number; write it in one"
+    with pytest.raises(ConfigError, match=rule.format("classes")):
+        as_labels(np.array([one, other] * 10), "Set")
+    with pytest.raises(ConfigError, match=rule.format("groups")):
+        as_groups(np.array([one, other] * 10), "Set")
+    assert as_labels(np.array(["01", "1", "nan"] * 10), "Set")[1] == ("01", "1", "nan")

@@ -180,6 +180,13 @@ def test_indices_from_json(tmp_path, make_arrays, text):
     assert [client.train.tolist() for client in clients] == [[0, 2], [1, 3]]
 
 
+def test_indices_beside_parts_that_hold_nothing(tmp_path, make_arrays):
+    """As a run under `split: global` writes them: its own file was refused, with advice that left nobody a test."""
+    (tmp_path / "p.json").write_text('{"0": {"train": [0, 2], "validation": [], "test": []}, "1": {"train": [3, 1]}}')
+    clients = holdout(FromFile(str(tmp_path / "p.json")), make_arrays([4, 4]), 2, seed=0, test_fraction=0.0)
+    assert [client.train.tolist() for client in clients] == [[0, 2], [1, 3]]
+
+
 def test_each_part_from_npz(tmp_path, make_arrays):
     np.savez(tmp_path / "p.npz", **{"0/train": [0, 2], "0/test": [5], "1/train": [3], "1/validation": [1]})
     clients = from_file(FromFile(str(tmp_path / "p.npz")), make_arrays([4, 4]), 2, seed=0)

@@ -17,6 +17,7 @@ from fl_lightning.federation.graphs import DirectedGraph
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.privacy import ClipAndNoise
 from fl_lightning.federation.recorder import Recorder
+from fl_lightning.federation.runner import Runner
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.sickness import ClientError
 from fl_lightning.identity import identity
@@ -26,6 +27,7 @@ from fl_lightning.methods.fedamp import FedAMP
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.feddw import FedDW
+from fl_lightning.methods.fedfomo import FedFomo
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
 from fl_lightning.methods.fedrep import FedRep
@@ -65,6 +67,23 @@ def test_an_attack_turns_what_the_fit_has_moved_not_what_the_method_keeps(set_up
     after, sent, came = loop.runner.pool.get(1), loop.diary.sent[2, 1].weights, loop.diary.received[2, 1].weights
     assert not torch.equal(before[WEIGHT], came[WEIGHT])
     torch.testing.assert_close(sent[WEIGHT], before[WEIGHT] - 4 * (after[WEIGHT] - before[WEIGHT]))
+
+
+def test_an_attack_turns_what_the_fit_has_moved_where_the_message_holds_no_weights(set_up_federation, mlp, monkeypatch):
+    """FedFomo hears others' models as an artifact: what its receive made of them was boosted with the update."""
+    seen, fit = {}, Runner.fit
+
+    def noting(runner, module, data, round):
+        before = {name: value.clone() for name, value in module.entries.items()}
+        fit(runner, module, data, round)
+        seen[round, data.client] = before, {name: value.clone() for name, value in module.entries.items()}
+
+    monkeypatch.setattr(Runner, "fit", noting)
+    attack = Attack(clients=[1], kind="scale", strength=10.0)
+    loop = set_up_federation(lambda: FedFomo(mlp()), rounds=3, attack=attack)
+    loop.run()
+    (began, after), sent = seen[3, 1], loop.diary.sent[3, 1].weights
+    torch.testing.assert_close(sent[WEIGHT], began[WEIGHT] + 10 * (after[WEIGHT] - began[WEIGHT]))
 
 
 def test_what_is_an_update_itself_is_not_one_of_what_was_received(data):

@@ -173,3 +173,14 @@ def test_damaged_version_is_refused(pool, tmp_path, damage):
         torch.save([1, 2], file)
     with pytest.raises(ConfigError, match=r"r0001-w0\.states"):
         pool.restore(named)
+
+
+@pytest.mark.parametrize("other", [torch.tensor([5]), torch.tensor([1.0]), torch.tensor([[1.0, 2.0]])])
+def test_a_state_of_another_size_or_type_takes_the_place_of_the_one_before(other):
+    """It was spread over that one's tensors, where a pool on the disk gave it back as it is."""
+    pool = ClientPool(None)
+    pool.put(0, {"a": torch.tensor([5.5, 5.5, 5.5])}, 1)
+    pool.put(0, {"a": other}, 2)
+    found = pool.get(0)["a"]
+    assert torch.equal(found, other)
+    assert found.dtype == other.dtype

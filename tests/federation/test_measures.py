@@ -116,6 +116,15 @@ def test_areas_are_over_the_classes_that_the_samples_have(name, options):
         assert math.isnan(measured(scores[:4], torch.tensor([2, 2, 1, 1]), ignoring)[name])
 
 
+@pytest.mark.parametrize("average", ["macro", "weighted"])
+def test_there_is_no_area_of_samples_of_one_class(average, predicted):
+    """Weighted by samples, the one class there was had an area of 0."""
+    scores, y = predicted
+    auroc = {"class_path": "torchmetrics.AUROC", "init_args": {"average": average}}
+    assert math.isnan(measured(scores[y == 1], y[y == 1], auroc)["AUROC"])
+    assert 0 < measured(scores, y, auroc)["AUROC"] < 1
+
+
 def test_what_is_not_defined_is_no_number(predicted):
     scores, y = predicted
     one_class = measured(scores[y == 1], y[y == 1], AUROC)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +14,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.peers import Peers
 from fl_lightning.federation.sickness import ServerError
 from fl_lightning.methods.fedavg import FedAvg
@@ -331,6 +332,27 @@ def test_state_that_no_checkpoint_could_be_read_with_is_refused_before_it_is_wri
 def test_method_that_gives_no_server_is_refused(mlp, set_up_federation):
     with pytest.raises(ConfigError, match=r"method: Forgetful\.make_server\(\) gives NoneType, and must give a Server"):
         set_up_federation(lambda: Forgetful(mlp()))
+
+
+class KeepsTheHead(Server):
+    """Has no head to give after the first round."""
+
+    def close_round(self):
+        super().close_round()
+        body = {name: own for name, own in self.message.weights.items() if "head" not in name}
+        self.message = replace(self.message, weights=body)
+
+
+def test_what_neither_comes_nor_is_kept_is_what_it_was_in_the_beginning(mlp, set_up_federation, outcome):
+    """Once a client kept anything at all, it trained on from the head of the client before it."""
+    runs = []
+    for order in (list, lambda clients: clients[::-1]):
+        loop = set_up_federation(lambda: with_server(KeepsTheHead)(mlp()), rounds=3, wire=[Quantize(16, True)])
+        loop.fit_order = order
+        loop.run()
+        runs.append({key: message.weights for key, message in loop.diary.sent.items()})
+    for key, weights in runs[0].items():
+        assert all(torch.equal(own, runs[1][key][name]) for name, own in weights.items()), key
 
 
 def test_what_is_for_one_client_is_not_put_into_the_message_for_all(mlp, set_up_federation):
