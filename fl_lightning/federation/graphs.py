@@ -16,7 +16,8 @@ from fl_lightning.core.method import Method
 from fl_lightning.core.mixing import PUSH_WEIGHT
 from fl_lightning.errors import ConfigError, require, require_choices, suggest
 from fl_lightning.federation.exchange import Exchange, Star
-from fl_lightning.federation.peers import Peers, Ring, Topology
+from fl_lightning.federation.peers import Peers, Ring
+from fl_lightning.federation.topologies import Topology
 from fl_lightning.seeding import numpy_generator
 
 LEAST_MASS = 1e-8

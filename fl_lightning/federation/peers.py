@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
@@ -17,9 +15,7 @@ from fl_lightning.core.message import NOTHING, Message, Size
 from fl_lightning.core.mixing import Heard
 from fl_lightning.errors import ConfigError, require, require_choices
 from fl_lightning.federation.exchange import Exchange, Hop
-
-Topology = dict[int, dict[int, float]]
-"""Receiver -> sender -> how much of the sender's message goes to the receiver, its own share among them."""
+from fl_lightning.federation.topologies import Topology, check_graph, check_sponsors, check_sums
 
 
 class Arrival(NamedTuple):
@@ -108,7 +104,7 @@ class Peers(Exchange, ABC):
         self.participants = [client for client in self.participants if client not in clients]
         self.topology = self.connect(self.round, self.participants)
         if not self.in_turn:
-            _check_graph(self, self.topology)
+            check_graph(_named(self), self.topology, self.participants)
         self._out = {client: 0 for client in self.participants}
         for receiver, row in self.topology.items():
             for sender in row:
@@ -130,7 +126,7 @@ class Peers(Exchange, ABC):
     @override
     def close(self) -> None:
         shares = self.shares(self.topology)
-        _check_sums(self, shares)
+        check_sums(_named(self), shares)
         with unchanged(self._posted.values(), _mixers(self)):
             for receiver, row in shares.items():
                 own = Heard(receiver, self._posted[receiver], row[receiver]) if self.mixer.own else None
@@ -180,8 +176,7 @@ class Peers(Exchange, ABC):
         if not self._finished:
             return Message(), []
         sponsors = self.sponsors(self.round, client, sorted(self._finished))
-        strange = set(sponsors) - {*self._finished}
-        _require(self, not strange, "sponsors() may name only who finished the round before", sorted(strange))
+        check_sponsors(_named(self), sponsors, self._finished)
         heard = [Heard(s, self._finished[s], 1 / len(sponsors)) for s in sponsors]
         before = self._arrived.get(client)
         with unchanged((part.message for part in heard), _mixers(self)):
@@ -235,49 +230,12 @@ class Peers(Exchange, ABC):
         self._unheard = {int(client): Size(*size) for client, size in state.get("unheard", {}).items()}
 
 
-# --- what a class of one's own may say --------------------------------------------------------------------------------
+def _named(exchange: Peers) -> str:
+    return f"{type(exchange).__name__}: in round {exchange.round}"
 
 
 def _mixers(exchange: Peers) -> str:
     return f"{type(exchange.mixer).__name__}, or a rule of its,"
-
-
-def _check_graph(exchange: Peers, topology: Topology) -> None:
-    """Everybody who is there has a row of senders who are there, itself among them.
-
-    Raises:
-        ConfigError: naming the class, the client and what was said of it.
-    """
-    there = {*exchange.participants}
-    rows = isinstance(topology, Mapping) and {*topology} == there
-    said = sorted(topology) if isinstance(topology, Mapping) else topology
-    _require(exchange, rows, f"connect() must give a row to each of clients {sorted(there)}, and to no other", said)
-    for receiver, row in topology.items():
-        what = f"connect() must give client {receiver}"
-        shares = isinstance(row, Mapping) and all(_is_share(share) for share in row.values())
-        _require(exchange, shares, f"{what} senders with their shares, numbers >= 0", row)
-        senders = f"{what} itself and senders that take part, of clients {sorted(there)}"
-        _require(exchange, receiver in row and {*row} <= there, senders, row)
-
-
-def _check_sums(exchange: Peers, shares: Topology) -> None:
-    """What a mean is made of sums to 1.
-
-    Raises:
-        ConfigError: naming the class, the client and its shares.
-    """
-    for receiver, row in shares.items():
-        whole = not row or abs(math.fsum(row.values()) - 1) < 1e-6
-        _require(exchange, whole, f"shares of client {receiver} must sum to 1", row)
-
-
-def _require(exchange: Peers, holds: bool, rule: str, given: object) -> None:
-    require(holds, "federation.exchange", f"{type(exchange).__name__}: in round {exchange.round} {rule}", given)
-
-
-def _is_share(value: object) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and math.isfinite(float(value)) and float(value) >= 0  # type: ignore[arg-type]
 
 
 def _total(parts: Iterable[Hop | Size]) -> Size:
