@@ -78,7 +78,7 @@ class FromFile(ListedPartition):
         clients = self._clients(num_clients)
         for client, entry in enumerate(clients):
             others = [own for name, own in entry.items() if name != "train"] if isinstance(entry, Mapping) else []
-            whole = not any(map(np.size, others))
+            whole = not any(map(np.size, others)) and (not others or {*entry} <= {*PARTS})
             rule = f"{self.path} lists several parts of client {client}; say data.split: file"
             require(whole, "data.split", rule)
         return [entry["train"] if isinstance(entry, Mapping) else entry for entry in clients]
