@@ -8,6 +8,7 @@ from torchvision.transforms.v2 import functional
 
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.augmentation import Augmentation, build_augmentation, described
+from fl_lightning.data.shifts import NoiseSkew
 from fl_lightning.errors import ConfigError
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -336,3 +337,12 @@ def test_colours_of_images_beyond_0_and_1_are_refused(transform):
         own.check(standardised)
     own.check(given)
     build_augmentation([CROP, "RandomHorizontalFlip"]).check(standardised)
+
+
+def test_colours_are_refused_where_a_shift_leads_images_of_floats_beyond_0_and_1(make_data):
+    """Three images were looked at, before the shift: training was cut off at 0 and 1, tests were not."""
+    edit = lambda arrays: arrays.x.copy_(torch.rand(arrays.x.shape))  # noqa: E731
+    own = {"edit": edit, "augmentation": [v2.ColorJitter(brightness=0.1)]}
+    make_data(**own)
+    with pytest.raises(ConfigError, match=r"^data\.augmentation: ColorJitter .* and no data\.shift that leads beyond$"):
+        make_data(**own, shift=NoiseSkew(0.5))
