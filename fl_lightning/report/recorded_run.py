@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -22,6 +22,8 @@ from fl_lightning.sealed import fits_checksum
 from fl_lightning.terminal import printable
 
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_OfClient = TypeVar("_OfClient", bound=Mapping[str, Any])
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,14 @@ def counting(rows: Sequence[Row], config: Mapping[str, Any]) -> list[Row]:
     """
     number, joining = _entry(config, "data", "num_clients"), _entry(config, "federation", "newcomers")
     later = _entry({"newcomers": joining}, "newcomers", "clients")
-    founders = number - later if isinstance(number, int) and isinstance(later, int) else math.inf
+    return those_that_count(rows, number - later if isinstance(number, int) and isinstance(later, int) else None)
+
+
+def those_that_count(rows: Sequence[_OfClient], num_founders: int | None) -> list[_OfClient]:
+    """The rows of the first clients, so many, without attackers; None for all that are none."""
+    last = math.inf if num_founders is None else num_founders
     return [
-        row
-        for row in rows
-        if isinstance(row.get("client"), int) and row["client"] < founders and not row.get("attacker")
+        row for row in rows if isinstance(row.get("client"), int) and row["client"] < last and not row.get("attacker")
     ]
 
 

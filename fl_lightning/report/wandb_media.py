@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.report import class_figures, partition_figures
+from fl_lightning.report.recorded_run import those_that_count
 from fl_lightning.report.run_logger import RoundRecord, Row, RunStart
 
 HISTOGRAMS = ("Local-T", "Local-T_received")
@@ -46,8 +46,7 @@ def of_clients(start: RunStart, rows: Sequence[Row]) -> dict[str, Any]:
     cells = [{**row, "classes": held.get(row["client"])} for row in rows]
     table = wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in cells])
     found: dict[str, Any] = {"clients/table": table}
-    last = math.inf if start.num_founders is None else start.num_founders
-    counted = [row for row in rows if row["client"] < last and not row.get("attacker")]
+    counted = those_that_count(rows, start.num_founders)
     for name in HISTOGRAMS:
         known = [row[name] for row in counted if row.get(name) is not None]
         if known:
