@@ -246,6 +246,7 @@ class ClientModule(L.LightningModule):
         watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
         self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, *watch)
         self._machine.after_step = None if plain else partial(tell_callbacks, self.trainer, self, "on_before_zero_grad")
+        own.machine = self._machine if own.steps_itself and self._machine.steps_carefully else None
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])
@@ -273,7 +274,8 @@ class ClientModule(L.LightningModule):
             self._left = train_alone(self._trainable, trained, self._left)
         for layer in self._resting:
             layer.train()
-        self._resting = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
+        norms = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
+        self._resting = [layer for layer in norms if layer.training]  # what the model itself rests goes on resting
         for layer in self._resting:
             layer.eval()
         if self.current_epoch == 0:
@@ -342,6 +344,7 @@ class ClientModule(L.LightningModule):
         if self.private is not None:
             self.private.leave()
         self.own.end_fit()
+        self.own.machine = None
         self.logged.end(self, self.meter, self.own.logged_in_fit)
         for parameter in self._trainable:
             parameter.requires_grad_(True)

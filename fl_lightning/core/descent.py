@@ -83,6 +83,11 @@ class Machine:
         return torch.autocast(self.device, enabled=False) if self.autocasts else nullcontext()
 
     @property
+    def steps_carefully(self) -> bool:
+        """Whether gradients and parameters are made ready for a step: unscaled, or in float32."""
+        return self.careful is not None and (self.careful.scales or self.careful.widens)
+
+    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales losses, where something does."""
         careful = self.careful

@@ -155,16 +155,22 @@ class Fit:
         rule, given = f"a phase's learning rate must be above 0{f' ({part})' if part else ''}", own.get("lr")
         require(given is None or given > 0, "method", rule, given)
         rescale: Any = getattr(make, "rescale", None)
-        if "lr" in own and rescale is not None and rescale(optimizer, own["lr"]):
-            del own["lr"]
-        for group in optimizer.param_groups:
-            for option in own.keys() - group.keys():
-                rule = f"a phase sets {option!r}, which {type(optimizer).__name__} does not have"
-                raise ConfigError("method", f"{rule}; {suggest(option, [*optimizer.defaults])}")
-            group.update(own)
-            rule = f"{type(optimizer).__name__}'s parameter groups must have an 'lr', which a fit reads and sets"
-            require("lr" in group, "optimizer", rule)
-            group["lr"] = group["lr"] * self.lr_factor if decays and self.lr_factor != 1 else group["lr"]
-        if phase is not None and phase.tune is not None:
-            phase.tune(optimizer)
+        for each in (optimizer, *(getattr(make, "further", ()) if decays else ())):
+            rescaled = "lr" in own and rescale is not None and rescale(each, own["lr"])
+            _set(each, {option: value for option, value in own.items() if not (rescaled and option == "lr")})
+            for group in each.param_groups if decays and self.lr_factor != 1 else ():
+                group["lr"] = group["lr"] * self.lr_factor
+            if phase is not None and phase.tune is not None:
+                phase.tune(each)
         return optimizer
+
+
+def _set(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """Set options of all of an optimizer's groups."""
+    for group in optimizer.param_groups:
+        for option in options.keys() - group.keys():
+            rule = f"a phase sets {option!r}, which {type(optimizer).__name__} does not have"
+            raise ConfigError("method", f"{rule}; {suggest(option, [*optimizer.defaults])}")
+        group.update(options)
+        rule = f"{type(optimizer).__name__}'s parameter groups must have an 'lr', which a fit reads and sets"
+        require("lr" in group, "optimizer", rule)

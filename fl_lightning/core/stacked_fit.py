@@ -199,7 +199,8 @@ class _Phase:
         fit = self.fit
         for entered in fit.entered:
             entered.fit.num_batches = 0
-        for layer in self.resting:
+        resting = [layer for layer in self.resting if layer.training]  # what the model itself rests goes on resting
+        for layer in resting:
             layer.eval()
         try:
             for epoch in range(self.planned.epochs):
@@ -212,7 +213,7 @@ class _Phase:
                             self._step(*own, batches, begin + epoch, check)
                         check = False
         finally:
-            for layer in self.resting:
+            for layer in resting:
                 layer.train()
 
     def _split(self, batches: Batches) -> list[tuple[list[int], list[int]]]:

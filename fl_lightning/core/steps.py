@@ -38,6 +38,8 @@ class CarefulSteps(Precision):
     """
 
     scaler: torch.amp.GradScaler | None = None
+    widens = False
+    """Whether steps are made on float32 copies."""
 
     @property
     def scales(self) -> bool:
@@ -78,11 +80,12 @@ class CarefulSteps(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **arguments: Any
     ) -> Any:
-        """Step, unless a gradient is not finite where losses are scaled."""
+        """Step, unless a gradient is not finite where losses are scaled; without a model no callback hears of it."""
         closure()
         if id(optimizer) not in self._prepared:
             self.prepare_step(optimizer)
-        self._after_closure(model, optimizer)
+        if model is not None:
+            self._after_closure(model, optimizer)
         step = self._prepared.pop(id(optimizer), None)
         if self.scaler is None or step is None:
             return optimizer.step(**arguments)
@@ -126,6 +129,8 @@ class HalfLayers(CarefulSteps, HalfPrecision):
         device: the training device's type, for the scaler.
         scaler: scales the loss; by default one under ``16-true``.
     """
+
+    widens = True
 
     def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         super().__init__(precision)  # type: ignore[arg-type]
@@ -230,7 +235,10 @@ class WideCopies:
     def __init__(self, parameters: Sequence[nn.Parameter], make_optimizer: Callable[[Any], Optimizer]) -> None:
         self.own = list(parameters)
         self._wide: list[Any] = [p.detach().float().requires_grad_() if p.dtype in HALF else p for p in self.own]
-        self._optimizer = make_optimizer(self._wide)
+        self._optimizer = make_optimizer(self.own)
+        stepped = {id(own): wide for own, wide in zip(self.own, self._wide, strict=True)}
+        for group in self._optimizer.param_groups:  # made of the parameters themselves, which groups may be told by
+            group["params"][:] = [stepped[id(own)] for own in group["params"]]
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """One step by gradients that the parameters have; theirs are narrowed after it."""

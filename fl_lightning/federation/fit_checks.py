@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +19,15 @@ from fl_lightning.core.method import Method, Seen
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
-from fl_lightning.federation.workloads import cuts_epochs
+from fl_lightning.federation.trainers import most_batches
+from fl_lightning.federation.workloads import cuts_epochs, workload_of
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from fl_lightning.data.module import FederatedData
 
 
 def check_interfaces(modules: Sequence[ClientModule], architecture: np.ndarray) -> None:
@@ -113,6 +120,32 @@ def _try_model(model: SplitModel, x: Tensor, key: str) -> None:
         f"{type(model).__name__} must make what it says of {len(x)} sample, an embedding {said[0]} and logits {said[1]}"
     )
     require(made == said, key, rule, " and ".join(map(str, made)))
+
+
+def fewest_batches(data: FederatedData, of: np.ndarray | slice = slice(None)) -> int:
+    """Mini-batches of the shortest epoch of some clients, or of all."""
+    fewest = int(data.num_train[of].min())
+    return max(1, fewest // data.batch_size if data.drop_last else math.ceil(fewest / data.batch_size))
+
+
+def plan_shortest(
+    module: ClientModule, trainer: L.Trainer, settings: Federation, data: FederatedData, of: np.ndarray, seed: int
+) -> None:
+    """Let a module be as before the shortest fit that some clients have in the first round, which is tried out next.
+
+    Args:
+        module: theirs.
+        trainer: of the fits.
+        settings: say how long they are.
+        data: the clients'.
+        of: [N] bool; nobody stands for everybody.
+        seed: the run's.
+    """
+    mine = np.flatnonzero(of) if of.any() else np.arange(len(of))
+    client = int(mine[data.num_train[mine].argmin()])
+    batches = fewest_batches(data, mine)
+    module.workload = workload_of(settings.local_epochs, settings.local_steps, seed, 1, client, batches)
+    module.own.steps, module.own.most_steps = most_batches(trainer, batches), trainer.max_steps
 
 
 def check_optimizer(module: ClientModule, device: torch.device, max_steps: int | None = -1) -> None:

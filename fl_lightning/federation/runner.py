@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +29,14 @@ from fl_lightning.federation.bundles import EpochBundles
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
-from fl_lightning.federation.fit_checks import check_interfaces, check_optimizer, check_whole_epochs, check_workload
+from fl_lightning.federation.fit_checks import (
+    check_interfaces,
+    check_optimizer,
+    check_whole_epochs,
+    check_workload,
+    fewest_batches,
+    plan_shortest,
+)
 from fl_lightning.federation.flags import check_batches, check_flags, limits
 from fl_lightning.federation.measures import Measures
 from fl_lightning.federation.model_files import full_state
@@ -92,8 +98,7 @@ class Runner:
         self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(limits(flags)) or sees_batches(self.trainer)
-        fewest, size = int(data.num_train.min()), data.batch_size
-        check_batches(flags, max(1, fewest // size) if data.drop_last else math.ceil(fewest / size))
+        check_batches(flags, fewest_batches(data))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
         self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
@@ -139,6 +144,7 @@ class Runner:
             said = (str(error).splitlines() or [type(error).__name__])[0]  # torch lists C++ frames below it
             raise ConfigError("method", f"cannot be made: {said}") from error
         if fit_settings is not None:
+            plan_shortest(module, self.trainer, self.settings, self.data, self.architecture == architecture, self.seed)
             check_optimizer(module, self.device, self.trainer.max_steps)
         if self.settings.channels_last and _has_convolution(module):
             _lay_out(module)

@@ -79,11 +79,10 @@ class Stretch:
             self.optimizers[0].param_groups[0]["params"] += rest
 
     def scale(self, factor: float) -> None:
-        """Decay from round to round: what schedulers start from, and further optimizers, which nobody else scales."""
+        """Decay from round to round what schedulers start from; the rates themselves are the fit's to scale."""
         if factor != 1:
-            for number, optimizer in enumerate(self.optimizers):
-                factors = [factor] * len(optimizer.param_groups)
-                self._multiply(optimizer, factors, _STARTS if number == 0 else ("lr", *_STARTS))
+            for optimizer in self.optimizers:
+                self._multiply(optimizer, [factor] * len(optimizer.param_groups), _STARTS)
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer's groups, and the schedulers that move them, start from a learning rate.
@@ -110,10 +109,10 @@ class Stretch:
                     setattr(own, rates, scaled)
 
     def unmoved(self) -> Any:
-        """The first optimizer, every one at the learning rate that its schedule would have begun from."""
+        """The optimizers as one, each at the learning rate that its schedule would have begun from."""
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = group.pop("initial_lr", group["lr"])
-        return self.optimizers[0]
+        return self.optimizers[0] if len(self.optimizers) == 1 else AsOne(self.optimizers)
 
     def step_with_optimizer(self, batch: Callable[[], int]) -> None:
         """Let steps of the first optimizer step the schedulers that go by the step, as Lightning's fit does.
@@ -139,10 +138,35 @@ class Stretch:
             if not config.reduce_on_plateau:
                 config.scheduler.step()
                 continue
+            if config.monitor not in logged and not config.strict:
+                continue  # as in Lightning
             if config.monitor not in logged:
                 rule = "schedulers can watch what training_step logs; a local fit has no validation"
                 raise ConfigError(KEY, rule, config.monitor)
             config.scheduler.step(logged[config.monitor])
+
+
+class AsOne:
+    """Several optimizers that are stepped as one, outside a fit, where no training step of the module's says which.
+
+    Args:
+        optimizers: they have no parameter in common.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.optimizers = list(optimizers)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.defaults = dict(optimizers[0].defaults)
+
+    def step(self) -> None:
+        """Step all."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 def _within(scheduler: Any) -> Iterator[Any]:

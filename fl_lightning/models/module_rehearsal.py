@@ -12,6 +12,8 @@ from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.own_training import SkippedBatch
 
+_LONG = 100  # epochs, and steps of each: what a short fit's schedules fail for is said when fits are known
+
 
 def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
     """Try the training step out on a copy of a module, so that a mistake is answered before any training.
@@ -25,15 +27,17 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
         ConfigError: if optimizers cannot be made, the step fails, or its loss reaches no parameter.
     """
     double = copy.deepcopy(training)
-    name = type(training.joined.module).__name__
+    name, what = type(training.joined.module).__name__, "configure_optimizers"
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             trained = [*double.joined.module.parameters(), *double.joined.head.parameters()]
             trained = [parameter for parameter in trained if parameter.requires_grad]
             if not training.configured:
                 make = double.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.0), 1, 1.0)
-                double.plan(1)
+                double.steps = _LONG
+                double.plan(_LONG)
                 make(trained)
+            what = "training step"
             double.start_fit()
             double.start_epoch(0, 0)
             loss = double.training_pass(x, y, lambda parameters: [torch.zeros_like(p) for p in parameters]).loss
@@ -44,7 +48,7 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
         loss = None
     except Exception as error:  # whatever a module of the user's own raises
         said = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise ConfigError(KEY, f"{name}'s training step fails ({type(error).__name__}: {said})") from error
+        raise ConfigError(KEY, f"{name}'s {what} fails ({type(error).__name__}: {said})") from error
     rule = f"{name}'s training_step must return a loss with a gradient (a scalar, or a dict with loss)"
     learns = loss is not None and loss.dim() == 0 and loss.requires_grad
     require(training.steps_itself or learns, KEY, rule)

@@ -109,12 +109,13 @@ class ModuleTraining(OwnTraining):
         self.present = Stretch(epochs, last)
         self.stretches.append(self.present)
 
-    def make(self, parameters: list[nn.Parameter], in_fit: bool = True) -> Any:
+    def make(self, parameters: list[nn.Parameter], in_fit: bool = True) -> list[Any]:
         """The module's optimizers, of some parameters; those that are not the module's are added to the first.
 
         Args:
             parameters: what they train.
-            in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given.
+            in_fit: false outside a fit, whose length no schedule knows: the learning rate stays as it is given, and
+                one steps for all.
         """
         length = self.steps, self.present
         if not in_fit:  # at the beginning of a schedule, whoever was fitted last
@@ -128,7 +129,7 @@ class ModuleTraining(OwnTraining):
             self.steps, self.present = length
         stretch.narrow(parameters, theirs)
         if not in_fit:
-            return stretch.unmoved()
+            return [stretch.unmoved()]
         stretch.scale(self._lr_factor)
         if not self.steps_itself:
             stretch.step_with_optimizer(lambda: self.batch + 1)
@@ -136,7 +137,7 @@ class ModuleTraining(OwnTraining):
             optimizer.register_step_post_hook(self._after_step)
         self.present.optimizers += stretch.optimizers
         self.present.schedulers += stretch.schedulers
-        return stretch.optimizers[0]
+        return stretch.optimizers
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer of the present phase, and its schedule, start from a learning rate of the first round's.
@@ -277,12 +278,18 @@ class ModuleTraining(OwnTraining):
         """In place of Lightning's."""
         if loss.requires_grad:  # a phase may have frozen all that it reaches
             own = loss if self.devices is None else loss * self.factor
-            self.watched(Tensor.backward)(own, *args, **kwargs)
+            if self.machine is None:
+                self.watched(Tensor.backward)(own, *args, **kwargs)
+            else:
+                with self.machine.wide():
+                    self.watched(self.machine.backward)(own, *args, **kwargs)
 
     def pull(self, parameters: Sequence[Tensor]) -> None:
         """Add what the method's terms add to the gradients of some parameters."""
         own = [p for p in parameters if p.requires_grad]
-        for parameter, gradient in zip(own, self._pull(own), strict=True):
+        scaler = None if self.machine is None else self.machine.scaler
+        for parameter, found in zip(own, self._pull(own), strict=True):
+            gradient = found if scaler is None else scaler.scale(found)  # a step divides again
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
@@ -303,15 +310,19 @@ class OwnOptimizers:
 
     def __init__(self, homes: Sequence[ModuleTraining]) -> None:
         self.homes = homes
+        self.further: list[Any] = []
+        """What a module of manual optimization has beside the first optimizer of the fit's last phase."""
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """One for the fit's next phase."""
+        """The first one for the fit's next phase."""
         own = list(parameters)
-        return next((home for home in self.homes if _holds(home, own)), self.homes[0]).make(own)
+        made = next((home for home in self.homes if _holds(home, own)), self.homes[0]).make(own)
+        self.further = made[1:]
+        return made[0]
 
     def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
         """An optimizer that no schedule moves, and that nobody keeps."""
-        return self.homes[0].make(list(parameters), in_fit=False)
+        return self.homes[0].make(list(parameters), in_fit=False)[0]
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
@@ -335,7 +346,7 @@ class Together(OwnTraining):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        for home in self.homes if name in ("steps", "most_steps", "devices") else ():
+        for home in self.homes if name in ("steps", "most_steps", "devices", "machine") else ():
             setattr(home, name, value)
 
     @override

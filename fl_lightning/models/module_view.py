@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from torch import Tensor
 from torchmetrics import Metric
 
+from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
 
@@ -192,6 +194,7 @@ class LocalFit(Protocol):
 
     joined: Joined
     devices: Any
+    machine: Any
     factor: float
     present: Stretch
     epoch: int
@@ -239,7 +242,13 @@ class PulledOptimizer:
         self._training = training
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step with the terms' gradients, after the closure's passes or, where the optimizer calls it itself, anew."""
+        """Step with the terms' gradients, after the closure's passes or, where the optimizer calls it itself, anew.
+
+        Raises:
+            ConfigError: if it calls it itself under a precision that steps on float32 copies or scales losses.
+        """
+        if self._training.machine is not None:
+            return self._careful_step(closure, **kwargs)
         if closure is None:
             self._pull()
             return self.optimizer.step(**kwargs)
@@ -254,9 +263,25 @@ class PulledOptimizer:
         stepped = self.optimizer.step(closure=passes, **kwargs)
         return values[-1] if stepped is None and values else stepped
 
+    def _careful_step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        """The same of float32 copies, with unscaled gradients."""
+        wants = inspect.signature(self.optimizer.step).parameters.get("closure")
+        calls = wants is not None and wants.default is inspect.Parameter.empty
+        rule = "32-true, 64-true or bf16-mixed: it goes back by itself, several times a step"
+        require(not calls, "trainer.precision", f"under {type(self.optimizer).__name__} must be {rule}")
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = _of_all(self._training, closure())
+        self._pull()
+        stepped = self._training.machine.careful.optimizer_step(self.optimizer, None, lambda: None, **kwargs)
+        return value if stepped is None else stepped
+
     def _pull(self) -> None:
         bring_together(self._training)  # once more, for who goes back without `manual_backward`
         self._training.pull(_trained_by(self.optimizer))
+        if self._training.machine is not None:
+            self._training.machine.careful.prepare_step(self.optimizer)
         self._training.before_step(self.optimizer)
 
     @contextmanager

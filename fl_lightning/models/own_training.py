@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
-"""Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit, and
-`rescale`, which lets the schedulers of an optimizer start from another learning rate."""
+"""Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit,
+`rescale`, which lets the schedulers of an optimizer start from another learning rate, and `further`: the optimizers
+that the last call made beside the one that it gave."""
 Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Parameters -> the gradient that the method's terms add to the model's own."""
 
@@ -50,6 +51,8 @@ class OwnTraining:
     """Optimizer steps after which the Trainer ends a fit, whatever is left of its epochs; -1 for no such number."""
     devices: Any = None
     """Those that share the present fit (`core/devices.py`); None for one."""
+    machine: Any = None
+    """What a model that steps by itself does so by, in half precision or with a scaled loss (`core/descent.py`)."""
     counts = True
     """Whether the present mini-batch's samples count; a device that would have none sees one that does not."""
     factor = 1.0
