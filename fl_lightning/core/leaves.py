@@ -19,20 +19,26 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """Values that nobody can write into."""
 FEW = 64
 """Numbers of a tensor on the CPU that count as part of what a step was told."""
+OF_MODULES = frozenset(vars(nn.Module()))
+_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""What recurrent layers make of their parameters, at every pass anew."""
+OF_LAYERS = OF_MODULES | _OF_PARAMETERS
+"""What every layer has of torch's; the rest is an attribute of its own."""
 MOST_BYTES, MOST_LEAVES = 2**20, 2000
 """Larger arrays, and what comes after so many values of an object, are told by which objects they are."""
 
 
-def leaves(value: Any, passed: Collection[int] | None = None) -> dict[str, Hashable]:
+def leaves(value: Any, passed: Collection[int] | None = None, own: Collection[int] = ()) -> dict[str, Hashable]:
     """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like.
 
     Args:
         value: the object.
         passed: ids of modules and tensors that are passed over. Then other modules are looked into, and large tensors
             and arrays, too: to see whether any of it was written into, not what it is.
+        own: ids of modules that stand for themselves; of others the attributes count, too, but for their tensors.
     """
     found: dict[str, Hashable] = {}
-    _take_leaves(value, "", found, set(), passed)
+    _take_leaves(value, "", found, set(own), passed)
     return found
 
 
@@ -46,7 +52,7 @@ def _take_leaves(
         found[way] = type(value).__name__, value
     elif passed is not None and isinstance(value, (Tensor, np.ndarray, bytearray, nn.Module)):
         if id(value) not in passed:
-            found[way] = _sum_of(value, passed)
+            found[way] = _sum_of(value, passed, known)
     elif isinstance(value, Tensor):
         small = value.device.type == "cpu" and value.numel() <= FEW
         small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -55,7 +61,12 @@ def _take_leaves(
     elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
         found[way] = "array", value.dtype.str, value.shape, value.tobytes()
     elif id(value) in known:
-        found[way] = "again"
+        found[way] = ("own", id(value)) if isinstance(value, nn.Module) else "again"
+    elif isinstance(value, nn.Module):
+        known.add(id(value))
+        found[way] = type(value).__name__, id(value)
+        for key, held in (*_loose(value).items(), *value._modules.items()):
+            _take_leaves(held, f"{way}.{key}", found, known, passed)
     elif (held := inside(value)) is not None:
         known.add(id(value))
         found[way] = type(value).__name__, len(held)
@@ -68,11 +79,22 @@ def _take_leaves(
         found[way] = type(value).__name__, id(value)
 
 
-def _sum_of(value: Any, passed: Collection[int]) -> Hashable:
+def _loose(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes but for what torch gives to all of them."""
+    return {key: value for key, value in vars(module).items() if key not in OF_LAYERS}
+
+
+def _sum_of(value: Any, passed: Collection[int], known: set[int]) -> Hashable:
     """What changes when something is written into a tensor, an array, bytes or a module."""
     if isinstance(value, nn.Module):
-        home = {**value._parameters, **value._buffers, **value._modules}
-        return tuple(leaves(home, passed).items())
+        if id(value) in known:
+            return "again"
+        known.add(id(value))
+        found: dict[str, Hashable] = {}
+        for home in (value._parameters, value._buffers, value._modules, _loose(value)):
+            for key, held in home.items():
+                _take_leaves(held, f".{key}", found, known, passed)
+        return tuple(found.items())
     if isinstance(value, Tensor):
         if torch._C._functorch.is_functorch_wrapped_tensor(value):  # what a stacked step has left there
             return None

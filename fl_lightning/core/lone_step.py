@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fl_lightning.core import engine
 from fl_lightning.core.devices import Part
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 from fl_lightning.core.stacked import Common, Outcome, StackedBench, StackedStep
@@ -52,7 +53,7 @@ class Descents:
         inputs = [self._leaves[place] for place in self._trained if place in stepping]
         if not inputs:  # all of it is frozen
             return
-        found = iter(torch.autograd.grad(total, inputs, allow_unused=True))
+        found = iter(engine.gradients(total, inputs))
         self._act([next(found) if place in stepping else None for place in self._trained], names)
 
     def along(self, gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:

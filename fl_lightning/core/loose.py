@@ -15,18 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.leaves import FEW, MOST_LEAVES, PLAIN, leaves
+from fl_lightning.core.leaves import FEW, MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, leaves
 from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
-_OF_PARAMETERS = frozenset({"_flat_weights", "_flat_weight_refs"})
-"""What recurrent layers make of their parameters, at every pass anew."""
-_OF_LAYERS = _OF_MODULES | _OF_PARAMETERS
 _SIMPLE = frozenset(PLAIN)
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+Written = tuple[tuple[str, ...], tuple[Any, ...], Mapping[str, Hashable]]
 
 
 class Mark(NamedTuple):
@@ -53,11 +52,11 @@ class Contents(NamedTuple):
 
     Args:
         objects: by their names, with what they come to.
-        layers: names and values of what each of torch's own layers has.
+        layers: names and values of what each of torch's own layers has, and what can be written into comes to.
     """
 
     objects: Mapping[str, tuple[Any, Hashable]] = MappingProxyType({})
-    layers: Sequence[tuple[tuple[str, ...], tuple[Any, ...]]] = ()
+    layers: Sequence[Written] = ()
 
 
 class Held(NamedTuple):
@@ -82,12 +81,13 @@ class Held(NamedTuple):
         ]
 
 
-def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
+def held(attributes: Sequence[Mapping[str, Any]], layout: Layout, own: Collection[int] = ()) -> Held:
     """Find the tensors that attributes hold on the layout's device.
 
     Args:
         attributes: as `Attributes.taken` gives them.
         layout: where parameters and buffers stand.
+        own: ids of the modules that they are of.
 
     Raises:
         Unrecordable: for a tensor on another device that has many numbers, one that has a gradient, or an iterator.
@@ -112,7 +112,9 @@ def held(attributes: Sequence[Mapping[str, Any]], layout: Layout) -> Held:
         if isinstance(value, Iterator):
             raise Unrecordable(f"{name} is an iterator")
         mark = _mark(value, name, numbers)
-        return mark if isinstance(value, (Tensor, *PLAIN)) else (type(value).__name__, tuple(leaves(value).items()))
+        if isinstance(value, (Tensor, *PLAIN)):
+            return mark
+        return type(value).__name__, tuple(leaves(value, own=own).items())
 
     keys = [
         tuple((key, stand_in(value, key)) for key, value in own.items() if key not in _OF_METHODS) for own in attributes
@@ -159,7 +161,8 @@ class Attributes:
         self._modules = list(method.modules())
         self._parameters = list(method.parameters())
         self._constant: dict[int, Any] = {}
-        self._own = {id(module) for module in self._modules}
+        self.own = frozenset(id(module) for module in self._modules)
+        """Ids of the method's modules, which are asked by themselves."""
         self._named: list[tuple[str, nn.Module]] = [
             (name or type(method).__name__, module)
             for name, module in method.named_modules()
@@ -178,7 +181,7 @@ class Attributes:
         memory = functools.cache(self._memory)
         for name, module in self._named:
             for key, value in vars(module).items():
-                if key not in _OF_MODULES and key not in _OF_METHODS:
+                if key not in OF_MODULES and key not in _OF_METHODS:
                     found.append((name, key, _mark(value, f"{name}.{key}", numbers, memory)))
         return Mark(self.modes(), tuple(found), self.free())
 
@@ -200,30 +203,30 @@ class Attributes:
         found: list[Hashable] = []
         for module in self._layers:
             for key, value in vars(module).items():
-                if key not in _OF_LAYERS:
-                    found.append((key, value if type(value) in _SIMPLE else repr(value)))
+                if key not in OF_LAYERS:
+                    found.append((key, value if type(value) in _SIMPLE else tuple(leaves(value, own=self.own).items())))
         for module in self._modules:
             if module._forward_pre_hooks or module._forward_hooks:
                 hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-                found += [tuple(leaves(hook).items()) for hook in hooks]
+                found += [tuple(leaves(hook, own=self.own).items()) for hook in hooks]
         return tuple(found)
 
     def objects(self) -> dict[tuple[str, str], dict[str, Hashable]]:
         """What the attributes that are objects of somebody's own come to, by module and attribute."""
         return {
-            (name, key): leaves(value)
+            (name, key): leaves(value, own=self.own)
             for name, module in self._named
             for key, value in vars(module).items()
-            if key not in _OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *PLAIN))
+            if key not in OF_MODULES and key not in _OF_METHODS and not isinstance(value, (Tensor, *PLAIN))
         }
 
     def contents(self) -> Contents:
         """What the attributes hold that can be written into; of torch's own layers, what they have."""
         found: dict[str, tuple[Any, Hashable]] = {}
-        passed = self._layout.numbers().keys() | self._own
+        passed = self._layout.numbers().keys() | self.own
         for name, module in self._named:
             for key, value in vars(module).items():
-                if type(value) in _SIMPLE or key in _OF_MODULES or key in _OF_METHODS or id(value) in self._constant:
+                if type(value) in _SIMPLE or key in OF_MODULES or key in _OF_METHODS or id(value) in self._constant:
                     continue
                 if _is_constant(value):
                     if len(self._constant) < MOST_LEAVES:  # a receive may make one of its own for every client
@@ -231,7 +234,7 @@ class Attributes:
                     continue
                 for way, own in _beneath(value):
                     found[f"{name}.{key}{way}"] = own, tuple(leaves(own, passed).items())
-        return Contents(found, [(tuple(own), tuple(own.values())) for own in map(vars, self._layers)])
+        return Contents(found, [_written(vars(layer), passed) for layer in self._layers])
 
     def by_class(self, module: str, name: str) -> bool:
         """Whether a module has an attribute by its class, which an instance may have another value of."""
@@ -242,7 +245,7 @@ class Attributes:
         numbers, found = self._layout.numbers(), []
         for _, module in self._named:
             for key, value in vars(module).items():
-                held = list(flat(value)) if key not in _OF_MODULES else []
+                held = list(flat(value)) if key not in OF_MODULES else []
                 if held and all(id(own) in numbers for own in held):
                     found.append(Alias(vars(module), key, value, numbers))
         return found
@@ -256,7 +259,7 @@ class Attributes:
     def taken(self) -> list[dict[str, Any]]:
         """The attributes, so that `restore` can bring them back; containers are copied."""
         return [
-            {key: _copied(value) for key, value in vars(module).items() if key not in _OF_MODULES}
+            {key: _copied(value) for key, value in vars(module).items() if key not in OF_MODULES}
             for _, module in self._named
         ]
 
@@ -274,7 +277,7 @@ class Attributes:
                     module.training = trains
         for (_, module), own in zip(self._named, taken, strict=True):
             there = vars(module)
-            for key in [key for key in there if key not in _OF_MODULES and key not in own]:
+            for key in [key for key in there if key not in OF_MODULES and key not in own]:
                 del there[key]
             there.update(own)
 
@@ -289,14 +292,25 @@ def overwritten(before: Contents, now: Contents) -> str:
     return next(filter(None, map(_set_anew, before.layers, now.layers)), "")
 
 
-def _set_anew(before: tuple[tuple[str, ...], tuple[Any, ...]], now: tuple[tuple[str, ...], tuple[Any, ...]]) -> str:
+def _written(attributes: Mapping[str, Any], passed: Collection[int]) -> Written:
+    """What a layer of torch's has, with what is in the tensors and arrays that somebody has set on it."""
+    names = [key for key, value in attributes.items() if isinstance(value, (Tensor, np.ndarray))]
+    held = {key: tuple(leaves(attributes[key], passed).items()) for key in names}
+    return tuple(attributes), tuple(attributes.values()), held
+
+
+def _set_anew(before: Written, now: Written) -> str:
     """What says which attribute of a layer has another value; empty where none has."""
-    (names, values), (own, others) = before, now
-    if names == own and all(map(operator.is_, values, others)):
+    (names, values, were), (own, others, there) = before, now
+    if names == own and were == there and all(map(operator.is_, values, others)):
         return ""
-    was, there = dict(zip(names, values, strict=True)), dict(zip(own, others, strict=True))
-    odd = (key for key, value in there.items() if key not in _OF_LAYERS and repr(value) != repr(was.get(key, was)))
-    return next((f"the attribute {key} of one of torch's layers" for key in odd), "")
+    was, present = dict(zip(names, values, strict=True)), dict(zip(own, others, strict=True))
+    for key in present.keys() - OF_LAYERS:
+        odd = key not in was or were.get(key) != there.get(key)
+        anew = not odd and key not in there and present[key] is not was[key]
+        if odd or (anew and leaves(present[key]) != leaves(was[key])):
+            return f"the attribute {key} of one of torch's layers"
+    return ""
 
 
 def _is_constant(value: Any) -> bool:

@@ -19,6 +19,9 @@ from fl_lightning.core.reads import flat
 _CLOSE, _COARSE = 1e-4, 3e-2
 """Relative difference of two passes of the same samples up to which it is rounding; where there is half precision."""
 
+_FEW, _MOST = 4096, 8
+"""Numbers of a tensor, and tensors, that are compared at every mini-batch: enough for who moves all of a network."""
+
 Make = Callable[[], Any]
 
 
@@ -148,15 +151,23 @@ class _Kept:
         self._state = _state(parts)
         self._marks = [(tensor._version, tensor.data_ptr()) for _, _, tensor in self._state]
         self._values = [tensor.detach().clone() for _, _, tensor in self._state]
+        small = [(t, value) for (_, _, t), value in zip(self._state, self._values, strict=True) if t.numel() <= _FEW]
+        floating = [(t, value) for t, value in small if t.is_floating_point() and t.device.type == "cpu"]
+        self._watched = sorted(floating, key=lambda pair: pair[0].numel())[:_MOST]
 
     def holds(self, rows: Tensor) -> bool:
         """Whether all these samples have been seen."""
         return bool(self._known[rows].all())
 
     def was_written(self) -> bool:
-        """Whether somebody has written into the network, as torch counts it: cheap, but it misses writes by `.data`."""
+        """Whether somebody has written into the network, as torch counts it, or by `.data` into its small tensors.
+
+        It misses what `.data` writes into large tensors alone, and on a GPU, which it does not wait for.
+        """
         marked = zip(self._state, self._marks, strict=True)
-        return any(owner.get(n) is not t or (t._version, t.data_ptr()) != mark for (owner, n, t), mark in marked)
+        if any(owner.get(n) is not t or (t._version, t.data_ptr()) != mark for (owner, n, t), mark in marked):
+            return True
+        return not all(torch.equal(tensor.detach(), value) for tensor, value in self._watched)
 
     def has_its_values(self) -> bool:
         """Whether the network's values are those that it had."""

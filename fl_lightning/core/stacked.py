@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fl_lightning.core import engine
 from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Facts, Fit
 from fl_lightning.core.forward import Forward
@@ -337,7 +338,7 @@ class StackedBench:
         inputs = [leaves[index] for index in self.trained]
 
         def descended(total: Tensor) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else gradients
+            return engine.gradients(total, inputs) if total.requires_grad else gradients
 
         if count == 1:  # as it is: layers know more ways than `vmap` does
             made = one(leaves, x[0], y[0])
@@ -368,7 +369,7 @@ class StackedBench:
         if taken.total is not None and taken.total.requires_grad:
             present = self.layout.tensors()
             own = [present[index] for index in self.trained]
-            gradients = list(torch.autograd.grad(taken.total, own, allow_unused=True))
+            gradients = list(engine.gradients(taken.total, own))
         return {name: value.detach() for name, value in taken.logged.items()}, gradients
 
 

@@ -9,7 +9,7 @@ when it is replayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,10 +48,12 @@ class StepGraphs:
     Args:
         layout: where its tensors stand.
         tell: is told why steps are not recorded (any more), if they are not.
+        own: ids of the method's modules.
     """
 
-    def __init__(self, layout: Layout, tell: Callable[[str], None]) -> None:
+    def __init__(self, layout: Layout, tell: Callable[[str], None], own: Collection[int] = ()) -> None:
         self.layout = layout
+        self._own = own
         self.reason = ""
         """Why nothing is recorded (any more)."""
         self._tell = tell
@@ -72,7 +74,7 @@ class StepGraphs:
         if self.reason:
             return None
         try:
-            loose = held(attributes, self.layout)
+            loose = held(attributes, self.layout, self._own)
         except Unrecordable as error:
             self.stop(str(error))
             return None

@@ -77,7 +77,7 @@ class Stack:
         self._ends = terms or _has_own(method, Method, "on_fit_end")
         """Whether there is something to do for each client before its fit, and after it."""
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
-        self.graphs = None if tell is None else StepGraphs(self.layout, tell)
+        self.graphs = None if tell is None else StepGraphs(self.layout, tell, self.attributes.own)
         """What is recorded; None where nobody asks for it."""
         self.draws = tell is not None and self.layout.device.type == "cpu"
         """Whether a client alone may draw random numbers in its steps, which a tape draws anew."""

@@ -118,6 +118,19 @@ def test_a_write_in_the_midst_of_an_epoch_is_seen():
     assert agree(found, asked)
 
 
+def test_a_teacher_that_begins_to_follow_by_data_in_the_midst_of_an_epoch_is_asked_from_then_on():
+    network, memory = Counts().eval(), Memory(1 << 20, 6)
+    steps = iter(range(100))
+
+    def follow():
+        if next(steps) >= 2:  # after the third mini-batch, the first of the second epoch
+            for parameter in network.parameters():
+                parameter.data.mul_(0.9)
+
+    found, asked = told(network, memory, follow)
+    assert agree(found, asked)
+
+
 @pytest.mark.parametrize(
     "layer", [nn.Dropout(0.5), nn.Dropout(1e-9), nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False)]
 )

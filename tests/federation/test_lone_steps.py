@@ -1,7 +1,9 @@
 """Recorded steps of one client that descend several times, or find gradients by themselves."""
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from every_method import METHODS
 
 from fl_lightning.core.facts import Phase
@@ -203,6 +205,26 @@ class Hides(FedAvg):
             self.held.parameters[0].mul_(0.5)
 
 
+class Reads(torch.autograd.Function):
+    """Divides gradients by a number that it reads off them, where no operation shows it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (1 + 100 * float(np.abs(gradient.numpy()).max()))
+
+
+class Divides(FedAvg):
+    """Has such a backward pass."""
+
+    def local_step(self, step):
+        out = step.forward()
+        step.descend({**step.values(out), "cross_entropy": F.cross_entropy(Reads.apply(out.logits), out.y)})
+
+
 REASONS = {
     Waits: "its step accumulates gradients by itself",
     Elsewhere: "its step follows gradients of tensors that its phase does not train",
@@ -219,6 +241,11 @@ def test_gradients_of_its_own_alone_are_recorded(recorded, mlp):
 @pytest.mark.parametrize("make", REASONS)
 def test_what_cannot_be_done_in_rows_runs_as_it_is(make, recorded, mlp):
     assert recorded(lambda: make(mlp())).cohort.reason == REASONS[make]
+
+
+def test_a_number_that_a_backward_pass_reads_is_no_constant(recorded, mlp, capsys):
+    recorded(lambda: Divides(mlp()))
+    assert "Divides runs as it is: its step reads a number off a tensor" in capsys.readouterr().err
 
 
 def test_what_accumulates_mini_batches_its_own_way_runs_as_it_is(recorded, mlp):

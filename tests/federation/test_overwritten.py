@@ -23,6 +23,25 @@ def _set_layer(method, value):
     method.model.head.held = value
 
 
+def _set_mask(method, value):
+    """More numbers than a tensor shows when it is printed, and all that differ in its middle."""
+    mask = torch.ones(40, 40)
+    mask[20, 20] = value
+    method.model.head.held = mask
+
+
+class Scales(nn.Module):
+    """Has a number and no tensor."""
+
+    rate = 0.0
+
+
+def _scales():
+    own = Scales()
+    own.rate = 0.0
+    return own
+
+
 HOLDERS = {
     "tensor": (lambda: torch.zeros(()), lambda m, v: m.held.fill_(v), lambda m: m.held),
     "large tensor": (lambda: torch.zeros(100), lambda m, v: m.held.fill_(v), lambda m: m.held[7]),
@@ -64,6 +83,12 @@ HOLDERS = {
         lambda m: m.held["a"][2999],
     ),
     "layer": (lambda: None, _set_layer, lambda m: m.model.head.held),
+    "large tensor of a layer": (lambda: None, _set_mask, lambda m: m.model.head.held[20, 20]),
+    "number of a layer in a list": (
+        lambda: [nn.Sequential(_scales())],
+        lambda m, v: setattr(m.held[0][0], "rate", v),
+        lambda m: m.held[0][0].rate,
+    ),
 }
 """How a value is held, written and read."""
 
