@@ -87,7 +87,7 @@ class Cell:
     @cached_property
     def name(self) -> str:
         """The name of the run: its method, data set and seed, and a hash of all that makes it this run."""
-        what = {**identity(self.config), **self.files, **care(self.config), **own_sources(self.config)}
+        what = {**identity(self.config), **care(self.config), **self.read}
         what["federation.rounds"] = self.rounds
         stopping = self.config["federation"].get("early_stopping")
         what |= {} if stopping is None else {"federation.early_stopping": stopping}
@@ -99,6 +99,11 @@ class Cell:
     def files(self) -> Mapping[str, str]:
         """What the files hold that it reads, data, weights and its classes' own: key -> first digits of their sum."""
         return {**contents(self.config), **data_files(self.config), **own_files(self.config)}
+
+    @cached_property
+    def read(self) -> Mapping[str, str]:
+        """The same, and the source of one's own classes: what is not in its configuration and makes it another run."""
+        return {**self.files, **own_sources(self.config)}
 
     def edited_files(self) -> list[str]:
         """The keys of those that hold something else now than when the run got its name."""

@@ -5,26 +5,29 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from fl_lightning.command_line import bare
-from fl_lightning.errors import listed_names, refuse, require, suggest
+from fl_lightning.errors import ConfigError, listed_names, refuse, require, suggest
 from fl_lightning.federation.signals import StopSignals, exit_code
 from fl_lightning.parser import one_line_parser
 from fl_lightning.report.plain import PlainConsole
 from fl_lightning.table.cells import Cell, cell_of
 from fl_lightning.table.definition import Column, Row
 from fl_lightning.table.figures import figure_of, trained_nobody
-from fl_lightning.table.overlays import Overlay, option, split_options
+from fl_lightning.table.overlays import Overlay, option, spelled_out, split_options
 from fl_lightning.table.progress import Progress, forecast
 from fl_lightning.table.quantity import ran_away
 from fl_lightning.table.results import claim
 from fl_lightning.table.running import REFUSED, Command, Crew
+from fl_lightning.terminal import say
 from fl_lightning.tune.record import Record, classes_first, said_of
 from fl_lightning.tune.space import Contender, Point, Search, read_search
 from fl_lightning.tune.trials import Grid, Median, Optuna, Sampler, Trial
@@ -62,13 +65,14 @@ class Tuning:
         only: Sequence[str] = (),
     ) -> None:
         self.search = search
-        self.contenders = [own for own in search.contenders if own.name in (only or (own.name,))]
         self.overrides = tuple(overrides)
+        self.cells = output / "cells"
+        self.search = search = replace(search, contenders=tuple(map(self._typed, search.contenders)))
+        self.contenders = [own for own in search.contenders if own.name in (only or (own.name,))]
         for contender in self.contenders:
             _require_free(self.overrides, contender)
-        self.cells = output / "cells"
         self.folder = output / "tunes" / search.name
-        self.record = Record(search, self.folder, self.overrides)
+        self.record = Record(search, self.folder, self.overrides, self._read_by)
         self.jobs = jobs
         self.console = console
         self.refusal = ""
@@ -92,9 +96,11 @@ class Tuning:
     def grid(self) -> Iterator[tuple[str, Cell]]:
         """The runs of a search that is a grid, and what they are called."""
         for contender in self.contenders:
-            sampler = Grid(self.search, contender)
+            self._first_cells(contender)
+            sampler, pruned = Grid(self.search, contender), self.record.pruned_before(contender)
             while (asked := sampler.ask()) is not None:
-                for cell in self.cells_at(contender, asked[0]):
+                trial = self._trial(contender, 0, *asked)
+                for cell in () if runs_of(trial) in pruned else trial.cells:
                     yield f"{contender.name}, {said_of(asked[0])}, seed {cell.seed}", cell
 
     def run(self) -> tuple[int, dict[str, list[Trial]]]:
@@ -132,7 +138,8 @@ class Tuning:
                     trial.state = "pruned"  # by an earlier start, which is not judged anew
                     for cell in trial.cells:
                         median.look(cell)
-            left = [trial for trial in batch if trial.state != "pruned"]
+            left = [trial for trial in batch if trial.state == "running"]
+            code = max(code, int(any(trial.state == "failed" for trial in batch)))
             crew_code = self._run_batch(left, median) if left else 0
             before |= {runs_of(trial) for trial in left if trial.state == "pruned"}
             for trial in takewhile(lambda trial: trial.state != "stopped", batch):
@@ -150,15 +157,55 @@ class Tuning:
         return Optuna(self.search, contender, self.folder, [cell.name for cell in self._first_cells(contender)])
 
     def _first_cells(self, contender: Contender) -> list[Cell]:
-        return self.cells_at(contender, {key: own.points(2)[0] for key, own in contender.space.items()})
+        """The runs of a point, by which a wrong key is found: the first corner that is not refused for its choice."""
+        axes = {key: own.points(2) for key, own in contender.space.items()}
+        corners = ({key: points[place] for key, points in axes.items()} for place in (0, -1))
+        refused: list[ConfigError] = []
+        for point in corners:
+            try:
+                return self.cells_at(contender, point)
+            except ConfigError as error:
+                if not _speaks_of(str(error), point):
+                    raise
+                refused.append(error)
+        raise refused[0]
+
+    def _typed(self, contender: Contender) -> Contender:
+        """A method whose ranges of whole numbers are of arguments that are whole numbers."""
+        guessed = [key for key, own in contender.space.items() if own.guessed]
+        try:
+            config = self._first_cells(contender)[0].config if guessed else {}
+        except ConfigError:  # which is said when it runs
+            return contender
+        space = dict(contender.space)
+        for key in guessed:
+            if type(_at(config, spelled_out(key, config))) is float:
+                space[key] = replace(space[key], whole=False)
+        return replace(contender, space=space)
+
+    def _read_by(self, contender: Contender) -> Mapping[str, str]:
+        """What a method's runs read from files of one's own."""
+        try:
+            return self._first_cells(contender)[0].read
+        except ConfigError:
+            return {}
 
     def _batch(self, sampler: Sampler, contender: Contender, number: int) -> list[Trial]:
         """As many points as can run at once."""
         batch: list[Trial] = []
         while len(batch) < max(1, self.jobs // len(self.search.seeds)) and (asked := sampler.ask()) is not None:
-            point, handle = asked
-            batch.append(Trial(number + len(batch), point, self.cells_at(contender, point), handle=handle))
+            batch.append(self._trial(contender, number + len(batch), *asked))
         return batch
+
+    def _trial(self, contender: Contender, number: int, point: Point, handle: Any) -> Trial:
+        """A point to be tried; one that is refused for what it chooses has failed."""
+        try:
+            return Trial(number, point, self.cells_at(contender, point), handle=handle)
+        except ConfigError as error:
+            if not _speaks_of(str(error), point):
+                raise
+            say(f"fl-lightning: {contender.name}, {said_of(point)}: {error}")
+            return Trial(number, point, state="failed", handle=handle)
 
     def _run_batch(self, batch: Sequence[Trial], median: Median) -> int:
         cells = [cell for trial in batch for cell in trial.cells]
@@ -201,6 +248,14 @@ class Tuning:
             trial.state, trial.value = "complete", math.fsum(v for v in values if v is not None) / len(values)
         else:
             trial.state = _end_of(states)
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """What stands under a dotted key; None where nothing does."""
+    node: Any = config
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _require_free(overrides: Sequence[str], contender: Contender) -> None:

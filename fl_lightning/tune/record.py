@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fl_lightning.report.escaping import in_markdown, in_spreadsheet
 from fl_lightning.report.series import short_keys
 from fl_lightning.table.figures import left_out
 from fl_lightning.table.overlays import laid_over, spelled_out, whole_list
-from fl_lightning.tune.space import Contender, Point, Search, grid
+from fl_lightning.tune.space import Contender, Point, Search, grid_size
 from fl_lightning.tune.trials import Trial
 from fl_lightning.tune.written import (
     HEAD,
@@ -38,9 +39,17 @@ class Record:
         search: what the file says.
         folder: the search's.
         overrides: options of a configuration, over everything but a trial's choice.
+        read_by: what the files hold that a method's runs read, as first digits of their sums; none of what is shipped.
     """
 
-    def __init__(self, search: Search, folder: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        search: Search,
+        folder: Path,
+        overrides: Sequence[str],
+        read_by: Callable[[Contender], Mapping[str, str]] = lambda contender: {},
+    ) -> None:
+        self._read_by = functools.cache(lambda name: read_by(next(c for c in search.contenders if c.name == name)))
         self.search = search
         self.folder = folder
         self.overrides = overrides
@@ -128,7 +137,7 @@ class Record:
     def _budget(self, contender: Contender) -> int:
         """How many trials a method has."""
         search = self.search
-        return len(grid(contender, search.trials)) if search.kind == "grid" else search.trials
+        return grid_size(contender, search.trials) if search.kind == "grid" else search.trials
 
     def _explained(self) -> str:
         search, unit = self.search, " in percent" if self.search.monitor.is_share else ""
@@ -151,6 +160,8 @@ class Record:
         known = search.seeds, search.trials, search.kind, search.validation, self.overrides, layers, contender.space
         usual = search.maximise != search.monitor.less_is_better and search.pruning == (search.kind == "optuna")
         said = () if usual else (search.maximise, search.pruning)  # what is usual was once not written down
+        held = self._read_by(contender.name)
+        said = (*said, sorted(held.items())) if held else said
         return hashlib.sha256(repr((known, str(search.monitor), *said, *variables())).encode()).hexdigest()[:10]
 
     def _fewer(self) -> str:

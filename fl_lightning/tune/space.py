@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _KEYS = (
 )  # fmt: skip
 _RANGE = ("values", "low", "high", "log", "whole")
 MOST_TRIALS = 10**6
+_LARGE = 10**6
+"""Points of a grid up to which all are put into an order; of a larger one as many as are wanted are drawn."""
 SEARCHES = ("grid", "optuna")
 Point = dict[str, Any]
 """Key -> value: one choice of everything that may vary."""
@@ -40,7 +43,8 @@ class Range:
         low: from here
         high: to here, both inclusive,
         log: evenly by magnitude,
-        whole: in whole numbers.
+        whole: in whole numbers;
+        guessed: whether the last is concluded from ends that are written as whole numbers.
     """
 
     values: tuple[Any, ...] = ()
@@ -48,6 +52,7 @@ class Range:
     high: float = 0.0
     log: bool = False
     whole: bool = False
+    guessed: bool = field(default=False, repr=False)
 
     @property
     def most(self) -> float:
@@ -234,16 +239,42 @@ def _range(given: Any, key: str) -> Range:
     for name, end in (("low", low), ("high", high)):
         require(not whole or end == int(end), f"{key}.{name}", "must be a whole number where whole is true", end)
     require(not log or low > 0, f"{key}.low", "must be above 0 where log is true", low)
-    return Range((), low, high, log, whole)
+    return Range((), low, high, log, whole, guessed=whole and "whole" not in given)
 
 
 def grid(contender: Contender, trials: int, seed: int = 0) -> list[Point]:
     """`trials` points of a method's grid, in an order that is drawn once; all of them where there are no more."""
-    keys = list(contender.space)
-    axes: Sequence[Sequence[Any]] = [contender.space[key].points(_density(contender, trials)) for key in keys]
-    points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*axes)]
-    order = np.random.default_rng(seed).permutation(len(points))[:trials]
-    return [points[index] for index in order]
+    axes = _axes(contender, trials)
+    size = math.prod(map(len, axes))
+    if size <= _LARGE:
+        numbers = np.random.default_rng(seed).permutation(size)[:trials].tolist()
+    else:
+        draw, numbers = random.Random(seed), []
+        known: set[int] = set()
+        while len(numbers) < trials:
+            number = draw.randrange(size)
+            if number not in known:
+                known.add(number)
+                numbers.append(number)
+    return [dict(zip(contender.space, _point(axes, number), strict=True)) for number in numbers]
+
+
+def grid_size(contender: Contender, trials: int) -> int:
+    """How many points a method's grid has, up to the budget."""
+    return min(trials, math.prod(map(len, _axes(contender, trials))))
+
+
+def _axes(contender: Contender, trials: int) -> list[Sequence[Any]]:
+    return [own.points(_density(contender, trials)) for own in contender.space.values()]
+
+
+def _point(axes: Sequence[Sequence[Any]], number: int) -> list[Any]:
+    """A point by its place, the last axis first, as `itertools.product` counts."""
+    values = []
+    for axis in reversed(axes):
+        number, place = divmod(number, len(axis))
+        values.append(axis[place])
+    return values[::-1]
 
 
 def _density(contender: Contender, trials: int) -> int:

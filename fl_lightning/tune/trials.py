@@ -33,7 +33,8 @@ class Trial:
         point: what it chooses.
         cells: its runs, one a seed.
         value: the mean of the monitored figure; None while it is not known, or of a run that failed.
-        state: ``running``, ``complete``, ``pruned``, ``stopped`` (by a signal) or ``failed``.
+        state: ``running``, ``complete``, ``pruned``, ``stopped`` (by a signal) or ``failed``; the last at once, without
+            runs, where its choice is refused.
         handle: the sampler's own.
     """
 

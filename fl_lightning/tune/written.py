@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,9 @@ class Written(NamedTuple):
 
 
 def runs_of(trial: Trial) -> str:
-    """A trial's runs, as `trials.csv` has them."""
+    """A trial's runs, as `trials.csv` has them; of one that has none what tells it from others."""
+    if not trial.cells:
+        return f"refused-{hashlib.sha256(repr(sorted(trial.point.items())).encode()).hexdigest()[:10]}"
     return " ".join(cell.name for cell in trial.cells)
 
 

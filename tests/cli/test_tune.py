@@ -237,6 +237,70 @@ def test_value_that_trials_vary_is_refused_trial_by_trial(place):
         assert sorted(row["state"] for row in csv.DictReader(file)) == ["complete", "failed"]
 
 
+@pytest.mark.parametrize("search", ["grid", "optuna"])
+def test_value_that_its_class_refuses_is_a_trial_that_failed(place, search):
+    """Known before any run; the method behind is searched, and so it is when the search is started again."""
+    values = {"grid": "[0.5, 1.5]", "optuna": "{low: 0.5, high: 9.0}"}[search]
+    rows = f"""\
+  First: {{space: {{federation.participation: {values}}}}}
+  Second: {{space: {{optimizer.init_args.lr: [0.01]}}}}
+search: {search}
+pruning: false
+"""
+    place.write("small.yaml", TUNE.partition("  FedRep")[0] + rows)
+    for _ in range(2):
+        code, out, err = place.call("tune", "small.yaml", "--quiet", "--federation.rounds=1")
+        assert code == 1, out + err
+        assert "fl-lightning: First, participation " in err
+        assert "federation.participation: must be in (0, 1]" in err
+        with (place.path / "runs/tunes/small/trials.csv").open() as file:
+            states = [(row["method"], row["state"], bool(row["Local-T_received.last"])) for row in csv.DictReader(file)]
+        assert ("Second", "complete", True) in states
+        assert ("First", "failed", False) in states
+    if search == "grid":
+        assert sorted(states) == [("First", "complete", True), ("First", "failed", False), ("Second", "complete", True)]
+        code, out, err = place.call("tune", "small.yaml", "--dry-run", "--federation.rounds=1")
+        assert (code, "2 runs: all are finished" in out) == (0, True)
+
+
+def test_trials_of_data_that_have_changed_since_do_not_stand_beside_todays(place):
+    def data(noise):
+        rows = [f"{i % 7 - 3},{(i * noise) % 5},{'ab'[i % 2]}" for i in range(80)]
+        place.write("d.csv", "\n".join(["u,v,label", *rows]) + "\n")
+
+    lines = (
+        "--data.dataset=CSVTable",
+        "--data.dataset.path=d.csv",
+        "--data.dataset.label=label",
+        "--federation.rounds=1",
+    )
+    lines += ("--data.partition=IID",)
+    both = TUNE + "  FedAvg: {space: {optimizer.init_args.lr: [0.01]}}\n"
+    place.write("small.yaml", both)
+    data(1)
+    code, out, err = place.call("tune", "small.yaml", *lines)
+    assert code == 0, out + err
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedAvg", *lines)
+    assert "searched with other settings" not in out
+    data(3)
+    code, out, err = place.call("tune", "small.yaml", "--only", "FedAvg", *lines)
+    assert code == 0, out + err
+    assert "| FedRep | – | – | searched with other settings before |" in out
+
+
+def test_whole_ends_of_a_range_of_any_numbers_do_not_make_it_whole(place):
+    text = TUNE.partition("  FedRep")[0].replace("trials: 2", "trials: 5")
+    place.write(
+        "small.yaml", text + "  APFL: {set: {method: APFL}, space: {method.init_args.alpha: {low: 0, high: 1}}}\n"
+    )
+    code, out, err = place.call("tune", "small.yaml", "--dry-run")
+    assert (code, err) == (0, "")
+    assert [f"alpha {share}," in out for share in (0.0, 0.25, 0.5, 0.75, 1.0)] == [True] * 5
+    place.write("small.yaml", text + "  FedRep: {space: {federation.local_epochs: {low: 1, high: 3}}}\n")
+    code, out, err = place.call("tune", "small.yaml", "--dry-run")
+    assert (code, out.count(", seed 0:")) == (0, 3)
+
+
 def test_a_monitor_that_no_run_has_and_a_refusal_leave_what_a_search_has_written(place):
     code, out, err = place.call("tune", "small.yaml", "--quiet")
     assert code == 0, out + err

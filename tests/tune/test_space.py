@@ -1,10 +1,12 @@
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.table.overlays import Overlay
-from fl_lightning.tune.space import Contender, Range, grid, read_search
+from fl_lightning.tune.space import Contender, Range, grid, grid_size, read_search
 
 GOOD = """
 seeds: [0, 1]
@@ -63,6 +65,24 @@ OPEN = Range(low=0.001, high=1.0, log=True)
 def test_a_grid_has_as_many_points_as_the_budget_if_it_can(space, size):
     points = grid(Contender("A", Overlay(), space), 10)
     assert len({tuple(point.values()) for point in points}) == len(points) == size
+
+
+def test_points_of_a_grid_are_drawn_in_the_order_that_they_always_had():
+    space = {"mu": Range(values=(1, 2, 3)), "way": Range(values=("a", "b")), "lr": Range(values=(0.1, 0.2))}
+    whole = [
+        dict(zip(space, values, strict=True)) for values in itertools.product(*(own.values for own in space.values()))
+    ]
+    order = np.random.default_rng(0).permutation(12)[:7]
+    assert grid(Contender("A", Overlay(), space), 7) == [whole[index] for index in order]
+
+
+def test_a_few_points_of_a_grid_that_no_memory_holds_are_drawn():
+    space = {f"key{number}": Range(values=tuple(range(10))) for number in range(25)}
+    contender = Contender("A", Overlay(), space)
+    points = grid(contender, 10)
+    assert grid_size(contender, 10) == len(points) == len({tuple(point.values()) for point in points}) == 10
+    assert points == grid(contender, 10)
+    assert {point["key0"] for point in points} != {points[0]["key0"]}
 
 
 def test_points_of_ranges():

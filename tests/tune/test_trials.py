@@ -70,6 +70,7 @@ def searched(search, folder, jobs=1, stops_at=None):
     """The points and states of a search whose runs are worked out at once; one of them may be stopped."""
     tuning = Tuning(search, folder, jobs, None, None)
     tuning.cells_at = lambda contender, point: []
+    tuning._first_cells = lambda contender: [run("first", [])]
     tuning._signals = SimpleNamespace(first=None)
     tuning.record.write = lambda found: ""  # of trials without runs
 
@@ -188,7 +189,9 @@ def test_a_search_that_was_killed_as_it_wrote_locks_out_nobody(search, tmp_path,
 
 def run(name, values, rounds=10, column="Local-T", seed=0, finished=False):
     rows = [{"round": n + 1, column: value} for n, value in enumerate(values)]
-    return SimpleNamespace(name=name, rounds=rounds, rows=lambda: rows, config={}, seed=seed, finished=finished)
+    return SimpleNamespace(
+        name=name, rounds=rounds, rows=lambda: rows, config={}, read={}, seed=seed, finished=finished
+    )
 
 
 def test_what_lies_below_the_median_of_the_others_is_ended(search):
