@@ -19,7 +19,7 @@ from fl_lightning.core.engine import backward
 from fl_lightning.core.facts import Facts, Fit, Phase
 from fl_lightning.core.finetuning import FineTune
 from fl_lightning.core.fit_log import FitLog
-from fl_lightning.core.freezing import batch_norms, train_alone, trainable
+from fl_lightning.core.freezing import batch_norms, norms_in, train_alone, trainable
 from fl_lightning.core.handover import Heard, begin_fit, handed_over
 from fl_lightning.core.message import Message
 from fl_lightning.core.meter import LossMeter
@@ -274,8 +274,7 @@ class ClientModule(L.LightningModule):
             self._left = train_alone(self._trainable, trained, self._left)
         for layer in self._resting:
             layer.train()
-        norms = [layer for name in planned.phase.resting for layer in batch_norms(method.get_submodule(name))]
-        self._resting = [layer for layer in norms if layer.training]  # what the model itself rests goes on resting
+        self._resting = norms_in(method, planned.phase.resting)
         for layer in self._resting:
             layer.eval()
         if self.current_epoch == 0:
@@ -344,7 +343,6 @@ class ClientModule(L.LightningModule):
         if self.private is not None:
             self.private.leave()
         self.own.end_fit()
-        self.own.machine = None
         self.logged.end(self, self.meter, self.own.logged_in_fit)
         for parameter in self._trainable:
             parameter.requires_grad_(True)

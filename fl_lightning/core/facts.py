@@ -30,6 +30,7 @@ class Facts:
         participants: the clients that take part in it, in order; empty outside a round.
         newcomers: how many of the clients, the last ones, join after the first rounds.
         client: who is told, 0-based; -1 for a server.
+        expected: clients that a round expects once all have joined, whoever fails; a mean where each comes by chance.
     """
 
     num_clients: int = 1
@@ -40,6 +41,7 @@ class Facts:
     participants: tuple[int, ...] = ()
     newcomers: int = 0
     client: int = -1
+    expected: float = 1.0
 
     @property
     def is_newcomer(self) -> bool:

@@ -131,6 +131,11 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, _BatchNorm)]
 
 
+def norms_in(module: nn.Module, parts: Iterable[str]) -> list[nn.Module]:
+    """The batch-norm layers inside some parts that are in train mode: what the model itself rests is nobody else's."""
+    return [layer for name in parts for layer in batch_norms(module.get_submodule(name)) if layer.training]
+
+
 @contextmanager
 def keeping_statistics(module: nn.Module) -> Iterator[None]:
     """Put the running statistics of a module's batch norm back afterwards."""

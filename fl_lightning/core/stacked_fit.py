@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.descent import FitSettings, Machine
 from fl_lightning.core.facts import Fit
-from fl_lightning.core.freezing import batch_norms
+from fl_lightning.core.freezing import batch_norms, norms_in
 from fl_lightning.core.lone_step import Gradients, LoneBench
 from fl_lightning.core.planning import Plan, Planned
 from fl_lightning.core.rows import Alias, Drawing, Layout, OneByOne, Rows, Unstackable
@@ -167,7 +167,6 @@ class _Phase:
         self.fit = fit
         self.index = index
         self.planned = planned
-        self.resting = [n for part in planned.phase.resting for n in batch_norms(fit.method.get_submodule(part))]
         method = fit.method
         weights = method.term_weights()
         terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
@@ -199,7 +198,7 @@ class _Phase:
         fit = self.fit
         for entered in fit.entered:
             entered.fit.num_batches = 0
-        resting = [layer for layer in self.resting if layer.training]  # what the model itself rests goes on resting
+        resting = norms_in(fit.method, self.planned.phase.resting)
         for layer in resting:
             layer.eval()
         try:

@@ -26,6 +26,7 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.alike import make_alike
 from fl_lightning.federation.attacks import Attackers
 from fl_lightning.federation.bundles import EpochBundles
+from fl_lightning.federation.calendar import Calendar
 from fl_lightning.federation.checkups import Checkups, Inbound
 from fl_lightning.federation.clients import ClientPool, State
 from fl_lightning.federation.evaluation import Evaluator, Scores
@@ -101,7 +102,7 @@ class Runner:
         check_batches(flags, fewest_batches(data))
         self.steps_per_bundle = 1 if by_batch else settings.steps_per_bundle
         self.device = self.trainer.strategy.root_device
-        self.facts = Facts(len(data.clients), settings.rounds, seed, self.device, newcomers=settings.newcomers.clients)
+        self.facts = _facts(settings, len(data.clients), seed, self.device)
         self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         check_interfaces(self.modules, self.architecture)
         make_alike(self.modules)
@@ -361,6 +362,13 @@ class Runner:
         self.pool.put(client, {**{name: entries[name] for name in names}, **self._memory}, round)
         if model_file is not None:
             save_tensors(model_file, full_state(module))
+
+
+def _facts(settings: Federation, num_clients: int, seed: int, device: torch.device) -> Facts:
+    """What everybody knows before the first round."""
+    newcomers = settings.newcomers
+    expected = Calendar(settings, num_clients, seed).expected(newcomers.after + 1)
+    return Facts(num_clients, settings.rounds, seed, device, newcomers=newcomers.clients, expected=expected)
 
 
 def _taken(flags: dict[str, Any], optimizer: OptimizerFactory, recall: int) -> FitSettings:

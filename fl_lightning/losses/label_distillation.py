@@ -8,6 +8,7 @@ leaves a client's own average out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from fl_lightning.core.aggregation import ClassMeanRule, MissingClass
 from fl_lightning.core.forward import Forward
-from fl_lightning.core.message import Artifact, ClassMeans, Message
+from fl_lightning.core.message import Artifact, ClassMeans, Message, Structured, artifact
 from fl_lightning.core.precision import widened
 from fl_lightning.core.term import Term
 from fl_lightning.errors import require, require_choices
@@ -102,11 +103,23 @@ def leave_one_out(
     return others / torch.where(valid, others.sum(1), 1.0)[:, None], valid
 
 
+@artifact
+@dataclass(frozen=True)
+class SoftLabelSums(Structured):
+    """Sums of clients' soft labels, class by class; how many clients stand behind a row is the row's sum.
+
+    Args:
+        sums: [C, C] float.
+        rounds: [C] int32, in which each row was summed; 0 where there is none, or no server counts rounds.
+    """
+
+    sums: Tensor
+    rounds: Tensor
+    lossy = ("sums",)
+
+
 class LabelSums(ClassMeanRule):
     """Sum clients' soft labels class by class, all clients alike, and say in which round each row was summed.
-
-    The result is [C, C + 1]: the sums, and in the last column the round (0 where there is none, or no server counts
-    rounds). How many clients stand behind a row is the row's sum, so that it need not be sent.
 
     Args:
         stale: a class that no participant held this round keeps its last sums (``keep``) or has none (``drop``).
@@ -121,16 +134,16 @@ class LabelSums(ClassMeanRule):
         self.takes_own = include_self
 
     @override
-    def result(self, previous: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def result(self, previous: SoftLabelSums | None) -> SoftLabelSums | None:  # type: ignore[override]
         totals = self.totals()
         if totals is None:
             return previous if self.missing == "keep" else None
         sums, held = self.as_sent(totals[0]), totals[2] > 0
-        rounds = torch.where(held, self.round, 0)
-        merged = torch.cat([sums, rounds[:, None].to(sums)], 1)
+        rounds = torch.where(held, self.round, 0).to(torch.int32)
         if self.missing == "drop" or previous is None:
-            return merged
-        return torch.where(held[:, None], merged, previous.to(merged))
+            return SoftLabelSums(sums, rounds)
+        sums = torch.where(held[:, None], sums, previous.sums.to(sums))
+        return SoftLabelSums(sums, torch.where(held, rounds, previous.rounds))
 
 
 class LabelDistillation(Term):
@@ -204,12 +217,12 @@ class LabelDistillation(Term):
         self.sums.zero_()
         self.seen.zero_()
         received = message.artifacts.get("label_distillation")
-        if not isinstance(received, Tensor):
+        if not isinstance(received, SoftLabelSums):
             self.teacher.zero_()
             self.valid.zero_()
             return
-        sums, rounds = received[:, :-1], received[:, -1]
-        included = (self.sent_round > 0) & (rounds == self.sent_round) & (not self.include_self)
+        sums = received.sums
+        included = (self.sent_round > 0) & (received.rounds == self.sent_round) & (not self.include_self)
         teacher, valid = leave_one_out(sums, self.own.to(sums), included)
         self.teacher.copy_(teacher)
         self.valid.copy_(valid)

@@ -73,7 +73,7 @@ class FedPHP(PlansRounds, Method):
     @override
     def on_fit_end(self) -> None:
         facts = self.facts
-        expected = max(int(facts.rounds * len(facts.participants) / facts.num_clients), 1)
+        expected = max(int(facts.rounds * facts.expected / facts.num_clients), 1)
         wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         keep = (0.9 * self.num_fits.to(wide) / expected).clamp(max=0.9)
         move_towards(self.personal, self.model, keep)

@@ -194,7 +194,7 @@ class ModuleTraining(OwnTraining):
     def end_fit(self) -> None:
         self._call("on_train_end")
         self._call("on_fit_end")
-        self.stretches, self.present = [], Stretch()
+        self.stretches, self.present, self.machine = [], Stretch(), None
 
     def _end_batch(self) -> None:
         if self._waits_for_end:
@@ -380,6 +380,7 @@ class Together(OwnTraining):
     def end_fit(self) -> None:
         for home in self.homes:
             home.end_fit()
+        self.machine = None
         self.logged_in_fit = next((home for home in self.homes if home.trains), self.homes[0]).logged_in_fit
 
     @override

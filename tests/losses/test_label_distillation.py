@@ -106,11 +106,11 @@ def test_teacher_leaves_the_own_soft_labels_out():
     own = [[[0.8, 0.2], [0.1, 0.9]], [[0.6, 0.4], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
     counts = [[50, 3], [1, 0], [0, 0]]
     received = sums_of(LabelSums(), *zip(own, counts, strict=True), round=4)
-    assert received.shape == (2, 3)
-    torch.testing.assert_close(received, torch.tensor([[1.4, 0.6, 4.0], [0.1, 0.9, 4.0]]))
+    assert (received.sums.shape, received.rounds.tolist()) == ((2, 2), [4, 4])
+    torch.testing.assert_close(received.sums, torch.tensor([[1.4, 0.6], [0.1, 0.9]]))
     for client, expected in enumerate([[0.6, 0.4], [0.8, 0.2], [0.7, 0.3]]):
         included = torch.tensor(counts[client]) > 0
-        teacher, valid = leave_one_out(received[:, :-1], torch.tensor(own[client]), included)
+        teacher, valid = leave_one_out(received.sums, torch.tensor(own[client]), included)
         torch.testing.assert_close(teacher[0], torch.tensor(expected))
         assert valid.tolist() == [True, client != 0]  # nobody but client 0 has class 1
 
@@ -126,11 +126,12 @@ def test_teacher_rows_sum_to_one():
         assert (teacher >= 0).all()
 
 
-@pytest.mark.parametrize(("stale", "row"), [("keep", [0.5, 0.5, 1.0]), ("drop", [0.0, 0.0, 0.0])])
+@pytest.mark.parametrize(("stale", "row"), [("keep", [0.5, 0.5, 1]), ("drop", [0.0, 0.0, 0])])
 def test_class_that_nobody_held_keeps_its_sums_and_their_round_or_has_none(stale, row):
     first = sums_of(LabelSums(stale), ([[0.9, 0.1], [0.5, 0.5]], [2, 2]), round=1)
     second = sums_of(LabelSums(stale), ([[0.7, 0.3], [0.0, 0.0]], [2, 0]), round=2, previous=first)
-    torch.testing.assert_close(second, torch.tensor([[0.7, 0.3, 2.0], row]))
+    torch.testing.assert_close(second.sums, torch.tensor([[0.7, 0.3], row[:2]]))
+    assert second.rounds.tolist() == [2, row[2]]
 
 
 def test_rule_without_uploads_keeps_what_there_was():
@@ -142,7 +143,7 @@ def test_rule_without_uploads_keeps_what_there_was():
 def test_sums_do_not_depend_on_the_order_of_clients():
     generator = torch.Generator().manual_seed(1)
     uploads = [(torch.randn(5, 5, generator=generator).mul(9).softmax(1).tolist(), [1] * 5) for _ in range(9)]
-    assert torch.equal(sums_of(LabelSums(), *uploads), sums_of(LabelSums(), *uploads[::-1]))
+    assert torch.equal(sums_of(LabelSums(), *uploads).sums, sums_of(LabelSums(), *uploads[::-1]).sums)
 
 
 @pytest.mark.parametrize("option", [{"temperature": 0.0}, {"averages": "some"}, {"stale": "some"}, {"weight": -1.0}])

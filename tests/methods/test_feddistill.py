@@ -14,9 +14,12 @@ from fl_lightning.core.message import ClassMeans, Message
 from fl_lightning.data.arrays import Arrays
 from fl_lightning.data.store import ClientData, TensorStore
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.exchange import Star
+from fl_lightning.federation.filters import Quantize
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
+from fl_lightning.federation.wire import Wire
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation, label_distillation_loss
 from fl_lightning.methods.fedavg import FedAvg
@@ -417,7 +420,7 @@ def test_feddistill_trains_in_other_precisions(conv_net, run_federation, precisi
     for averages in ("post", "running"):
         method = lambda a=averages: FedDistill(conv_net(), averages=a)  # noqa: E731
         loop = run_federation(method, rounds=2, trainer={"precision": precision})
-        sums = loop.exchange.global_message().artifacts["label_distillation"]
+        sums = loop.exchange.global_message().artifacts["label_distillation"].sums
         assert sums.dtype == (torch.float64 if precision == "64-true" else torch.float32)
         assert sums.isfinite().all()
         assert loop.diary.rows[-1]["loss/label_distillation"] > 0
@@ -430,3 +433,17 @@ def test_feddistill_rejects_bad_options(mlp, option, value):
     for method in (FedDistill, FedDistillPlus):
         with pytest.raises(ConfigError, match=rf"^method\.{option}: must be .*got"):
             method(mlp(), **{option: value})
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rounds_of_soft_labels_cross_a_lossy_wire_as_they_are(bits, mlp, run_federation):
+    """Or a client could not tell its own labels in the sums, which the number of a late round would drown."""
+    exact = run_federation(lambda: FedDistill(mlp()), rounds=2).exchange.global_message().artifacts
+    late = replace(exact["label_distillation"], rounds=torch.tensor([1000, 7, 999, 1000], dtype=torch.int32))
+    wire = Wire([Quantize(bits)], Star())
+    heard = wire.up(Message(artifacts={"label_distillation": late}), Message(), {}).artifacts["label_distillation"]
+    assert torch.equal(heard.rounds, late.rounds)
+    assert (heard.sums - late.sums).abs().max() <= late.sums.max() / (2**bits - 1)
+    loop = run_federation(lambda: FedDistill(mlp()), rounds=3, wire=[Quantize(bits)])
+    received = loop.diary.received[3, 0].artifacts["label_distillation"]
+    assert received.rounds.tolist() == [2, 2, 2, 2]

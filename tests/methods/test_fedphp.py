@@ -7,9 +7,13 @@ import torch
 from torch.nn import functional as F
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.failures import Failures
+from fl_lightning.federation.settings import Newcomers
 from fl_lightning.losses.discrepancy import mean_discrepancy
+from fl_lightning.methods import fedphp
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedphp import FedPHP
+from fl_lightning.models.mixture import move_towards
 
 
 def risk(transfer, model, personal):
@@ -63,3 +67,24 @@ def test_what_cannot_be_is_refused(mlp):
         FedPHP(mlp(), weight=2.0)
     with pytest.raises(ConfigError, match=r"method\.transfer: must be"):
         FedPHP(mlp(), transfer="other")
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+def test_fits_of_a_client_are_reckoned_with_whoever_comes_to_a_round(sampling, mlp, set_up_federation):
+    """N = 6 rounds of half of the clients; who is out, or joins later, changes nothing of it."""
+    failures, newcomers = Failures(0.4), Newcomers(clients=1, after=2)
+    options = {"participation": 0.5, "sampling": sampling, "failures": failures, "newcomers": newcomers}
+    loop = set_up_federation(lambda: FedPHP(mlp()), rounds=6, **options)
+    kept, found = [], []
+
+    def spied(personal, model, keep):
+        kept.append(float(keep))
+        move_towards(personal, model, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fedphp, "move_towards", spied)
+        patch.setattr(FedPHP, "on_fit_start", lambda self: found.append(int(self.num_fits)))
+        loop.run()
+    assert len({row["participants"] for row in loop.diary.rows}) > 1
+    assert kept == pytest.approx([min(0.9 * before / 3, 0.9) for before in found])
+    assert max(found) > 0
