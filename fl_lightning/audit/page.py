@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito, in both themes
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B", "#9467BD")
+"""Of runs, in both themes: Okabe and Ito's, and three more."""
+TICKS = (1, 2, 5, 10, 20, 25, 50, 100)
+"""Steps between marks of an axis."""
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Privacy audit</title><style>
@@ -35,6 +39,8 @@ table {{ border-collapse: collapse; }} th, td {{ padding: .35rem .7rem; border-b
   text-align: right; }} th:first-child, td:first-child {{ text-align: left; }}
 td img {{ width: 72px; height: 72px; image-rendering: pixelated; display: block; margin-left: auto; }}
 p.note, small {{ color: var(--soft); }}
+ul.key {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.4rem; margin: .4rem 0 0; }}
+ul.key li {{ overflow-wrap: anywhere; }} ul.key svg {{ vertical-align: middle; margin-right: .4rem; }}
 svg text {{ fill: var(--soft); font: 12px system-ui, sans-serif; }} svg .grid {{ stroke: var(--line); }}
 </style></head><body>
 <h1>Privacy audit</h1>
@@ -181,7 +187,7 @@ def _looks(found: Sequence[Inversion]) -> list[tuple[str, bool]]:
     looks, run = [], -1
     for own in found:
         run += not own.blurred
-        looks.append((RUN_COLORS[run % 6], own.blurred))
+        looks.append((RUN_COLORS[run % len(RUN_COLORS)], own.blurred))
     return looks
 
 
@@ -191,30 +197,35 @@ def _svg(found: Sequence[Inversion]) -> str:
     curves = [(own.label, own.found.curves.mean(1).tolist()) for own in found if own.found is not None]
     if not curves:
         return ""
-    width, height, left, top = 640, 260, 44, 12
-    most = max(10.0, max(max(c) for _, c in curves))
+    width, height, left, top = 860, 260, 62, 12
+    highest = max(10.0, max(max(c) for _, c in curves))
+    tick = next((step for step in TICKS if highest <= 5 * step), TICKS[-1])
+    most = tick * math.ceil(highest / tick)
     steps = max(len(c) for _, c in curves)
-    lines = []
-    for value in np.linspace(0, most, 5):
+    lines, key = [], []
+    for value in range(0, most + 1, tick):
         y = top + height * (1 - value / most)
         lines.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.0f}</text>')
-    for index, (label, curve) in enumerate(curves):
-        color, dashes = looks[index][0], "6 4" if looks[index][1] else ""
+        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value}</text>')
+    for (color, dashed), (label, curve) in zip(looks, curves, strict=True):
         points = " ".join(
             f"{left + width * i / max(steps - 1, 1):.1f},{top + height * (1 - max(v, 0) / most):.1f}"
             for i, v in enumerate(curve)
         )
-        style = f'fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
+        style = f'fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{"6 4" if dashed else ""}"'
         lines.append(f'<polyline points="{points}" {style}><title>{html.escape(label)}</title></polyline>')
-        y = top + 14 + 20 * index
-        lines.append(f'<line x1="{left + width + 14}" x2="{left + width + 40}" y1="{y}" y2="{y}" {style}/>')
-        lines.append(f'<text x="{left + width + 46}" y="{y + 4}">{html.escape(label)}</text>')
+        sample = f'<svg width="30" height="10" aria-hidden="true"><line x1="0" x2="30" y1="5" y2="5" {style}/></svg>'
+        key.append(f"<li>{sample}{html.escape(label)}</li>")
+    middle = top + height / 2
+    lines.append(f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">PSNR, dB</text>')
     lines.append(f'<text x="{left}" y="{top + height + 22}">step 1</text>')
-    lines.append(f'<text x="{left + width}" y="{top + height + 22}" text-anchor="end">step {steps}</text>')
-    size = f'viewBox="0 0 {left + width + 260} {max(top + height, 20 * len(curves)) + 30}"'
+    lines.append(
+        f'<text x="{left + width}" y="{top + height + 22}" text-anchor="end">step {steps} of the search</text>'
+    )
+    size = f'viewBox="0 0 {left + width + 8} {top + height + 30}"'
     title = "Mean PSNR in dB over the steps of the search"
-    return f'<div class="wide"><svg role="img" aria-label="{title}" width="940" {size}>{"".join(lines)}</svg></div>'
+    drawn = f'<svg role="img" aria-label="{title}" width="930" {size}>{"".join(lines)}</svg>'
+    return f'<div class="wide">{drawn}</div><ul class="key">{"".join(key)}</ul>'
 
 
 def _canary_section(canaries: Mapping[str, Any]) -> list[str]:

@@ -110,7 +110,8 @@ class SoftLabelSums(Structured):
 
     Args:
         sums: [C, C] float.
-        rounds: [C] int32, in which each row was summed; 0 where there is none, or no server counts rounds.
+        rounds: [C] int32 (int64 beside float64), in which each row was summed; 0 where there is none, or no server
+            counts rounds.
     """
 
     sums: Tensor
@@ -139,11 +140,11 @@ class LabelSums(ClassMeanRule):
         if totals is None:
             return previous if self.missing == "keep" else None
         sums, held = self.as_sent(totals[0]), totals[2] > 0
-        rounds = torch.where(held, self.round, 0).to(torch.int32)
+        rounds = torch.where(held, self.round, 0).to(torch.int64 if sums.dtype == torch.float64 else torch.int32)
         if self.missing == "drop" or previous is None:
             return SoftLabelSums(sums, rounds)
         sums = torch.where(held[:, None], sums, previous.sums.to(sums))
-        return SoftLabelSums(sums, torch.where(held, rounds, previous.rounds))
+        return SoftLabelSums(sums, torch.where(held, rounds, previous.rounds.to(rounds)))
 
 
 class LabelDistillation(Term):

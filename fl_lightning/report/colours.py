@@ -24,6 +24,8 @@ PALETTE = (
 )
 DASHES: tuple[tuple[int, ...], ...] = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 4))
 """Line styles as lengths of strokes and gaps; the first is solid."""
+SHAPES = ("circle", "diamond", "triangle-up", "square", "cross")
+"""Shapes of points, where there are no lines: one a line style."""
 _SALT = 3492  # the ten methods of the papers' main tables fall on ten colours
 
 

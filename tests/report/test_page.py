@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from fl_lightning.report.page.classifier import class_relation, heads_of
 from fl_lightning.report.page.clients import bars, both_moments, hurt, spread
 from fl_lightning.report.page.curves import accuracies, communication, over_rounds
 from fl_lightning.report.page.document import ASSETS, _content
-from fl_lightning.report.page.figure import Figure, Rows
+from fl_lightning.report.page.figure import Figure, Rows, largest_bubble
 from fl_lightning.report.page.partition import bubbles
 from fl_lightning.report.page.ranking import RankedRow, rankings
 from fl_lightning.report.page.tables import COLUMNS, PublishedCell, PublishedTable, moments
@@ -222,7 +223,7 @@ def test_accuracy_is_drawn_against_all_bytes_so_far(comparison):
     figure = next(communication(lines))
     rows = figure.rows(lines)
     assert [row["x"] for row in rows if row["label"] == "Alpha"] == pytest.approx([0.002, 0.004, 0.006])
-    assert [row["flat"] for row in rows if row["label"] == "Beta"] == [False, True]
+    assert [row["flat"] for row in rows if row["label"] == "Beta"] == [True]
 
 
 def test_classifier_is_read_from_models_and_the_checkpoint(tmp_path):
@@ -607,6 +608,54 @@ def test_a_short_run_has_no_ticks_between_its_rounds(tmp_path, rounds, ticks):
     assert figure.spec["encoding"]["x"]["axis"].get("values") == ticks
 
 
+def marks_of(run, figure, kind):
+    """How many marks of a kind a figure's picture has."""
+    write_page(members_of(run), run.parent / "p.html", "One", pictures=run.parent / "pictures")
+    picture = (run.parent / "pictures" / f"{figure}.svg").read_text()
+    (group,) = re.findall(rf'<g class="mark-{kind} role-mark [^"]*marks"[^>]*>(.*?)</g>', picture, re.S)[:1]
+    return group.count("<path") + group.count("<line")
+
+
+def test_a_line_of_one_point_has_its_spread_and_a_point_that_is_seen(tmp_path):
+    """There is no band of one round, and a dot of a line's is half behind the axis."""
+    (figure,) = (own for own in accuracies(lines_of(make_run(tmp_path / "a", rounds=1))) if own.key == "local-t")
+    sizes = [layer["mark"].get("size") for layer in figure.spec["layer"] if layer["mark"]["type"] == "point"]
+    assert sizes == [60]
+    kinds = [layer["mark"]["type"] for layer in figure.spec["layer"]]
+    assert kinds == ["area", "rule", "line", "point", "rule"]
+    assert marks_of(tmp_path / "a", "local-t", "symbol") == 1
+
+
+def test_points_of_lines_of_one_colour_differ_in_their_shape(tmp_path):
+    runs = [make_run(tmp_path / f"m{n}", f"Method{n}") for n in range(12)]
+    lines = lines_of(*runs)
+    figure = next(both_moments(lines))
+    spec = bundle.drawn_alone(figure, lines, lines[0].setting, 0)
+    (points,) = (layer["encoding"] for layer in spec["layer"] if layer["mark"]["type"] == "point")
+    looks = list(zip(points["color"]["scale"]["range"], points["shape"]["scale"]["range"], strict=True))
+    assert len(set(looks)) == len(looks) == 12
+    assert len({colour for colour, _ in looks}) < 12
+
+
+@pytest.mark.parametrize("draw", [spread, hurt])
+def test_names_at_a_plots_side_leave_room_for_it(draw, comparison):
+    spec = next(draw(lines_of(*comparison))).spec
+    assert (spec["width"], spec["autosize"]["type"]) == ("$full", "fit-x")
+    axes = [
+        layer["encoding"]["y"]["axis"]
+        for layer in (spec, *spec["layer"])
+        if "axis" in layer.get("encoding", {}).get("y", {})
+    ]
+    assert [axis["labelLimit"] for axis in axes] == ["$limit"]
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "widest"), [(1300, 20, 28.1), (1300, 200, 8.1), (330, 200, 2.3), (300, 0, 28.1)]
+)
+def test_bubbles_of_many_clients_do_not_run_into_one_another(width, columns, widest):
+    assert largest_bubble(width, columns) ** 0.5 * 2 / math.pi**0.5 <= widest
+
+
 # --- the page's script, without a browser ----------------------------------------------------------------------------
 
 
@@ -703,6 +752,13 @@ def test_page_works_in_a_browser(comparison, tmp_path, chromium):
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#tip:not([hidden])")
     assert "Beta" in page.locator("#tip").inner_text()
+    page.get_by_role("button", name="None").click()
+    choices = page.locator("select[data-pick=clients] option")
+    page.wait_for_function("document.querySelectorAll('select[data-pick=clients] option').length === 0")
+    page.get_by_role("checkbox", name="Alpha").check()
+    page.wait_for_function("document.querySelectorAll('select[data-pick=clients] option').length > 0")
+    assert page.locator("#clients svg.marks").count() == 1
+    assert choices.first.inner_text().startswith("seed 0")
     page.locator("#setting").select_option(label="Digits, Dirichlet(beta=0.1), 5 clients")
     page.wait_for_function("document.querySelectorAll('#local-t .mark-line path').length === 1")
     assert page.locator("#toggles").inner_text() == "Alpha"

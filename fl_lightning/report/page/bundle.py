@@ -10,8 +10,20 @@ from typing import Any
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.files import default_cache_dir, write_atomically, write_text
-from fl_lightning.report.colours import DASHES
-from fl_lightning.report.page.figure import COLOUR, DASH, LABELS, THIRD, WHOLE, Figure
+from fl_lightning.report.colours import DASHES, SHAPES
+from fl_lightning.report.page.figure import (
+    AREA,
+    COLOUR,
+    DASH,
+    FULL,
+    LABELS,
+    LIMIT,
+    SHAPE,
+    THIRD,
+    WHOLE,
+    Figure,
+    largest_bubble,
+)
 from fl_lightning.report.series import Series
 from fl_lightning.sealed import read_json, write_json
 
@@ -89,7 +101,10 @@ def drawn_alone(figure: Figure, lines: Sequence[Series], setting: str, pick: int
     labels = [line.label for line in shown]
     colours = {"domain": labels, "range": [line.light for line in shown]}
     dashes = {"domain": labels, "range": [list(DASHES[line.dash]) for line in shown]}
-    values = {COLOUR: colours, DASH: dashes, LABELS: labels, WHOLE: WIDTH, THIRD: WIDTH // 3 - 30}
+    shapes = {"domain": labels, "range": [SHAPES[line.dash] for line in shown]}
+    values = {COLOUR: colours, DASH: dashes, SHAPE: shapes, LABELS: labels}
+    values |= {WHOLE: WIDTH, THIRD: WIDTH // 3 - 30, FULL: WIDTH, LIMIT: WIDTH // 3}
+    values[AREA] = largest_bubble(WIDTH, len(set(figure.columns.get("client", ()))))
     spec: dict[str, Any] = filled(figure.spec, values)
     _name_lines(spec, {"symbolType": "stroke"} if DASH in str(figure.spec) else {})
     said = [setting] if len(settings) > 1 and "g" not in rows[0] else []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fl_lightning.archives import check_stored
-from fl_lightning.report.page.figure import Figure, Rows, Spec, colour, quantity, tips
+from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, colour, quantity, shape, tips
 from fl_lightning.report.page.partition import class_counts
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
@@ -115,13 +115,14 @@ def norms(lines: Sequence[Series], found: Sequence[Heads]) -> Iterator[Figure]:
         return
     said = tips(("label", "run"), ("client", "client"), ("held", "class"), ("x", "share, %"), ("y", "relative norm"))
     spec: Spec = {
-        "width": "$whole",
+        "width": WHOLE,
         "height": 300,
         "mark": {"type": "point", "filled": True, "size": 35, "opacity": 0.6},
         "encoding": {
             "x": quantity("x", "class's share of the client's training samples, %"),
             "y": quantity("y", "‖w‖ over the client's mean ‖w‖", scale={"zero": False}),
             "color": colour(),
+            "shape": shape(),
             "tooltip": said,
         },
     }

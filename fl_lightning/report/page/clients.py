@@ -7,7 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fl_lightning.report.page.figure import LABELS, WHOLE, Figure, Rows, Spec, colour, known, quantity, tips
+from fl_lightning.report.page.figure import (
+    BY_NAME,
+    FULL,
+    LABELS,
+    LIMIT,
+    WHOLE,
+    Figure,
+    Rows,
+    Spec,
+    colour,
+    known,
+    quantity,
+    shape,
+    tips,
+)
 from fl_lightning.report.record import ever_trained
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
@@ -16,7 +30,7 @@ MOMENTS = {"Local-T": "after the fit", "Local-T_received": "as received"}
 MOST_CLIENTS = 500  # of a run, in figures of single clients
 STEP = 26  # height of a line's row
 SECTION = "Clients"
-BY_LINE = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": 260}}
+BY_LINE = {"field": "label", "type": "nominal", "sort": LABELS, "title": None, "axis": {"labelLimit": LIMIT}}
 
 
 def last_of_clients(run: RecordedRun, column: str) -> dict[int, float]:
@@ -85,6 +99,7 @@ def bars(lines: Sequence[Series]) -> Iterator[Figure]:
         ],
     }
     header = {"labelAngle": 0, "labelAlign": "left", "labelAnchor": "start", "labelOrient": "top", "title": None}
+    header["labelLimit"] = WHOLE
     spec = {"facet": {"row": {"field": "label", "type": "nominal", "sort": LABELS, "header": header}}, "spec": single}
     text = (
         "Local-T of every client in the last evaluated round, but for attackers and newcomers, who count in no mean of "
@@ -115,11 +130,13 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
     said = tips(
         ("label", "run"), ("kind", "figure"), ("x", "%"), ("low", "− std over seeds"), ("high", "+ std over seeds")
     )
-    shape: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": kinds, "legend": {"orient": "top"}}
-    shape["scale"] = {"domain": kinds, "range": ["circle", "diamond", "triangle-left"]}
+    by_kind: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": kinds}
+    by_kind["legend"] = {"orient": "top", "columns": 2}
+    by_kind["scale"] = {"domain": kinds, "range": ["circle", "diamond", "triangle-left"]}
     spec: Spec = {
-        "width": WHOLE,
+        "width": FULL,
         "height": {"step": STEP},
+        "autosize": BY_NAME,
         "layer": [
             {
                 "transform": [{"filter": "datum.low !== null"}],
@@ -130,7 +147,7 @@ def spread(lines: Sequence[Series]) -> Iterator[Figure]:
                 "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
                 "encoding": {
                     "x": quantity("x", "Local-T, %", scale={"zero": False}),
-                    "shape": shape,
+                    "shape": by_kind,
                     "tooltip": said,
                 },
             },
@@ -175,6 +192,7 @@ def both_moments(lines: Sequence[Series]) -> Iterator[Figure]:
                     "x": quantity("x", "Local-T as received, %", axis={"tickCount": 10}),
                     "y": quantity("y", "Local-T after the fit, %", axis={"tickCount": 10}),
                     "color": colour(),
+                    "shape": shape(),
                     "tooltip": said,
                 },
             },
@@ -240,8 +258,9 @@ def _differences() -> Spec:
     said = tips(("label", "run"), ("seed", "seed"), ("client", "client"), ("own", "here, %"), ("alone", "alone, %"))
     jitter = {"calculate": "((datum.client * 7919) % 101) / 101 - 0.5", "as": "jitter"}
     return {
-        "width": WHOLE,
+        "width": FULL,
         "height": {"step": 44},
+        "autosize": BY_NAME,
         "layer": [
             {
                 "mark": {"type": "rule", "strokeDash": [4, 3], "color": "#888888"},

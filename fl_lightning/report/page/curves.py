@@ -18,6 +18,7 @@ from fl_lightning.report.page.figure import (
     colour,
     known,
     quantity,
+    shape,
     thinned,
     tips,
 )
@@ -202,10 +203,10 @@ def communication(lines: Sequence[Series]) -> Iterator[Figure]:
             sent = _sent(line)
             curve = line.curve(column)
             silent = not any(sent.values())
-            for point in thinned(len(curve.rounds), 2 if silent else COSTED_POINTS):
-                round = int(curve.rounds[point])
-                flat = silent and point == len(curve.rounds) - 1
-                rows.add(s=place, x=sent.get(round, 0.0), y=100 * curve.mean[point], round=round, flat=flat)
+            for point in thinned(len(curve.rounds), COSTED_POINTS):
+                round, last = int(curve.rounds[point]), point == len(curve.rounds) - 1
+                if last or not silent:
+                    rows.add(s=place, x=sent.get(round, 0.0), y=100 * curve.mean[point], round=round, flat=silent)
         if len(rows) and any(rows.columns["x"]):
             text = (
                 "All clients' messages up and down, summed over the rounds so far, as they cross the wire. A run that "
@@ -292,6 +293,18 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
         "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 18} if few else False},
         "encoding": {"y": quantity("y", unit, axis=VALUES, scale={"zero": False}), "strokeDash": dash()},
     }
+    alone = [{"joinaggregate": [{"op": "count", "as": "points"}], "groupby": ["label", *groups]}]
+    alone.append({"filter": "datum.points === 1"})
+    point: Spec = {
+        "transform": alone,
+        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "clip": False},
+        "encoding": {"y": quantity("y", unit, axis=VALUES), "shape": shape()},
+    }
+    over: Spec = {
+        "transform": [*alone, *band["transform"]],
+        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
+        "encoding": band["encoding"],
+    }
     chosen = {"type": "point", "encodings": ["x"], "on": "pointerover", "nearest": True, "clear": "pointerout"}
     hover: Spec = {
         "transform": [{"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x", *groups]}],
@@ -310,7 +323,7 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
     spec: Spec = {
         "width": WHOLE,
         "height": HEIGHT,
-        "layer": [*([band] if bands else []), line, hover],
+        "layer": [*([band, over] if bands else []), line, point, hover],
         "encoding": {"x": quantity("x", "round", axis=axis, scale={"zero": False, "nice": False}), "color": colour()},
     }
     if clients:

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.report.colours import DASHES
+from fl_lightning.report.colours import DASHES, SHAPES
 from fl_lightning.report.page import bundle, tables
 from fl_lightning.report.page.figure import Figure
 from fl_lightning.report.series import Series
@@ -137,6 +137,7 @@ def _content(lines: Sequence[Series], figures: Sequence[Figure]) -> dict[str, An
                 "light": line.light,
                 "dark": line.dark,
                 "dash": list(DASHES[line.dash]),
+                "shape": SHAPES[line.dash],
                 "runs": len(line.runs),
             }
             for line in lines

@@ -12,10 +12,15 @@ import numpy as np
 from fl_lightning.report.series import Series
 
 Spec = dict[str, Any]
-COLOUR, DASH, LABELS = "$colour", "$dash", "$labels"
-"""Stand in a specification for the lines' colours, dashes and names, which theme and setting decide."""
-WHOLE, THIRD = "$whole", "$third"
-"""Stand for the page's width, and for a third of it."""
+COLOUR, DASH, SHAPE, LABELS = "$colour", "$dash", "$shape", "$labels"
+"""Stand in a specification for colours, dashes, shapes of points and names of lines: theme and setting decide."""
+WHOLE, THIRD, FULL, LIMIT = "$whole", "$third", "$full", "$limit"
+"""Stand for a plot's width beside an axis of numbers, for a third of it, for all of the width, names of lines among it
+(`BY_NAME`), and for the width that such a name may have."""
+AREA = "$area"
+"""Stands for the largest area of a bubble, of which there is a column a client."""
+BY_NAME: Spec = {"type": "fit-x", "contains": "padding"}
+"""How a plot that has names at its side keeps within its width."""
 MOST_POINTS = 400
 """Of a line; longer runs are thinned."""
 DIGITS = 5
@@ -107,6 +112,21 @@ def thinned(count: int, most: int = MOST_POINTS) -> Sequence[int]:
 def colour(**more: Any) -> Spec:
     """The encoding by the line's colour."""
     return {"field": "label", "type": "nominal", "scale": COLOUR, "legend": None, **more}
+
+
+def shape() -> Spec:
+    """The encoding by the shape of points: what a line's dash tells it by."""
+    return {"field": "label", "type": "nominal", "scale": SHAPE, "legend": None}
+
+
+def largest_bubble(width: int, columns: int) -> int:
+    """The area that a bubble may have where so many stand side by side, so that neighbours do not run into one another.
+
+    Args:
+        width: of the plot, in pixels.
+        columns: across it.
+    """
+    return max(4, min(620, round((1.1 * width / max(1, columns)) ** 2)))
 
 
 def quantity(name: str, title: str | None, **more: Any) -> Spec:

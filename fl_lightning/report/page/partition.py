@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
+from fl_lightning.report.page.figure import AREA, WHOLE, Figure, Rows, Spec, quantity, tips
 from fl_lightning.report.partition_figures import label_skew
 from fl_lightning.report.recorded_run import RecordedRun
 from fl_lightning.report.series import Series
@@ -36,6 +36,7 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
         return
     said = tips(("client", "client"), ("class_", "class"), ("n", "training samples"))
     order = sorted(set(classes), key=lambda name: (len(name), name) if name.isdigit() else (0, name))
+    legend = {"orient": "top", "tickMinStep": 1, "format": "d"}
     spec: Spec = {
         "width": WHOLE,
         "height": {"step": 28} if len(order) <= 40 else 600,
@@ -54,7 +55,7 @@ def bubbles(lines: Sequence[Series]) -> Iterator[Figure]:
                 "sort": order[::-1],
                 "axis": {"grid": True, "labelOverlap": True},
             },
-            "size": quantity("n", "training samples", scale={"range": [6, 620]}, legend={"orient": "top"}),
+            "size": quantity("n", "training samples", scale={"range": [0, AREA]}, legend=legend),
             "tooltip": said,
         },
     }

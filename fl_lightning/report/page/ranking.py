@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fl_lightning.report.page.figure import WHOLE, Figure, Rows, Spec, quantity, tips
+from fl_lightning.report.page.figure import BY_NAME, FULL, LIMIT, Figure, Rows, Spec, quantity, tips
 from fl_lightning.report.series import Series
 
 OPEN, BEHIND = "#C8553D", "#3A87C8"
@@ -106,9 +106,9 @@ def _spec() -> Spec:
     shade = {"condition": {"test": "datum.open", "value": OPEN}, "value": BEHIND}
     first: Spec = {"aggregate": [{"op": "argmin", "field": "order", "as": "first"}]}
     return {
-        "width": WHOLE,
+        "width": FULL,
         "height": {"step": STEP},
-        "autosize": {"type": "fit-x", "contains": "padding"},
+        "autosize": BY_NAME,
         "transform": [{"calculate": "datum.label + ' ' + datum.places", "as": "named"}],
         "layer": [
             {
@@ -131,7 +131,7 @@ def _spec() -> Spec:
                 "type": "nominal",
                 "title": None,
                 "sort": {"field": "order", "op": "min"},
-                "axis": {"labelLimit": 300, "grid": True},
+                "axis": {"labelLimit": LIMIT, "grid": True},
             }
         },
     }

@@ -34,7 +34,7 @@
   const here = (row) => ("s" in row ? lines[row.s].setting === state.setting : row.g === state.setting);
   const picksOf = (figure) => {
     const own = new Set();
-    rowsOf(figure, here).forEach((row) => own.add(row.pick));
+    rowsOf(figure, (row) => here(row) && !state.hidden.has(row.s)).forEach((row) => own.add(row.pick));
     return figure.picks.map((text, place) => ({ text, place })).filter((pick) => own.has(pick.place));
   };
   const chosen = (figure) => state.picks[figure.key];
@@ -60,6 +60,7 @@
       rule: { color: soft }, title: { color: ink },
     };
   };
+  const bubble = (width, columns) => Math.max(4, Math.min(620, Math.round((1.1 * (width / Math.max(1, columns))) ** 2)));
   const specOf = (figure, width) => {
     const own = inSetting();
     const labels = own.map((line) => line.label);
@@ -67,8 +68,12 @@
       $labels: labels,
       $colour: { domain: labels, range: own.map((line) => (isDark() ? line.dark : line.light)) },
       $dash: { domain: labels, range: own.map((line) => line.dash) },
+      $shape: { domain: labels, range: own.map((line) => line.shape) },
       $whole: Math.max(220, width - 75),
       $third: Math.max(150, Math.floor(width / 3) - 62),
+      $full: Math.max(260, width - 5),
+      $limit: Math.max(80, Math.floor(0.38 * width)),
+      $area: bubble(width, new Set(figure.columns.client).size),
     };
     const spec = filled(figure.spec, values);
     return {
@@ -114,7 +119,7 @@
     for (const figure of figures) {
       const result = state.views[figure.key];
       const rows = shown(figure);
-      if (!result || !rows.length || !("s" in figure.columns)) {
+      if (!result || !rows.length || !("s" in figure.columns) || "facet" in figure.spec) { // whose panels stay else
         if ("s" in figure.columns) await draw(figure);
         continue;
       }
@@ -193,13 +198,19 @@
   // --- what is shown ------------------------------------------------------------------------------------------------
 
   const said = (text) => { byId("said").textContent = text; };
+  const MARKS = {
+    circle: "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", diamond: "M0,-5L4,0L0,5L-4,0Z", "triangle-up": "M0,-5L5,4L-5,4Z",
+    square: "M-4,-4H4V4H-4Z", cross: "M-5,-2H-2V-5H2V-2H5V2H2V5H-2V2H-5Z",
+  };
   const swatch = (line) => {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     const stroke = document.createElementNS("http://www.w3.org/2000/svg", "line");
-    for (const [name, value] of Object.entries({ width: 30, height: 10, "aria-hidden": "true" })) svg.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ width: 30, height: 10, overflow: "visible", "aria-hidden": "true" })) svg.setAttribute(name, value);
     const own = { x1: 0, x2: 30, y1: 5, y2: 5, "stroke-width": 3, stroke: isDark() ? line.dark : line.light, "stroke-dasharray": line.dash.join(" ") };
     for (const [name, value] of Object.entries(own)) stroke.setAttribute(name, value);
-    svg.append(stroke);
+    const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    for (const [name, value] of Object.entries({ d: MARKS[line.shape], fill: own.stroke, transform: "translate(15 5)" })) mark.setAttribute(name, value);
+    svg.append(stroke, mark);
     return svg;
   };
   const toggles = () => {
@@ -210,7 +221,7 @@
       box.addEventListener("change", () => {
         if (box.checked) state.hidden.delete(line.place); else state.hidden.add(line.place);
         said(`${line.label} is ${box.checked ? "shown" : "hidden"}`);
-        refill();
+        picks(); refill();
         return update();
       });
       label.append(box, swatch(line), make("span", line.runs > 1 ? `${line.label}, ${line.runs} seeds` : line.label));
@@ -220,14 +231,16 @@
   const picks = () => figures.forEach((figure) => {
     const select = document.querySelector(`[data-pick="${figure.key}"]`);
     const own = figure.picks.length ? picksOf(figure) : [];
-    state.picks[figure.key] = own.length ? own[0].place : undefined;
+    const stays = own.some((pick) => pick.place === chosen(figure));
+    if (!stays) state.picks[figure.key] = own.length ? own[0].place : figure.picks.length ? -1 : undefined;
     if (!select) return;
     select.replaceChildren(...own.map((pick) => make("option", pick.text, { value: pick.place })));
+    if (own.length) select.value = String(chosen(figure));
     select.onchange = () => { state.picks[figure.key] = Number(select.value); refill(); return draw(figure); };
   });
   const all = (visible) => {
     inSetting().forEach((line) => { if (visible) state.hidden.delete(line.place); else state.hidden.add(line.place); });
-    toggles(); refill(); said(visible ? "all runs are shown" : "no run is shown");
+    toggles(); picks(); refill(); said(visible ? "all runs are shown" : "no run is shown");
     return update();
   };
   const themed = () => {
