@@ -22,6 +22,8 @@ from fl_lightning.core.rows import Alias, Layout, Unstackable
 _OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
 _SIMPLE = frozenset(PLAIN)
+_DULL = _SIMPLE | {tuple, list, dict}
+_NOTHING: Mapping[str, Hashable] = MappingProxyType({})
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -294,7 +296,10 @@ def overwritten(before: Contents, now: Contents) -> str:
 
 def _written(attributes: Mapping[str, Any], passed: Collection[int]) -> Written:
     """What a layer of torch's has, with what is in the tensors and arrays that somebody has set on it."""
-    names = [key for key, value in attributes.items() if isinstance(value, (Tensor, np.ndarray))]
+    own = ((key, attributes[key]) for key in attributes.keys() - OF_LAYERS)
+    names = [key for key, value in own if type(value) not in _DULL and isinstance(value, (Tensor, np.ndarray))]
+    if not names:
+        return tuple(attributes), tuple(attributes.values()), _NOTHING
     held = {key: tuple(leaves(attributes[key], passed).items()) for key in names}
     return tuple(attributes), tuple(attributes.values()), held
 
