@@ -103,6 +103,7 @@ def _tried(metric: Metric, key: str, num_classes: int) -> Reading:
             metric.reset()
     rule = "keeps something that reset() does not clear, so that clients' samples add up; use add_state"
     require(str(values[0]) == str(values[2]), key, f"{kind.__name__} {rule}")
+    reading.is_tried = True
     return reading
 
 

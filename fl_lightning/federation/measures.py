@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fl_lightning.core.message import accumulation_dtype
 from fl_lightning.core.precision import widened
+from fl_lightning.errors import ConfigError
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.report.columns import BALANCED, LOSS
+from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -173,13 +175,43 @@ class Reading:
         area = _AREAS.get(type(metric).__name__) if theirs else None
         self.over_present = area is not None and getattr(metric, area[0]) == "macro"
         self.needs_others = area is not None and area[1]
+        self.is_tried = False
+        """Whether it has given a number for made-up predictions: what fails then is a matter of its samples."""
+        self._is_theirs, self._has_said = theirs, False
         ignored = getattr(metric, "ignore_index", None)
-        self.ignored = -1 if ignored is None else ignored  # a class whose samples an area leaves out; -1 is none
+        self.ignored = -1 if ignored is None else ignored  # a class whose samples are left out; -1 is none
         if area is not None and self.over_present:
             setattr(metric, area[0], "none")
 
     def of(self, outcome: Outcome) -> float:
-        """The metric of some samples; NaN where it is not defined."""
+        """The metric of some samples; NaN where it is not defined, as of samples that are all left out.
+
+        Raises:
+            ConfigError: if a metric of somebody's own fails.
+        """
+        y = outcome.y[outcome.y != self.ignored]
+        if not len(y) or (self.needs_others and not bool((y != y[:1]).any())):
+            return math.nan  # however classes are weighed: of samples of one class there is no such area
+        try:
+            value = self._value(outcome)
+        except Exception as error:  # a metric's, which is no client's sickness
+            if not self.is_tried:
+                raise
+            said = f"{type(self.metric).__name__} fails ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+            if not self._is_theirs:
+                raise ConfigError("metrics", said) from error
+            if not self._has_said:
+                say(f"fl-lightning: metrics: {said} of some client's samples, whose cells are blank")
+            self._has_said = True
+            return math.nan
+        if self.over_present:
+            held = torch.bincount(y, minlength=self.num_classes)
+            there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
+            value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none
+        return float(value)
+
+    def _value(self, outcome: Outcome) -> Any:
+        """What torchmetrics makes of some samples."""
         metric, y = self.metric, outcome.y
         if metric.device != y.device:
             metric.to(y.device)
@@ -195,11 +227,4 @@ class Reading:
                     setattr(metric, name, counted.to(accumulation_dtype(y.device)))
             value = metric.compute()
             metric.reset()
-        y = y[y != self.ignored]
-        if self.needs_others and not bool((y != y[:1]).any()):
-            return math.nan  # however classes are weighed: of samples of one class there is no such area
-        if self.over_present:
-            held = torch.bincount(y, minlength=self.num_classes)
-            there = (held > 0) & (held < len(y)) if self.needs_others else held > 0
-            value = value[there].to(accumulation_dtype(y.device)).mean()  # NaN where there is none
-        return float(value)
+        return value

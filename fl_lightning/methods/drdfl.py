@@ -8,6 +8,7 @@ the choice is a switch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -381,7 +382,7 @@ class DRDFL(Method):
             "reconstruction": lambda seen: seen.once("reconstruction", lambda: self._from_reconstruction(seen.x)),
             "input": lambda seen: seen.logits(self.model),
         }
-        ways["both"] = lambda seen: (_shares(ways["reconstruction"](seen)) + _shares(ways["input"](seen))) / 2
+        ways["both"] = lambda seen: _mean_of_shares(ways["reconstruction"](seen), ways["input"](seen))
         headline = self.decoding.predict_from
         others = {name: Predictor(way, ()) for name, way in ways.items() if name != headline}
         return {headline: Predictor(ways[headline]), **others}
@@ -394,5 +395,7 @@ class DRDFL(Method):
         return self.model(reconstruction)
 
 
-def _shares(scores: Tensor) -> Tensor:
-    return scores.float().softmax(1)
+def _mean_of_shares(one: Tensor, other: Tensor) -> Tensor:
+    """The logarithm of the mean of two networks' probabilities: scores are taken for logits."""
+    both = torch.stack([widened(one), widened(other)]).log_softmax(2)
+    return both.logsumexp(0) - math.log(2)

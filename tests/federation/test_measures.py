@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from fl_lightning.core.method import Seen
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.measures import Measures
+from fl_lightning.federation.measures import Measures, Reading
 from fl_lightning.federation.settings import EvaluationPolicy
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedproto import FedProto
@@ -123,6 +124,64 @@ def test_there_is_no_area_of_samples_of_one_class(average, predicted):
     auroc = {"class_path": "torchmetrics.AUROC", "init_args": {"average": average}}
     assert math.isnan(measured(scores[y == 1], y[y == 1], auroc)["AUROC"])
     assert 0 < measured(scores, y, auroc)["AUROC"] < 1
+
+
+@pytest.mark.parametrize(
+    "name", ["F1Score", "Accuracy", "HammingDistance", "ExactMatch", "HingeLoss", "AUROC", "AveragePrecision"]
+)
+@pytest.mark.parametrize("average", ["macro", "micro"])
+def test_of_samples_that_are_all_left_out_nothing_has_a_value(name, average, predicted):
+    """Counts without a sample were shares of 0 or 1, which went into the means; others ended the run."""
+    scores, y = predicted
+    given = {} if name in ("HingeLoss", "ExactMatch") else {"average": average}
+    given |= {"average": "macro"} if name in ("AUROC", "AveragePrecision") else {}
+    node = {"class_path": f"torchmetrics.{name}", "init_args": {**given, "ignore_index": 1}}
+    if name == "ExactMatch":
+        node["init_args"]["multidim_average"] = "global"
+    assert math.isnan(measured(scores[y == 1], y[y == 1], node)[name])
+
+
+LOG_AREA = {"class_path": "torchmetrics.LogAUC", "init_args": {"average": "macro"}}
+
+
+def test_the_area_of_a_log_scale_of_one_class_is_no_number(predicted):
+    scores, y = predicted
+    assert math.isnan(measured(scores[y == 1], y[y == 1], LOG_AREA)["LogAUC"])
+
+
+class Failing(Metric):
+    """Fails for samples of one class."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("right", torch.zeros(()))
+
+    def update(self, scores, y):
+        self.right += (y != y[0]).nonzero()[0, 0]
+
+    def compute(self):
+        return self.right
+
+
+def test_a_metric_that_fails_is_no_clients_sickness(predicted, capsys):
+    scores, y = predicted
+    one, mine = y == 1, Reading(Failing(), CLASSES)
+    theirs = Reading(torchmetrics.classification.MulticlassHingeLoss(CLASSES), CLASSES)
+    mine.is_tried = theirs.is_tried = True
+    own = Measures(CLASSES, metrics={"Failing": mine})
+    with pytest.raises(ConfigError, match=r"metrics: Failing fails \(IndexError: "):
+        own.of(own.outcome(scores[one], y[one]), own.balance(y[one]))
+    theirs.metric.update = Failing().update
+    measures = Measures(CLASSES, metrics={"HingeLoss": theirs})
+    for _ in range(2):
+        assert math.isnan(
+            measures.of(measures.outcome(scores[y == 1], y[y == 1]), measures.balance(y[y == 1]))["HingeLoss"]
+        )
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("fl-lightning: metrics: MulticlassHingeLoss fails (IndexError: ")
 
 
 def test_what_is_not_defined_is_no_number(predicted):
