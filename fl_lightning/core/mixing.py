@@ -51,7 +51,7 @@ class Mixer(ABC):
         Args:
             own: what it sent itself, None if it never took part or `self.own` is false.
             neighbours: what it hears from others, in any order; the result must not depend on it.
-            previous: what this gave the client last time, None if it is the first.
+            previous: what this gave the client last time, None if it is the first; of a sequential ring its artifacts.
         """
 
 

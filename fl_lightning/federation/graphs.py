@@ -43,7 +43,8 @@ class DirectedGraph(Peers):
         redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all
             who are there, so that everybody is reached.
         edges: a fixed graph instead, as pairs [sender, receiver]. Push-sum needs a way back along each of them, or mass
-            would only leave its sender; a client without edges trains alone.
+            would only leave its sender; a client without edges trains alone. Whose neighbours were all out when it joins
+            or comes back hears others, who are drawn.
         mixing: ``push_sum``, or ``uniform``: the plain mean of the own and the heard, whose limit is not the mean.
     """
 
@@ -141,6 +142,8 @@ class DirectedGraph(Peers):
     def sponsors(self, round: int, client: int, there: Sequence[int]) -> list[int]:
         fixed = self.edges is not None or not self.redraw
         senders = self._neighbours(round, client, there) if fixed else []
+        if self.edges is not None and all(receiver != client for _, receiver in self.edges):
+            return []  # to which no edge leads
         return senders or self._draw("join", round, client, there, self.degree)
 
     def shares(self, topology: Topology) -> Topology:

@@ -102,7 +102,7 @@ class Peers(Exchange, ABC):
                 else:
                     self._arrived[client] = Arrival(before.message, came)
         self.participants = [client for client in self.participants if client not in clients]
-        self.topology = self.connect(self.round, self.participants)
+        self.topology = self.connect(self.round, self.participants) if self.participants else {}
         if not self.in_turn:
             check_graph(_named(self), self.topology, self.participants)
         self._out = {client: 0 for client in self.participants}
@@ -179,6 +179,8 @@ class Peers(Exchange, ABC):
         check_sponsors(_named(self), sponsors, self._finished)
         heard = [Heard(s, self._finished[s], 1 / len(sponsors)) for s in sponsors]
         before = self._arrived.get(client)
+        if not heard:  # nobody sends to it: what waits for it is the newest there is
+            return Message() if before is None else before.message, []
         with unchanged((part.message for part in heard), _mixers(self)):
             message = self.mixer.mix(None, heard, None if before is None else before.message)
         return message, [self._hop(part, client) for part in heard]
@@ -278,6 +280,7 @@ class Ring(Peers):
     def setup(self, template: ClientModule, facts: Facts) -> None:
         super().setup(template, facts)
         self._last: dict[int, Message] = {}  # sequential: everybody's last message
+        self._heard: dict[int, Message] = {}  # and the artifacts that everybody heard last
         self._initial = template.initial_message() if self.in_turn else Message()
 
     @property
@@ -312,7 +315,7 @@ class Ring(Peers):
             return super().inbox(client)
         own, heard = self._hear(client)
         with unchanged((part.message for part in (own, *heard) if part is not None), _mixers(self)):
-            return self.mixer.mix(own, heard, None)
+            return self.mixer.mix(own, heard, self._heard.get(client))
 
     @override
     def downlink(self, client: int) -> Size:
@@ -347,15 +350,22 @@ class Ring(Peers):
         if self.in_turn:
             self._hops += self._hops_to(client)
             self._num_pulled = len(self._hops)
+            if message.artifacts:  # of which rules may carry something over
+                self._heard[client] = Message(artifacts=self.inbox(client).artifacts)
             self._last[client] = message
         super().post(client, message)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        last = {str(client): message.state_dict() for client, message in self._last.items()}
-        return {**super().state_dict(), "last": last}
+        last, heard = (
+            {str(client): message.state_dict() for client, message in own.items()} for own in (self._last, self._heard)
+        )
+        return {**super().state_dict(), "last": last, "heard": heard}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._last = {int(client): Message.from_state_dict(own) for client, own in state["last"].items()}
+        self._last, self._heard = (
+            {int(client): Message.from_state_dict(own) for client, own in state.get(name, {}).items()}
+            for name in ("last", "heard")
+        )

@@ -130,7 +130,8 @@ class Ward:
         self.heard = Size(*(sum(size[unit] for size in sizes.values()) for unit in (0, 1)))
         left = [client for client in participants if client not in self.skipped]
         if self.skipped:
-            self.exchange.withdraw(self.skipped)
+            with at_server(round):
+                self.exchange.withdraw(self.skipped)
         if self.skipped and not left:
             self._say(
                 f"round {round}: all {len(participants)} participants are left out; what is shared stays as it was"

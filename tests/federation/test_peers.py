@@ -13,9 +13,12 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.federation.sickness import ServerError
+from fl_lightning.losses.class_relation import SoftLabels
 from fl_lightning.methods.dispfl import DisPFL
 from fl_lightning.methods.drdfl import DRDFL, Latents
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.feddw import FedDW
 from fl_lightning.methods.fedgh import FedGH
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto
@@ -639,3 +642,103 @@ def test_method_that_needs_its_server_is_refused(kind, mlp, set_up_federation):
 def test_bad_graphs_are_refused(make, rule):
     with pytest.raises(ConfigError, match=rule):
         make()
+
+
+class Counts(MeanMixer):
+    """Takes down what it is told of the last time, and says how often each client has heard something."""
+
+    def mix(self, own, neighbours, previous):
+        count = 0.0 if previous is None else float(previous.artifacts["count"])
+        message = super().mix(own, neighbours, previous)
+        return Message(message.weights, {"count": torch.tensor(count + 1)}, message.num_samples)
+
+
+def test_what_a_client_heard_last_is_told_around_a_sequential_ring_too():
+    """Rules carry something over from it; each asks as often as it likes, and a resumption knows it."""
+
+    def made():
+        return connected(Ring(schedule="sequential"), 3, Counts(own=False))
+
+    def round_of(exchange, number, clients):
+        exchange.open(number, clients)
+        heard = {}
+        for client in clients:
+            for _ in range(2):
+                heard[client] = float(exchange.inbox(client).artifacts["count"])
+            sent = values(client)
+            exchange.post(client, Message(sent.weights, {"count": torch.zeros(())}, 1))
+        exchange.close()
+        return heard
+
+    exchange = made()
+    assert round_of(exchange, 1, [0, 1, 2]) == {0: 1, 1: 1, 2: 1}
+    assert round_of(exchange, 2, [0, 2]) == {0: 2, 2: 2}
+    resumed = made()
+    resumed.load_state_dict(exchange.state_dict())
+    for other in (exchange, resumed):
+        assert round_of(other, 3, [0, 1, 2]) == {0: 3, 1: 2, 2: 3}
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "sequential"])
+def test_momentum_of_soft_labels_does_something_on_every_ring(schedule, mlp, run_federation):
+    def losses(momentum):
+        make = lambda: FedDW(mlp(), soft_labels=SoftLabels(momentum=momentum))  # noqa: E731
+        return run_federation(make, rounds=4, exchange=Ring(schedule=schedule)).diary.rows[-1]["loss"]
+
+    assert losses(0.0) != losses(0.9)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_nobody_is_heard_across_an_edge_that_there_is_not(own):
+    """A client without edges trains alone, however often it is out and comes back; so does who only sends."""
+    edges = [[0, 1], [1, 0], [3, 0]]
+    exchange = connected(DirectedGraph(edges=edges, mixing="uniform"), 4, MeanMixer(own=own))
+    pass_round(exchange, {0: 0.0, 1: 1.0})
+    for clients in ([0, 1, 2, 3], [0, 1], [1, 2, 3]):
+        exchange.open(2, clients)
+        for client in clients:
+            heard = number(exchange.inbox(client))
+            assert client in (0, 1) or heard in (None, client)
+            exchange.post(client, values(client))
+        exchange.close()
+        assert {(hop.sender, hop.receiver) for hop in exchange.hops} <= {(0, 1), (1, 0), (3, 0)}
+
+
+class Strict(Ring):
+    """A ring that says the first of the clients that are there."""
+
+    def connect(self, round, live):
+        assert live[0] >= 0
+        return super().connect(round, live)
+
+
+def test_a_round_of_nobody_asks_for_no_graph():
+    exchange = connected(Strict(), 3)
+    pass_round(exchange, {0: 0.0, 1: 1.0})
+    exchange.open(2, [])
+    exchange.close()
+    assert (exchange.topology, list(exchange.hops)) == ({}, [])
+    exchange.open(3, [0, 1])
+    exchange.withdraw([0, 1])
+    assert exchange.topology == {}
+
+
+class Alone(Strict):
+    """Cannot do with fewer than two clients."""
+
+    def connect(self, round, live):
+        assert live[1] >= 0
+        return super().connect(round, live)
+
+
+class SickTwice(FedAvg):
+    """All clients but the first fail in the second round."""
+
+    def on_fit_start(self):
+        if self.facts.round == 2 and self.facts.client:
+            raise ValueError("sick")
+
+
+def test_a_graph_that_fails_once_clients_are_left_out_is_told_with_its_round(mlp, run_federation):
+    with pytest.raises(ServerError, match=r"^round 2, the server: IndexError"):
+        run_federation(lambda: SickTwice(mlp()), rounds=2, exchange=Alone(), on_client_error="skip")
