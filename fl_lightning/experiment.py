@@ -32,6 +32,7 @@ from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
+from fl_lightning.federation.saving import take_up
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
@@ -92,6 +93,7 @@ class BuiltExperiment:
         """What asks the run to stop."""
         self.stopped_by = 0
         """The signal that stopped it; 0 for none."""
+        self._kept_by_callbacks: Config = {}  # as a resumed run's checkpoint has it
         self.asked_by = 0
         """The signal that came while it ran; where it came in the last round, nothing was left to be stopped."""
 
@@ -216,7 +218,9 @@ class BuiltExperiment:
         seen = (self.folder / LOCK).exists()
         require(seen, "output", f"{self.folder} must lie in a folder that all machines of the run see")
         if chosen is not None:
-            self.loop.load_state_dict(folder.checkpoints.load(chosen.path))
+            state = folder.checkpoints.load(chosen.path)
+            self.loop.load_state_dict(state)
+            self._kept_by_callbacks = state["callbacks"]
             workers.everyone_says(None)  # all have read it
         if workers.is_main:
             if chosen is not None or not overwrite:
@@ -266,7 +270,9 @@ class BuiltExperiment:
         if not self.loop.workers.is_main:
             self._follow()
             return None
-        self.loop.callbacks += callbacks() if callbacks is not None else ()
+        given = list(callbacks()) if callbacks is not None else []
+        self.loop.callbacks += given
+        take_up(self.loop, self._kept_by_callbacks, given)
         with self.recorder, stop_on_signals(self.loop, self.signals) as stopping:
             final = self.loop.run()
             self.asked_by = stopping.first

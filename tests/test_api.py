@@ -540,3 +540,43 @@ def test_data_can_be_looked_at_before_a_fit(trial):
     counts = trial(name="unseen").data().class_counts()
     assert counts.shape == (4, 10)
     assert not trial(name="unseen").folder.exists()
+
+
+class Tally(FederationCallback):
+    """Counts rounds, over a resumption, too."""
+
+    def __init__(self):
+        self.count = 0
+
+    def on_round_end(self, loop, row):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Recorder(Tally):
+    """Has the name of the class that writes a run's tables."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", [Tally, Recorder])
+def test_callbacks_of_a_fit_take_up_what_they_kept(kind, workers, trial):
+    first, second = kind(), kind()
+    options = {"name": f"tally-{kind.__name__}-{workers}", "federation__workers": workers}
+    trial(**options, federation__rounds=2).fit(callbacks=[first])
+    trial(**options, federation__rounds=3).fit(resume="auto", callbacks=[second])
+    assert (first.count, second.count) == (2, 3)
+
+
+def test_a_callback_that_cannot_take_what_it_kept_is_one_line(trial):
+    class Cannot(Tally):
+        def load_state_dict(self, state):
+            raise KeyError("other")
+
+    trial(name="cannot", federation__rounds=1).fit(callbacks=[Cannot()])
+    with pytest.raises(ConfigError, match=r"^callbacks: .*Cannot\.load_state_dict\(\) cannot take what it kept"):
+        trial(name="cannot", federation__rounds=2).fit(resume="auto", callbacks=[Cannot()])

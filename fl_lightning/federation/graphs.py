@@ -43,8 +43,8 @@ class DirectedGraph(Peers):
         redraw: draw neighbours anew for every round; false draws them once, one of each client's along a circle of all
             who are there, so that everybody is reached.
         edges: a fixed graph instead, as pairs [sender, receiver]. Push-sum needs a way back along each of them, or mass
-            would only leave its sender; a client without edges trains alone. Whose neighbours were all out when it joins
-            or comes back hears others, who are drawn.
+            would only leave its sender; a client without edges trains alone. One that joins or comes back while all its
+            neighbours were out hears others, who are drawn.
         mixing: ``push_sum``, or ``uniform``: the plain mean of the own and the heard, whose limit is not the mean.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ def _checked(name: str, callback: FederationCallback) -> dict[str, Any]:
     """What a callback wants to keep, if it can be written down and read again; ours can."""
     state = callback.state_dict()
     try:
-        if state and not type(callback).__module__.startswith("fl_lightning."):
+        if state and not _is_ours(callback):
             require_readable(state)
     except Exception as error:
         rule = f"{name}.state_dict() must give plain containers of numbers, texts and tensors"
@@ -183,12 +183,40 @@ def _restore(loop: Loop, state: Mapping[str, Any]) -> None:
 
 
 def _named(loop: Loop) -> Iterator[tuple[str, FederationCallback]]:
-    """Callbacks by class, with a number where there are several of one; others than ours have no state."""
+    """Callbacks by class, with a number where there are several of one; one that has a name of ours by its module."""
     seen: Counter[str] = Counter()
-    for callback in (callback for callback in loop.callbacks if isinstance(callback, FederationCallback)):
+    callbacks = [callback for callback in loop.callbacks if isinstance(callback, FederationCallback)]
+    ours = {type(callback).__qualname__ for callback in callbacks if _is_ours(callback)}
+    for callback in callbacks:
         name = type(callback).__qualname__
+        if name in ours and not _is_ours(callback):
+            name = f"{type(callback).__module__}.{name}"
         seen[name] += 1
         yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), callback
+
+
+def _is_ours(callback: FederationCallback) -> bool:
+    return type(callback).__module__.startswith("fl_lightning.")
+
+
+def take_up(loop: Loop, saved: Mapping[str, Any], callbacks: Sequence[FederationCallback]) -> None:
+    """Give callbacks that have come to a loop after it was restored what they have kept.
+
+    Args:
+        loop: has them.
+        saved: what a checkpoint holds of callbacks, by their names.
+        callbacks: those.
+
+    Raises:
+        ConfigError: if one cannot take it.
+    """
+    for name, callback in _named(loop):
+        if name in saved and any(callback is own for own in callbacks):
+            try:
+                callback.load_state_dict(saved[name])
+            except Exception as error:  # whatever it raises
+                said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                raise ConfigError("callbacks", f"{name}.load_state_dict() cannot take what it kept ({said})") from error
 
 
 def check_identity(there: Mapping[str, Any], here: Mapping[str, Any], whose: str = "the checkpoint") -> None:
