@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,13 +235,17 @@ class Checkpoints:
     def put_aside(self, after: int) -> Path | None:
         """Move the checkpoints of later rounds into a folder of their own, with all that they need.
 
-        At a kill in between, those that are left are the older ones, and whole.
+        At a kill in between, those that are left are the older ones, and whole. Of what a damaged one needs, what is
+        missing stays missing.
 
         Args:
             after: the round that the run goes on from.
 
         Returns:
             The folder; None if there are no later ones.
+
+        Raises:
+            WriteError: if the system refuses; no folder without a checkpoint is left.
         """
         later = [path for path in self.all() if round_of(path) > after]
         if not later:
@@ -249,9 +253,20 @@ class Checkpoints:
         numbers = (path.name.removeprefix("aside-") for path in self.folder.glob("aside-*"))
         last = max((int(number) for number in numbers if number.isdigit()), default=0)
         aside = Checkpoints(self.folder / f"aside-{last + 1:04d}")
+        try:
+            self._fill(aside, later)
+        except BaseException:
+            if not aside.all():
+                shutil.rmtree(aside.folder, ignore_errors=True)
+            raise
+        return aside.folder
+
+    def _fill(self, aside: Checkpoints, later: Sequence[Path]) -> None:
+        """Move checkpoints into a folder of their own, the newest first, after a link to all that they need."""
         make_folder(aside.clients)
         for name in sorted(self._names(later)):
-            _link(self.clients / name, aside.clients / name)
+            if (self.clients / name).is_file():
+                _link(self.clients / name, aside.clients / name)
         if self.journal.is_file():
             with writing(aside.journal):
                 shutil.copyfile(self.journal, aside.journal)
@@ -260,7 +275,6 @@ class Checkpoints:
                 os.replace(path, aside.folder / path.name)
         for folder in (aside.clients, aside.folder, self.folder):
             sync_folder(folder)
-        return aside.folder
 
 
 def _link(there: Path, here: Path) -> None:

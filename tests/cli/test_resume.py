@@ -293,6 +293,17 @@ def test_older_checkpoint_leaves_no_model_of_later_rounds(workplace):
     assert list((workplace.run / "checkpoints" / "aside-0001" / "models").glob("*.pt"))
 
 
+def test_run_whose_newest_states_are_lost_goes_on_from_the_round_before(straight, workplace, assert_same_run):
+    workplace.change(**VARIANTS["FedRep-disk"])
+    workplace.fit("--quiet")
+    for path in (workplace.run / "checkpoints" / "clients").glob(f"r{ROUNDS:04d}*"):
+        path.unlink()
+    code, _, err = workplace.call("fit", "--resume", str(workplace.run), "--quiet")
+    assert code == 0, err
+    assert f"aside-0001; going on from round {ROUNDS - 1}" in err
+    assert_same_run(straight("FedRep-disk").run, workplace.run)
+
+
 def test_tables_are_put_right_on_resume(straight, workplace, assert_same_run):
     workplace.change(**VARIANTS["FedRep"])
     workplace.fit("--quiet", "--federation.rounds", "2")

@@ -263,6 +263,36 @@ def test_later_writes_leave_what_is_aside_as_it_was(checkpoints):
     assert aside.choose("auto").damaged == ()
 
 
+def test_what_a_damaged_checkpoint_lacks_keeps_it_in_nobodys_way(checkpoints):
+    """The file of states that it names could not be linked, and every try left one more folder."""
+    (checkpoints.clients / "r0004-w0.states").unlink()
+    chosen = checkpoints.choose("auto")
+    assert chosen.path.name == "round-0003.ckpt"
+    aside = Checkpoints(checkpoints.put_aside(3))
+    assert [path.name for path in aside.all()] == ["round-0004.ckpt"]
+    assert "r0004-w0.states" not in {path.name for path in aside.clients.iterdir()}
+    assert checkpoints.choose("auto") == (chosen.path, ())
+
+
+def test_folder_that_could_not_be_filled_goes_unless_a_checkpoint_is_in_it(checkpoints, monkeypatch):
+    replace = os.replace
+    for room in (0, 1):
+        moved = []
+
+        def full(there, here, room=room, moved=moved):
+            if len(moved) == room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            moved.append(replace(there, here))
+
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.raises(WriteError, match="No space left"):
+            checkpoints.put_aside(2)
+        monkeypatch.undo()
+        assert len(list(checkpoints.folder.glob("aside-*"))) == room
+        assert checkpoints.choose("auto").path.name == f"round-{4 - room:04d}.ckpt"
+    assert checkpoints.put_aside(2).name == "aside-0002"
+
+
 def test_only_what_the_dead_have_left_is_swept_where_several_write(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     names = {process: f".table.md.{process}-a1b2c3.tmp" for process in (int(dead.stdout), os.getpid(), 1, 10**12)}
