@@ -224,7 +224,7 @@ class BuiltExperiment:
             workers.everyone_says(None)  # all have read it
         if workers.is_main:
             if chosen is not None or not overwrite:
-                folder.leave_only(chosen, self.loop.settings.checkpoint)
+                folder.leave_only(chosen, self.loop.settings.checkpoint, self.loop.calendar.participants)
             folder.clean(overwrite)
             self._write_down(loggers)
             self._say_whose_optimizer()

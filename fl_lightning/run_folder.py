@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -17,8 +18,9 @@ from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Ch
 from fl_lightning.federation.saving import check_identity
 from fl_lightning.files import WriteError, content_of, make_folder, remove, remove_left_overs, writing
 from fl_lightning.report.journal import Journal, recover
-from fl_lightning.report.record import read_rows
+from fl_lightning.report.record import Row, read_rows, rows_in
 from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
+from fl_lightning.sealed import read_json, round_in
 from fl_lightning.terminal import say
 
 GLANCES = 5  # a table that looks whether a folder is held holds it for a moment itself
@@ -176,8 +178,12 @@ class RunFolder:
             why = "does not say how far the tables had come"
             raise ConfigError("--resume", f"the checkpoint of round {state['round']} is not whole: it {why}") from error
 
-    def leave_only(self, chosen: Chosen | None, policy: CheckpointPolicy) -> None:
+    def leave_only(
+        self, chosen: Chosen | None, policy: CheckpointPolicy, participants: Callable[[int], Iterable[int]]
+    ) -> None:
         """Put checkpoints that are newer than the one that a run goes on from aside, and say so.
+
+        Clients' models of later rounds go with them, or are deleted.
 
         States that no checkpoint names are deleted, also where a run begins anew: a kill in the middle of its first
         checkpoint leaves some, which later ones would be believed to name.
@@ -185,13 +191,14 @@ class RunFolder:
         Args:
             chosen: the one; None where there is none.
             policy: how many stay.
+            participants: who takes part in a round.
         """
-        if chosen is not None:
-            self._put_aside(chosen)
+        aside = self._put_aside(chosen) if chosen is not None else None
+        self._withdraw_models(round_of(chosen.path) if chosen is not None else 0, aside, participants)
         if policy.saves:
             self.checkpoints.prune(policy.keep)
 
-    def _put_aside(self, chosen: Chosen) -> None:
+    def _put_aside(self, chosen: Chosen) -> Path | None:
         checkpoints, own = self.checkpoints, round_of(chosen.path)
         later = [path.name for path in checkpoints.all() if round_of(path) > own]
         aside = checkpoints.put_aside(own)
@@ -200,25 +207,53 @@ class RunFolder:
             more = f" (and {len(chosen.damaged) - 1} more)" if chosen.damaged[1:] else ""
             why = f"{chosen.damaged[0]}{more}" if chosen.damaged else newer
             say(f"{why}; put aside in {aside}; going on from round {own}")
-        self._withdraw_models(own, aside)
+        return aside
 
-    def _withdraw_models(self, after: int, aside: Path | None) -> None:
-        """Take away the models of clients that trained in later rounds, which they need not do again.
+    def _withdraw_models(self, after: int, aside: Path | None, participants: Callable[[int], Iterable[int]]) -> None:
+        """Take away the models of later rounds, in which their clients need not train again.
 
         Args:
-            after: the round that the run goes on from.
+            after: the round that the run goes on from, 0 for none.
             aside: where the later checkpoints lie, whose these models are; None deletes them.
+            participants: who takes part in a round.
         """
-        rows = read_rows(self.path / "clients.csv")
-        trained = [row.get("client") for row in rows if (row.get("round") or 0) > after and row.get("participated")]
-        for client in {client for client in trained if isinstance(client, int)}:
-            path = self.path / "models" / f"{client:05d}.pt"
-            if aside is None or not path.is_file():
+        rounds = {path: round_in(path) for path in sorted((self.path / "models").glob("[0-9]*.pt"))}
+        silent = None in rounds.values()  # files of older versions
+        trained = {f"{client:05d}.pt" for client in self._trained(after, participants)} if silent else set()
+        for path, round in rounds.items():
+            if not path.is_file() or not (path.name in trained if round is None else round > after):
+                continue
+            if aside is None:
                 remove(path)
                 continue
             make_folder(aside / "models")
             with writing(path):
                 os.replace(path, aside / "models" / path.name)
+
+    def _trained(self, after: int, participants: Callable[[int], Iterable[int]]) -> set[int]:
+        """Clients that may have trained in later rounds: by the tables' rows, and in one that a kill left without."""
+        rows = [row for row in self._client_rows() if all(isinstance(row.get(k), int) for k in ("round", "client"))]
+        later = [row for row in rows if row["round"] > after]
+        trained = {row["client"] for row in later if row.get("participated")}
+        last = max((row["round"] for row in later), default=after)
+        return trained | set(participants(last + 1)) if self._was_broken_off(last) else trained
+
+    def _client_rows(self) -> list[Row]:
+        """The rows of ``clients.csv`` and, should it be lost, of the journal."""
+        texts = (record.get("clients.csv", "") for record in Journal(self.checkpoints.journal).read(sys.maxsize))
+        return [*read_rows(self.path / "clients.csv"), *rows_in("".join(texts))]
+
+    def _was_broken_off(self, last: int) -> bool:
+        """Whether a run may have ended in the middle of the round after its last row's."""
+        try:
+            if read_json(self.path / "summary.json", "--resume").get("rounds") == last:  # it ended, or was stopped
+                return False
+        except ConfigError:
+            pass
+        try:
+            return bool(read_config(self.config)["federation"]["rounds"] > last)
+        except (ConfigError, KeyError, TypeError):
+            return True
 
     @contextmanager
     def held(self) -> Iterator[Callable[[], None]]:

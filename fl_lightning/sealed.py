@@ -1,8 +1,9 @@
 """Files that say by themselves whether they still are what was written.
 
 A file of tensors ends with a seal of 24 bytes behind torch's own archive (which `torch.load` passes over): a mark, the
-format's version, the CRC-32 of the content and its length. A JSON file has its checksum as its last member. Either is
-verified before anything is made of the content. That finds accidents (every single flipped bit, every burst of up to 32
+format's version, the CRC-32 of the content and its length. Before it may stand the round that the file is of, which the
+CRC-32 covers, too. A JSON file has its checksum as its last member. Either is verified before anything is made of the
+content. That finds accidents (every single flipped bit, every burst of up to 32
 bits, a cut, and any other damage but one in 2^32); who alters a file on purpose can seal it again, so it is no
 signature.
 """
@@ -28,6 +29,8 @@ JSON_FORMAT = 1
 """Version of JSON files."""
 MARK = b"\nFLseal\n"
 SEAL = struct.Struct("<8sIIQ")  # mark, version, CRC-32 and length of what stands before it
+ROUND = struct.Struct("<8sQ")  # mark, round
+ROUND_MARK = b"FLround\n"
 CHUNK = 1 << 22  # bytes read at once where a file is only verified
 _ZIP_END = b"PK\x05\x06"  # of an archive's last 22 bytes
 
@@ -65,8 +68,15 @@ class Summed:
         return SEAL.pack(MARK, FORMAT, self.crc, self.size)
 
 
-def save_tensors(path: Path, state: Any, sync: bool = True) -> None:
-    """Save plain containers of tensors, sealed, atomically."""
+def save_tensors(path: Path, state: Any, sync: bool = True, round: int | None = None) -> None:
+    """Save plain containers of tensors, sealed, atomically.
+
+    Args:
+        path: the file.
+        state: what is saved.
+        sync: whether it must survive a power cut right away.
+        round: what `round_in` says of the file.
+    """
     import torch
 
     def write(file: Any) -> None:
@@ -77,9 +87,24 @@ def save_tensors(path: Path, state: Any, sync: bool = True) -> None:
             if summed.error is not None:  # torch's words hide the system's
                 raise summed.error from None
             raise
+        if round is not None:
+            summed.write(ROUND.pack(ROUND_MARK, round))
         file.write(summed.seal)
 
     write_atomically(path, write, sync)
+
+
+def round_in(path: Path) -> int | None:
+    """The round that `save_tensors` was given for a file, which is not verified; None where there is none."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            file.seek(-SEAL.size - ROUND.size, os.SEEK_END)
+            mark, round = ROUND.unpack(file.read(ROUND.size))
+    except OSError:  # it is shorter than that, too
+        return None
+    return int(round) if mark == ROUND_MARK else None
 
 
 def load_tensors(path: Path, key: str) -> Any:

@@ -6,12 +6,16 @@ import resource
 import threading
 
 import pytest
+import torch
 
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.checkpoint import CheckpointPolicy, Chosen
 from fl_lightning.files import WriteError
+from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import MetricsFile
 from fl_lightning.resuming import LOCK, MARK, advice_on, is_held, with_resumed_folder
 from fl_lightning.run_folder import RunFolder
+from fl_lightning.sealed import save_tensors, write_json
 
 
 @pytest.fixture
@@ -84,6 +88,56 @@ def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):
     table.append("1\n")
     assert not path.is_symlink()
     assert (path.read_text(), (tmp_path / "precious").read_text()) == ("round\n1\n", "round\n")
+
+
+def saved_run(folder, rounds_of_models, last_row, rounds=6):
+    """A run of which round 1 alone is saved: its models, and its rows, in which client 0 takes part every time."""
+    folder.config.write_text(f"method: FedAvg\nfederation: {{rounds: {rounds}}}\n")
+    (folder.path / "models").mkdir()
+    for client, round in enumerate(rounds_of_models):
+        save_tensors(folder.path / "models" / f"{client:05d}.pt", {"w": torch.zeros(1)}, round=round)
+    checkpoint = folder.checkpoints.save(1, {}, {}, keep=2)
+    columns = {"clients.csv": ["round", "client", "participated"]}
+    tables = RunTables(folder.path, columns, folder.checkpoints.journal)
+    tables.start(0)
+    for round in range(1, last_row + 1):
+        rows = [{"round": round, "client": c, "participated": int(c in (0, round))} for c in range(6)]
+        tables.append(round, {"clients.csv": rows})
+    return Chosen(checkpoint)
+
+
+def models_left(folder):
+    return [int(path.stem) for path in sorted((folder.path / "models").iterdir())]
+
+
+def test_model_of_a_round_without_a_row_is_withdrawn(folder):
+    """A run was killed in the middle of its third round, of which no row stood yet."""
+    chosen = saved_run(folder, [1, 3, 2, 1], last_row=2)
+    (folder.path / "clients.csv").unlink()
+    folder.leave_only(chosen, CheckpointPolicy(), lambda round: ())
+    assert models_left(folder) == [0, 3]
+    folder.leave_only(None, CheckpointPolicy(), lambda round: ())  # it begins anew
+    assert models_left(folder) == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_models_of_older_versions_are_withdrawn_by_rows_and_calendar(folder, lost):
+    """They do not say of which round they are; round 3 was broken off, in which client 5 was to take part."""
+    chosen = saved_run(folder, [None] * 6, last_row=2)
+    if lost:
+        (folder.path / "clients.csv").unlink()
+    folder.leave_only(chosen, CheckpointPolicy(), {3: (5,)}.__getitem__)
+    assert models_left(folder) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("ended", ["stopped", "finished"])
+def test_models_of_older_versions_stay_where_no_round_was_broken_off(folder, ended):
+    chosen = saved_run(folder, [None] * 6, last_row=2, rounds=6 if ended == "stopped" else 2)
+    (folder.path / "clients.csv").unlink()
+    if ended == "stopped":
+        write_json(folder.path / "summary.json", {"rounds": 2})
+    folder.leave_only(chosen, CheckpointPolicy(), {3: (5,)}.__getitem__)
+    assert models_left(folder) == [1, 3, 4, 5]
 
 
 def test_pipe_on_which_a_logger_would_wait_is_refused(folder):

@@ -361,7 +361,7 @@ class Runner:
         entries = module.entries
         self.pool.put(client, {**{name: entries[name] for name in names}, **self._memory}, round)
         if model_file is not None:
-            save_tensors(model_file, full_state(module))
+            save_tensors(model_file, full_state(module), round=round)
 
 
 def _facts(settings: Federation, num_clients: int, seed: int, device: torch.device) -> Facts:

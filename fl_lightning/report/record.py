@@ -59,9 +59,12 @@ def _cell(value: Any) -> str:
 
 def read_rows(path: Path) -> list[Row]:
     """Read a CSV file of numbers; a cell that is empty or no number becomes None, a row cut short is left out."""
-    if not path.is_file():
-        return []
-    text = content_of(path).decode(errors="replace").replace("\0", "\ufffd")
+    return rows_in(content_of(path).decode(errors="replace")) if path.is_file() else []
+
+
+def rows_in(text: str) -> list[Row]:
+    """The rows of a CSV text, as `read_rows` reads a file's."""
+    text = text.replace("\0", "\ufffd")
     rows = [line.split(",") for line in text.split("\n")[:-1]]  # what follows the last line break was cut short
     columns = [printable(name.rstrip("\r")) for name in rows[0]] if rows else []
     return [dict(zip(columns, map(_number, cells), strict=True)) for cells in rows[1:] if len(cells) == len(columns)]

@@ -293,6 +293,21 @@ def test_older_checkpoint_leaves_no_model_of_later_rounds(workplace):
     assert list((workplace.run / "checkpoints" / "aside-0001" / "models").glob("*.pt"))
 
 
+def test_shorter_run_leaves_no_model_of_a_round_that_was_killed(straight, workplace):
+    """Of that round no row stood yet, by which its models would be known."""
+    rows = [row for row in without_seconds(straight("FedRep").run / "clients.csv") if row[0] == str(ROUNDS)]
+    first, *_, last = [int(row[1]) for row in rows if row[2] == "1"]
+    workplace.change(**VARIANTS["FedRep"])
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", "--quiet", die_at=f"{last:05d}.pt")
+    assert code == -9, err
+    model = workplace.run / "models" / f"{first:05d}.pt"
+    assert model.is_file()
+    workplace.fit("--quiet", "--federation.rounds", str(ROUNDS - 1), "--resume", "auto")
+    assert not model.exists()
+    code, out, err = workplace.call("evaluate", str(workplace.run))
+    assert (code, "different" in out) == (0, False), err + out
+
+
 def test_run_whose_newest_states_are_lost_goes_on_from_the_round_before(straight, workplace, assert_same_run):
     workplace.change(**VARIANTS["FedRep-disk"])
     workplace.fit("--quiet")

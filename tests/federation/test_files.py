@@ -55,6 +55,27 @@ def test_sealed_file_is_still_one_of_torchs(tmp_path):
         assert torch.load(tmp_path / "state.pt", weights_only=True, mmap=mmap)["w"].equal(STATE["w"])
 
 
+def test_sealed_file_says_of_which_round_it_is(tmp_path):
+    """Old files, which say nothing, and torch's own are read as before."""
+    path = tmp_path / "state.pt"
+    for round, write in ((None, save_tensors), (None, lambda path, state: torch.save(state, path))):
+        write(path, STATE)
+        assert sealed.round_in(path) is round
+    for round in (0, 7, 2**40):
+        save_tensors(path, STATE, round=round)
+        assert sealed.round_in(path) == round
+        assert load_tensors(path, "--resume")["w"].equal(STATE["w"])
+        assert torch.load(path, weights_only=True)["w"].equal(STATE["w"])
+    content = bytearray(path.read_bytes())
+    content[-sealed.SEAL.size - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="checksum"):
+        verify(path, "--resume")
+    path.write_bytes(b"short")
+    assert sealed.round_in(path) is None
+    assert sealed.round_in(tmp_path) is None
+
+
 def test_file_without_a_seal_is_said_to_be_older(tmp_path):
     torch.save(STATE, tmp_path / "state.pt")
     with pytest.raises(ConfigError, match="older version"):
