@@ -7,8 +7,8 @@ import inspect
 import platform
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,8 @@ class BuiltExperiment:
         try:
             with RunFolder(self.folder).held() if main else nullcontext() as check:
                 self._prepare(resume, overwrite, loggers, check)
-                return self._run(callbacks)
+                with nullcontext() if check is None else self._tidying(check):
+                    return self._run(callbacks)
         except WriteError as error:
             if self.loop.participants:
                 raise
@@ -228,6 +229,21 @@ class BuiltExperiment:
             folder.clean(overwrite)
             self._write_down(loggers)
             self._say_whose_optimizer()
+
+    @contextmanager
+    def _tidying(self, check: Callable[[], None]) -> Iterator[None]:
+        """Let nothing stay of clients' states that are not saved; after an error, others may still read theirs."""
+        folder, policy = RunFolder(self.folder), self.loop.settings.checkpoint
+        try:
+            yield
+        except BaseException:
+            with suppress(WriteError):
+                if self.loop.workers.size == 1:
+                    check()
+                    folder.leave_saved(policy)
+            raise
+        check()
+        folder.leave_saved(policy)
 
     def _write_down(self, loggers: Loggers) -> None:
         """What a run is, in its folder."""

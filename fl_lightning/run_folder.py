@@ -186,7 +186,8 @@ class RunFolder:
         Clients' models of later rounds go with them, or are deleted.
 
         States that no checkpoint names are deleted, also where a run begins anew: a kill in the middle of its first
-        checkpoint leaves some, which later ones would be believed to name.
+        checkpoint leaves some, which later ones would be believed to name; so does one that saves nothing and has its
+        clients' states on disk.
 
         Args:
             chosen: the one; None where there is none.
@@ -195,8 +196,12 @@ class RunFolder:
         """
         aside = self._put_aside(chosen) if chosen is not None else None
         self._withdraw_models(round_of(chosen.path) if chosen is not None else 0, aside, participants)
-        if policy.saves:
-            self.checkpoints.prune(policy.keep)
+        self.checkpoints.prune(policy.keep if policy.saves else None)
+
+    def leave_saved(self, policy: CheckpointPolicy) -> None:
+        """At the end of a run that saves nothing, delete the clients' states that it had on disk."""
+        if not policy.saves:
+            self.checkpoints.prune(None)
 
     def _put_aside(self, chosen: Chosen) -> Path | None:
         checkpoints, own = self.checkpoints, round_of(chosen.path)

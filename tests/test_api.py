@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -396,6 +396,43 @@ def test_models_of_an_earlier_end_are_not_given_out_as_the_last_ones(trial, caps
     with pytest.raises(ConfigError, match=r"^client: "):  # it has no global model, and keeps no other
         last.model()
     assert f"has {done + 1} rounds, and was last saved after round {done}" in capsys.readouterr().err
+
+
+class Ends(FederationCallback):
+    """Ends the run in round 2."""
+
+    def __init__(self, error):
+        self.error, self.seen = error, 0
+
+    def on_round_end(self, loop, row):
+        self.seen = len(list(loop.runner.pool.folder.glob("*.states")))
+        if loop.round == 2 and self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [None, ZeroDivisionError("mine"), KeyboardInterrupt()], ids=["ends", "fails", "stops"]
+)
+def test_states_that_nothing_saves_do_not_stay_on_disk(trial, error):
+    """All clients' states stayed for good, and each start added as much."""
+    options = {"name": f"unsaved-{type(error).__name__}", "federation__rounds": 3, "federation__pool": "disk"}
+    experiment, ends = trial(**options, federation__checkpoint__every=0), Ends(error)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        experiment.fit(callbacks=[ends])
+    assert ends.seen == 1
+    assert list((experiment.folder / "checkpoints" / "clients").iterdir()) == []
+
+
+def test_a_run_that_saves_no_more_leaves_what_is_saved_whole(trial):
+    options = {"name": "saves-no-more", "federation__pool": "disk", "federation__checkpoint__keep": 2}
+    experiment = trial(**options, federation__rounds=2)
+    saved = [path for path in contents(experiment.fit().folder / "checkpoints") if path.suffix in (".ckpt", ".states")]
+    for resume in range(2):
+        changes = {"federation__checkpoint__every": 0, "federation__workers": 1 + resume}
+        trial(**options, federation__rounds=3, **changes).fit(resume="auto")
+        there = contents(experiment.folder / "checkpoints")
+        assert [path for path in there if path.suffix in (".ckpt", ".states")] == saved
+    trial(**options, federation__rounds=3).fit(resume="auto")
 
 
 class Moves(FederationCallback):

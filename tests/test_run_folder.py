@@ -10,7 +10,8 @@ import torch
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Chosen
-from fl_lightning.files import WriteError
+from fl_lightning.federation.clients import ClientPool
+from fl_lightning.files import WriteError, remove
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import MetricsFile
 from fl_lightning.resuming import LOCK, MARK, advice_on, is_held, with_resumed_folder
@@ -138,6 +139,22 @@ def test_models_of_older_versions_stay_where_no_round_was_broken_off(folder, end
         write_json(folder.path / "summary.json", {"rounds": 2})
     folder.leave_only(chosen, CheckpointPolicy(), {3: (5,)}.__getitem__)
     assert models_left(folder) == [1, 3, 4, 5]
+
+
+def test_states_that_no_checkpoint_names_go_at_a_start_that_saves_nothing(folder):
+    """A killed run with its clients' states on disk has left them."""
+    saved_run(folder, [], last_row=1)
+    pool = ClientPool(folder.checkpoints.clients)
+    pool.put(0, {"w": torch.zeros(1)}, 2)
+    folder.checkpoints.save(2, {}, pool.flush(2), keep=1)
+    pool.put(1, {"w": torch.zeros(1)}, 3)
+    pool.flush(3)
+    policy = CheckpointPolicy(every=0)
+    folder.leave_only(Chosen(folder.checkpoints.all()[0]), policy, lambda round: ())
+    assert [path.name for path in folder.checkpoints.clients.iterdir()] == ["r0002-w0.states"]
+    remove(folder.checkpoints.all()[0])
+    folder.leave_only(None, policy, lambda round: ())
+    assert list(folder.checkpoints.clients.iterdir()) == []
 
 
 def test_pipe_on_which_a_logger_would_wait_is_refused(folder):

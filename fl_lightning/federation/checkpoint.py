@@ -120,14 +120,14 @@ class Checkpoints:
         self.prune(keep, up_to=round)
         return path
 
-    def prune(self, keep: int, up_to: int | None = None) -> None:
+    def prune(self, keep: int | None, up_to: int | None = None) -> None:
         """Delete all but the `keep` newest checkpoints, and the files of states that none of those names.
 
         Args:
-            keep: how many checkpoints stay.
+            keep: how many checkpoints stay; None keeps all.
             up_to: spare states of later rounds, which other workers may be writing; None spares none.
         """
-        for path in self.all()[:-keep]:
+        for path in self.all()[:-keep] if keep is not None else ():
             remove(path)
         named = self._names(self.all())
         for path in self.clients.glob("*"):
