@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections import Counter
@@ -183,11 +184,25 @@ def write_text(path: Path, text: str) -> None:
 
 
 def holds(path: Path, text: str) -> bool:
-    """Whether a text file, no link to one, can be read and holds just that."""
+    """Whether a text file, no link to one and with no second name, can be read and holds just that."""
     try:
-        return not path.is_symlink() and content_of(path) == text.encode()
+        about = path.lstat()
+        return stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and content_of(path) == text.encode()
     except OSError:
         return False
+
+
+def separate(path: Path) -> None:
+    """Copy a file that has a second name, as in a folder that was copied by hard links, so that only this one changes.
+
+    Raises:
+        WriteError: if the system refuses.
+    """
+    with writing(path), suppress(FileNotFoundError):
+        about = path.lstat()
+        if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:
+            with path.open("rb") as shared:
+                write_atomically(path, lambda file: shutil.copyfileobj(shared, file))
 
 
 def append_text(path: Path, text: str, sync: bool = True) -> None:

@@ -16,7 +16,7 @@ from fl_lightning.configuration import identity, read_config
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Checkpoints, Chosen
 from fl_lightning.federation.saving import check_identity
-from fl_lightning.files import WriteError, content_of, make_folder, remove, remove_left_overs, writing
+from fl_lightning.files import WriteError, content_of, make_folder, remove, remove_left_overs, separate, writing
 from fl_lightning.report.journal import Journal, recover
 from fl_lightning.report.record import Row, read_rows, rows_in
 from fl_lightning.resuming import BUSY, HELD, LOCK, MARK, holds_run, is_marked, round_of
@@ -118,9 +118,7 @@ class RunFolder:
         """A link to somewhere else in place of a folder of the run's, or in a logger's, which writes through it."""
         here = os.path.realpath(self.path)
         own = (path for name in _OWN_FOLDERS for path in self.path.glob(name))
-        wandbs = self.path / "wandb"  # it begins a folder of its own at every start, with a link to its cache
-        others = (path for path in self._of_loggers() if wandbs not in path.parents)
-        links = (path for path in (*own, *others) if path.is_symlink())
+        links = (path for path in (*own, *self._of_others()) if path.is_symlink())
         return next((path for path in links if not os.path.realpath(path).startswith(f"{here}{os.sep}")), None)
 
     def _pipe(self) -> Path | None:
@@ -139,6 +137,11 @@ class RunFolder:
             if folder == str(self.path):
                 inner[:], files = [name for name in inner if name not in ours], []
             yield from (Path(folder, name) for name in (*inner, *files))
+
+    def _of_others(self) -> Iterator[Path]:
+        """As `_of_loggers`, without W&B's, which begins a folder at every start, with a link to its cache."""
+        wandbs = self.path / "wandb"
+        return (path for path in self._of_loggers() if wandbs not in path.parents)
 
     def _check_identity(self, own: Mapping[str, Any]) -> None:
         try:
@@ -293,6 +296,8 @@ class RunFolder:
     def clean(self, overwrite: bool) -> None:
         """Delete what kills have left in the middle of a write and, if asked to, the run that was here.
 
+        What loggers write anew in place is a file of the run's alone from now on.
+
         Args:
             overwrite: whether to delete a run's own files; others stay.
         """
@@ -303,6 +308,8 @@ class RunFolder:
                     remove(path)
             if pattern == "wandb/latest-run":
                 _remove_folders(self.path)
+        for path in self._of_others():
+            separate(path)
 
 
 def _is_at(file: Any, path: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.checkpoint import CheckpointPolicy, Chosen
 from fl_lightning.federation.clients import ClientPool
-from fl_lightning.files import WriteError, remove
+from fl_lightning.files import WriteError, append_text, remove
 from fl_lightning.report.journal import RunTables
 from fl_lightning.report.record import MetricsFile
 from fl_lightning.resuming import LOCK, MARK, advice_on, is_held, with_resumed_folder
@@ -89,6 +89,22 @@ def test_table_that_is_a_link_becomes_a_file(folder, tmp_path):
     table.append("1\n")
     assert not path.is_symlink()
     assert (path.read_text(), (tmp_path / "precious").read_text()) == ("round\n1\n", "round\n")
+
+
+def test_file_with_a_second_name_becomes_one_of_its_own(folder, tmp_path):
+    """A folder that was copied by hard links: what is appended in place stood in the original, too."""
+    names = ("metrics.csv", "log/version_0/hparams.yaml")
+    for name in names:
+        for place in (tmp_path, folder.path):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("round\n")
+        os.link(tmp_path / name, folder.path / name)
+    table = MetricsFile(folder.path / names[0], ["round"])
+    table.start()
+    folder.clean(False)
+    for name in names:
+        append_text(folder.path / name, "1\n")
+        assert ((folder.path / name).read_text(), (tmp_path / name).read_text()) == ("round\n1\n", "round\n")
 
 
 def saved_run(folder, rounds_of_models, last_row, rounds=6):

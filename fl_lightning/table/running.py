@@ -20,7 +20,7 @@ from textwrap import shorten
 from typing import Any
 
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
-from fl_lightning.files import WriteError, make_folder, remove_abandoned, writing
+from fl_lightning.files import WriteError, make_folder, remove_abandoned, separate, writing
 from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
 
@@ -156,6 +156,7 @@ class Crew:
         log = self.logs / f"{job.cell.name}.log"
         try:
             make_folder(self.logs)  # it may have gone
+            separate(log)
             with writing(log):
                 log.open("ab").close()
         except WriteError as error:

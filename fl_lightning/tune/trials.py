@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.files import make_folder, writing
+from fl_lightning.files import make_folder, separate, writing
 from fl_lightning.table.cells import Cell
 from fl_lightning.table.running import Crew
 from fl_lightning.tune.space import Contender, Point, Search, grid
@@ -134,6 +134,10 @@ class Optuna(Sampler):
         except ConfigError:
             file.close()
             raise
+        if os.fstat(file.fileno()).st_nlink > 1:  # a search's folder was copied by hard links
+            file.close()
+            separate(path)
+            return Optuna._held(path)
         with writing(path):
             _end_line(file, path.read_bytes())
             path.with_name(f"{path.name}.lock").unlink(missing_ok=True)  # of a search that was killed as it wrote

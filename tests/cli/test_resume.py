@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import os
 import random
+import shutil
 import time
 
 import pytest
@@ -344,6 +346,19 @@ def test_moved_run_goes_on_where_it_lies_now(straight, workplace, assert_same_ru
     assert code == 0, err
     assert not workplace.run.exists()
     assert_same_run(straight("FedRep").run, moved)
+
+
+def test_copy_by_hard_links_goes_on_without_the_original(workplace):
+    """As of `cp -al`: rows of the copy's later rounds, and loggers' files, were written into the original's, too."""
+    logger = {"class_path": "CSVLogger", "init_args": {"name": "log"}}
+    workplace.change(**VARIANTS["FedRep-disk"], logger=logger)
+    workplace.fit("--quiet", "--federation.rounds", "2")
+    original = {path: path.read_bytes() for path in workplace.run.rglob("*") if path.is_file()}
+    copy = workplace.path / "runs" / "copy"
+    shutil.copytree(workplace.run, copy, copy_function=os.link)
+    code, _, err = workplace.call("fit", "--resume", str(copy), "--quiet", "--federation.rounds", str(ROUNDS))
+    assert code == 0, err
+    assert {path: path.read_bytes() for path in workplace.run.rglob("*") if path.is_file()} == original
 
 
 def test_file_that_cannot_be_written_ends_the_run_in_one_line(workplace):

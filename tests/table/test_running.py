@@ -80,6 +80,16 @@ def test_a_log_that_cannot_be_written_is_said_of_the_cell(cell, tmp_path, capfd)
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_log_with_a_second_name_is_added_to_under_its_own(cell, tmp_path):
+    log = tmp_path / "logs" / f"{cell.name}.log"
+    log.parent.mkdir()
+    (tmp_path / "original.log").write_text("before\n")
+    os.link(tmp_path / "original.log", log)
+    running.Crew([cell], tmp_path / "logs", 1, lambda words: os.write(2, b"now\n"), lambda crew: None).run()
+    assert (tmp_path / "original.log").read_text() == "before\n"
+    assert log.read_text().startswith("before\nnow\n")
+
+
 def test_a_run_that_is_killed_is_not_said_to_fail_as_its_last_start_did(cell, tmp_path):
     log = tmp_path / "logs" / f"{cell.name}.log"
     log.parent.mkdir()

@@ -3,6 +3,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,22 @@ def test_two_processes_do_not_search_with_one_journal(search, tmp_path):
     said = r"search: another process is running in .*Method\.journal"
     with closing(Optuna(search, search.contenders[0], tmp_path)), pytest.raises(ConfigError, match=said):
         Optuna(search, search.contenders[0], tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*is experimental")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_search_whose_folder_was_copied_by_hard_links_leaves_the_original_alone(search, tmp_path):
+    pytest.importorskip("optuna")
+
+    def ask(folder):
+        with closing(Optuna(search, search.contenders[0], tmp_path / folder)) as sampler:
+            return sampler.ask()[0]
+
+    first, original = ask("a"), (tmp_path / "a" / "Method.journal").read_bytes()
+    (tmp_path / "b").mkdir()
+    os.link(tmp_path / "a" / "Method.journal", tmp_path / "b" / "Method.journal")
+    assert ask("b") == first
+    assert (tmp_path / "a" / "Method.journal").read_bytes() == original
 
 
 @pytest.mark.parametrize("cut", [1, 20])
