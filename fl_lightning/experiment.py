@@ -237,7 +237,7 @@ class BuiltExperiment:
         try:
             yield
         except BaseException:
-            with suppress(WriteError):
+            with suppress(OSError):  # the error is what counts
                 if self.loop.workers.size == 1:
                     check()
                     folder.leave_saved(policy)

@@ -252,7 +252,11 @@ class RunFolder:
         return [*read_rows(self.path / "clients.csv"), *rows_in("".join(texts))]
 
     def _was_broken_off(self, last: int) -> bool:
-        """Whether a run may have ended in the middle of the round after its last row's."""
+        """Whether a run may have ended in the middle of the round after its last row's.
+
+        Args:
+            last: the round of the last row.
+        """
         try:
             if read_json(self.path / "summary.json", "--resume").get("rounds") == last:  # it ended, or was stopped
                 return False
@@ -296,7 +300,7 @@ class RunFolder:
     def clean(self, overwrite: bool) -> None:
         """Delete what kills have left in the middle of a write and, if asked to, the run that was here.
 
-        What loggers write anew in place is a file of the run's alone from now on.
+        Of what loggers write to in place, each file is the run's alone from now on.
 
         Args:
             overwrite: whether to delete a run's own files; others stay.

@@ -3,9 +3,8 @@
 A file of tensors ends with a seal of 24 bytes behind torch's own archive (which `torch.load` passes over): a mark, the
 format's version, the CRC-32 of the content and its length. Before it may stand the round that the file is of, which the
 CRC-32 covers, too. A JSON file has its checksum as its last member. Either is verified before anything is made of the
-content. That finds accidents (every single flipped bit, every burst of up to 32
-bits, a cut, and any other damage but one in 2^32); who alters a file on purpose can seal it again, so it is no
-signature.
+content. That finds accidents (every single flipped bit, every burst of up to 32 bits, a cut, and any other damage but
+one in 2^32); who alters a file on purpose can seal it again, so it is no signature.
 """
 
 from __future__ import annotations
