@@ -86,19 +86,26 @@ def _has_cuda() -> bool:
 
 
 @contextmanager
-def isolated_streams(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterator[None]:
-    """Run a block under streams of its own and put the global streams back afterwards."""
+def kept_streams() -> Iterator[None]:
+    """Run a block on the global streams as they are, and put them back afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = (
         list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     )
     with torch.random.fork_rng(devices=devices):
-        seed_global_streams(seed, purpose, round, client)
         try:
             yield
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+@contextmanager
+def isolated_streams(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterator[None]:
+    """Run a block under streams of its own and put the global streams back afterwards."""
+    with kept_streams():
+        seed_global_streams(seed, purpose, round, client)
+        yield
 
 
 def streams_of_own_code(

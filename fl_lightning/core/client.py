@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,13 @@ from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateS
 from fl_lightning.core.recall import Memory
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
-from fl_lightning.core.term import counts
+from fl_lightning.core.term import Term, counts
 from fl_lightning.core.walking import parameters_of
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import own_code, require
 from fl_lightning.models.split import SplitModel
 from fl_lightning.running_on import RunningOn
+from fl_lightning.seeding import kept_streams
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
@@ -52,16 +54,21 @@ def _set_up(method: Method) -> None:
     rule = f"{type(method).__name__}.__init__() must call super().__init__(model, …)"
     require(hasattr(method, "terms"), "method", rule)
     for term in method.terms:
-        with own_code("method", term, "alter()"):
+        with own_code("method", term, "alter()"), _streams_of(term):
             term.alter(method.model)
     with own_code("method", method, "setup()"):
         method.setup()
     for term in method.terms:
-        with own_code("method", term, "setup()"):
+        with own_code("method", term, "setup()"), _streams_of(term):
             term.setup(method)
     unsized = next((n for n, own in (*method.named_parameters(), *method.named_buffers()) if is_lazy(own)), None)
     rule = f"{type(method).__name__}'s {unsized} has no size yet: setup() must give its layers theirs"
     require(unsized is None, "method", rule)
+
+
+def _streams_of(term: Term) -> AbstractContextManager[None]:
+    """What a term of weight 0 draws as it is set up must not move what is drawn after it."""
+    return nullcontext() if term.weight > 0 else kept_streams()
 
 
 class ClientModule(L.LightningModule):

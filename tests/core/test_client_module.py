@@ -1,7 +1,9 @@
 """What a client does with its method: messages in and out, the plan of a fit, the server's rules."""
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term, counts
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.split import Body, SplitModel
+from fl_lightning.seeding import kept_streams, seed_global_streams
 
 
 class Constant(Term):
@@ -70,6 +73,37 @@ def test_client_holds_its_method_and_names_no_entry_of_its_own(conv_net, make_cl
     client = make_client(Method(conv_net()))
     assert client.entries.keys() == client.method.state_dict().keys()
     assert set(client.state_dict()) == {f"method.{name}" for name in client.entries}
+
+
+class Projects(Constant):
+    """Draws as it alters the model, and weights of its own."""
+
+    def alter(self, model):
+        torch.rand(2)
+
+    def setup(self, host):
+        self.net = nn.Linear(3, 2)
+        self.offset = np.random.random()
+        random.random()
+
+
+class ProjectsToo(Projects):
+    pass
+
+
+def test_term_of_weight_0_moves_nothing_that_is_drawn_after_it(mlp):
+    def drawn_with(*terms):
+        method = Method(mlp(), extra_terms=[*terms, ProjectsToo()])
+        seed_global_streams(0, "init")
+        term = ClientModule(method).method.terms[-1]
+        return [*term.net.weight.flatten().tolist(), term.offset, *torch.rand(2).tolist(), np.random.random()]
+
+    assert drawn_with() == drawn_with(Projects(0.0))
+    assert drawn_with() != drawn_with(Projects(0.5))
+    pythons = random.getstate()
+    with kept_streams():
+        random.random()
+    assert random.getstate() == pythons
 
 
 def test_second_term_of_a_kind_is_refused(mlp):
