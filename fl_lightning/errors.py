@@ -9,6 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -190,6 +191,7 @@ def is_own(kind: type) -> bool:
     return file is None or _is_own(file)
 
 
+@lru_cache(512)
 def _is_own(file: str) -> bool:
     path = Path(file)
     return path.is_absolute() and not path.is_relative_to(Path(__file__).parent) and not is_installed(path.resolve())

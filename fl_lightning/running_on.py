@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
 
 import lightning as L
 import numpy as np
@@ -12,13 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fl_lightning.marks import Look, is_cached
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
 _OF_BASES = frozenset({*vars(nn.Module()), *vars(L.LightningModule()), "facts", "fit", "_division"}) - {"_hparams"}
 """What torch, Lightning and the machine set."""
-_TORCHS, _NUMPYS, _OTHERS = torch.Generator, np.random.Generator, (random.Random, np.random.RandomState)
-
+_AT_ONCE = (
+    *(bool, int, float, list, tuple, set, frozenset, Mapping, Tensor),
+    *(torch.optim.Optimizer, torch.Generator, np.random.Generator, np.random.RandomState, random.Random),
+)
+"""What is said once it has run on; of others, that the first fit may have made once for all, only if it does again."""
+_IN_A_FIT, _OUTSIDE = Look(tensors=False, large=2**14, leaves=2000), Look(leaves=2000)
 _IN_FITS = (
     "keep it in a buffer; random numbers from the global streams (torch's, NumPy's, Python's) are seeded for every fit"
 )
@@ -29,7 +34,8 @@ class RunningOn:
 
     One module, and one filter, stands for all clients of its kind, and what is swapped and saved are parameters,
     buffers, and what filters are given to remember: whatever else a client starts from is left by the one before it,
-    of the same worker. Numbers, flags, containers of them and random generators are looked at.
+    of the same worker. Numbers, texts, arrays, random generators and what holds them are looked at, an object of one's
+    own included; of much, only some.
 
     Args:
         owners: what clients share. Those that are not somebody's own are not looked at.
@@ -39,16 +45,19 @@ class RunningOn:
 
     def __init__(self, owners: Iterable[object], remedy: str = _IN_FITS, tensors: bool = False) -> None:
         self._owners = [own for own in owners if not is_known(type(own).__module__)]
-        self._remedy, self._tensors = remedy, tensors
+        self._remedy, self._look = remedy, _OUTSIDE if tensors else _IN_A_FIT
         self._began: dict[tuple[int, str], Hashable] = {}
         self._changed: dict[tuple[int, str], Hashable] = {}
+        self._times: Counter[tuple[int, str]] = Counter()
 
     def begin(self) -> None:
         """A client's turn has come."""
         if not self._owners:
             return
         self._began = self._marks()
-        ran = next((key for key, mark in self._changed.items() if self._began.get(key) == mark), None)
+        ran_on = [key for key, mark in self._changed.items() if self._began.get(key) == mark]
+        self._times.update(ran_on)
+        ran = next((key for key in ran_on if self._times[key] > 1 or self._is_told_at_once(*key)), None)
         if ran is None:
             return
         place, name = ran
@@ -64,50 +73,14 @@ class RunningOn:
         if self._owners:
             self._changed = {key: mark for key, mark in self._marks().items() if self._began.get(key) != mark}
 
+    def _is_told_at_once(self, place: int, name: str) -> bool:
+        return isinstance(vars(self._owners[place])[name], _AT_ONCE)
+
     def _marks(self) -> dict[tuple[int, str], Hashable]:
         found = {
-            (place, name): _mark(value, self._tensors)
+            (place, name): self._look.mark(value, (id(own),))
             for place, own in enumerate(self._owners)
             for name, value in vars(own).items()
-            if name not in _OF_BASES
+            if name not in _OF_BASES and not is_cached(type(own), name)
         }
         return {key: mark for key, mark in found.items() if mark is not None}
-
-
-def mark_of(tensor: Tensor) -> Hashable:
-    """What tells a tensor's values from others: its shape, and what it and its squares add up to."""
-    values = tensor.detach().double()
-    sums = values.sum().item(), values.square().sum().item()
-    return tuple(tensor.shape), *(float(own).hex() for own in sums)  # as text NaN is itself
-
-
-def mark_of_generator(value: Any) -> Hashable:
-    """What tells a random generator's state from another; None for what is none."""
-    if isinstance(value, _TORCHS):
-        return bytes(value.get_state().tolist())
-    if isinstance(value, _NUMPYS):
-        return repr(value.bit_generator.state)
-    if isinstance(value, _OTHERS):
-        return repr(value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))
-    return None
-
-
-def _mark(value: Any, tensors: bool) -> Hashable:
-    """What tells a number, a flag, a generator, an optimizer's moments or a container of them from another.
-
-    None for anything else.
-    """
-    if isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, torch.optim.Optimizer):
-        moments = [each for own in value.state.values() for each in own.values() if isinstance(each, Tensor)]
-        return (id(value), len(moments), sum(each._version for each in moments)) if moments else None
-    if isinstance(value, Tensor):
-        return mark_of(value) if tensors and not value.is_complex() else None
-    if (state := mark_of_generator(value)) is not None:
-        return state
-    if isinstance(value, Mapping):
-        return tuple((str(key), _mark(own, tensors)) for key, own in value.items())
-    if isinstance(value, (list, tuple)):
-        return (len(value), *(_mark(own, tensors) for own in value))
-    return len(value) if isinstance(value, (set, frozenset)) else None

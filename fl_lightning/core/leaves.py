@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import types
 import zlib
-from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.core.message import version_of
+from fl_lightning.marks import inside
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that nobody can write into."""
@@ -106,35 +104,3 @@ def _sum_of(value: Any, passed: Collection[int], known: set[int]) -> Hashable:
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return tuple(leaves(value.tolist(), passed).items())
     return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else bytes(value))
-
-
-def inside(value: Any) -> Mapping[Any, Any] | None:
-    """What an object holds, by name or number; None where nobody can look."""
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return value
-    if isinstance(value, (list, tuple, deque)):
-        return dict(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return dict(enumerate(sorted(value, key=repr)))
-    if isinstance(value, functools.partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, types.MethodType):
-        return {"self": value.__self__, "func": value.__func__}
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents if _is_full(cell) else None for cell in value.__closure__ or ()]
-        told = value.__defaults__, value.__kwdefaults__, value.__code__
-        return dict(enumerate([*cells, *told]))
-    if isinstance(value, (type, types.ModuleType, types.CodeType, nn.Module)):
-        return None
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
-    if not slots and not hasattr(value, "__dict__"):
-        return None
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name != "__dict__"}}
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

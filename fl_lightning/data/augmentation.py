@@ -86,7 +86,10 @@ class Augmentation:
         )
         try:
             running_on.begin()
-            augmented, again = self(x, 0), self(x, 0)
+            augmented = self(x, 0)
+            running_on.end()
+            running_on.begin()
+            again = self(x, 0)
             running_on.end()
             running_on.begin()
         except Exception as error:  # whatever a transform raises

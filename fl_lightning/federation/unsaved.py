@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-import zlib
-from collections import deque
-from collections.abc import Hashable, Mapping
-from types import FunctionType, MethodType, SimpleNamespace
+from collections.abc import Hashable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound
-from fl_lightning.core.leaves import inside
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
-from fl_lightning.errors import is_own, shortened
-from fl_lightning.running_on import mark_of, mark_of_generator
+from fl_lightning.errors import shortened
+from fl_lightning.marks import Look
 from fl_lightning.sealed import require_readable
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
@@ -33,9 +25,9 @@ _KNOWN: Mapping[type, frozenset[str]] = {
     Aggregator: frozenset({"trained"}),
 }
 """What the bases have, and save where it matters."""
-_MOST, _LARGE = 2000, 2**20
-"""Entries of a container, and numbers of a larger tensor or array, by which it is known."""
-_HOLDING = (list, tuple, deque, set, frozenset, functools.partial, FunctionType, MethodType, SimpleNamespace)
+_NUMBERS = (bool, int, float, complex, str, bytes, np.generic)
+"""What has a value that something else may have, too, such as the number of the round."""
+_LOOK = Look()
 
 
 class Kept(Protocol):
@@ -67,20 +59,18 @@ class Unsaved:
         self._rounds += 1
         if self._rounds == 2:  # what is kept of a round is there: a long run must not end without a checkpoint
             checked_state(owner)
-        if self._said or _saves_by_itself(owner):
+        if self._said or is_known(type(owner).__module__):
             return
         known = next((names for kind, names in _KNOWN.items() if isinstance(owner, kind)), ours)
-        now = {name: _mark(value, (id(owner),)) for name, value in vars(owner).items() if name not in known}
+        now = {name: _LOOK.mark(value, (id(owner),)) for name, value in vars(owner).items() if name not in known}
         before, self._before = self._before, now
-        lost = [name for name, mark in now.items() if before is not None and before.get(name) != mark]
-        lost = [name for name in lost if name not in owner.state_dict()]
-        sent = _sent(owner) if lost else set()
-        lost = [name for name in lost if now[name] not in sent]
+        lost = {name: mark for name, mark in now.items() if before is not None and before.get(name) != mark}
+        lost = _without_saved(owner, lost) if lost else lost
         if lost:
             who = type(owner).__name__
             say(
-                f"fl-lightning: {who}.{lost[0]} changes from round to round and is not in {who}.state_dict(), so that "
-                "a resumed run differs: override state_dict and load_state_dict"
+                f"fl-lightning: {who}.{next(iter(lost))} changes from round to round and is not in {who}.state_dict(), "
+                f"so that a resumed run differs: {_remedy(type(owner))} state_dict and load_state_dict"
             )
             self._said = True
 
@@ -110,11 +100,47 @@ def checked_state(owner: Kept) -> dict[str, Any]:
     return state
 
 
-def _saves_by_itself(owner: Kept) -> bool:
-    """Whether it is one of ours, or says by itself what it saves."""
-    kind = type(owner)
+def _remedy(kind: type) -> str:
     saves = next(own for own in kind.__mro__ if "state_dict" in vars(own))
-    return is_known(kind.__module__) or not is_known(saves.__module__)
+    return "override" if is_known(saves.__module__) else "add it to"
+
+
+def _without_saved(owner: Kept, lost: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """Attributes that are not saved: neither by their name, nor by what they hold, which may have another name.
+
+    Args:
+        owner: whose they are.
+        lost: their names, with what stands for their values.
+    """
+    told = {name.strip("_") for name in _told_of(type(owner))}
+    left = {name: mark for name, mark in lost.items() if name.strip("_") not in told}
+    if not left:
+        return left
+    saved = list(_entries(owner.state_dict(), isinstance(owner, Server)))
+    names = {str(name).strip("_") for name, _ in saved}
+    marks = {_LOOK.mark(value) for _, value in saved if not isinstance(value, _NUMBERS)} | _sent(owner)
+    return {
+        name: mark
+        for name, mark in left.items()
+        if name.strip("_") not in names and (isinstance(getattr(owner, name), _NUMBERS) or mark not in marks)
+    }
+
+
+def _told_of(kind: type) -> Iterator[str]:
+    """The names that the code speaks of by which a class saves and loads."""
+    functions = (vars(base).get(name) for base in kind.__mro__ for name in ("state_dict", "load_state_dict"))
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    for code in codes:  # which grows as it is gone through
+        yield from code.co_names
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def _entries(state: Mapping[Any, Any], of_server: bool = False) -> Iterator[tuple[Any, Any]]:
+    """What a state holds, and what is in what it holds, by name; of a server's message and the like only as a whole."""
+    for name, value in state.items():
+        yield name, value
+        if isinstance(value, Mapping) and not (of_server and name in {"message", "memories", "server_optimizer"}):
+            yield from _entries(value)
 
 
 def _sent(owner: Kept) -> set[Hashable]:
@@ -123,46 +149,4 @@ def _sent(owner: Kept) -> set[Hashable]:
         return set()
     weights, artifacts = owner.message.weights, owner.message.artifacts
     values = [owner.message, weights, artifacts, *weights.values(), *artifacts.values()]
-    return {_mark(value, (id(owner),)) for value in values}
-
-
-def _mark(value: Any, above: tuple[int, ...] = ()) -> Hashable:
-    """What tells a value from another: of numbers, texts, tensors, arrays, random generators and what holds them.
-
-    By value, for what is made anew for every round may be as it was. None for anything else.
-
-    Args:
-        value: what an attribute holds.
-        above: ids of what holds it.
-    """
-    if isinstance(value, (bool, int, float, complex, str, bytes)):
-        return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return value.shape, mark_of(_some(torch.view_as_real(value.detach()) if value.is_complex() else value.detach()))
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        return value.shape, zlib.crc32(_some(value).tobytes())
-    if isinstance(value, itertools.count):
-        return repr(value)
-    held = None if id(value) in above else _held(value)
-    if held is None:
-        return mark_of_generator(value)
-    few = itertools.islice(held.items(), _MOST)
-    return len(held), *((str(key), _mark(own, (*above, id(value)))) for key, own in few)
-
-
-def _some(values: Any) -> Any:
-    """A tensor or an array; of a large one, a server's own data set, numbers that are spread over it."""
-    size = math.prod(values.shape)
-    whole = size <= _LARGE or (isinstance(values, Tensor) and values.layout != torch.strided)
-    return values if whole else values.reshape(-1)[:: size // _MOST]
-
-
-def _held(value: Any) -> Mapping[Any, Any] | None:
-    """What a container, a module, a function or an object of one's own holds; None of anything else."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-        return value.state_dict()
-    if isinstance(value, np.ndarray):
-        return dict(enumerate(value.ravel().tolist()))
-    if isinstance(value, Mapping):
-        return value
-    return inside(value) if isinstance(value, _HOLDING) or is_own(type(value)) else None
+    return {_LOOK.mark(value, (id(owner),)) for value in values}

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.server import Server
-from fl_lightning.core.server_optimizer import ServerOptimizer
+from fl_lightning.core.server_optimizer import ServerMomentum, ServerOptimizer
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.filters import Quantize
@@ -70,6 +70,54 @@ class Sees(Server):
 class KeepsMessages(Sees):
     def state_dict(self):
         return {**super().state_dict(), "last": self.last}
+
+
+class SavesSome(Remembers):
+    """Saves what it counts, and not what it remembers."""
+
+    def __init__(self, initial):
+        super().__init__(initial)
+        self.kept = self.seen_rounds = 0
+
+    def close_round(self):
+        super().close_round()
+        self.kept += 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "kept": self.kept}
+
+
+class CountsTwice(SavesSome):
+    """The second number has the value of the first one."""
+
+    def close_round(self):
+        Server.close_round(self)
+        self.kept = self.seen_rounds = self.kept + 1
+
+
+class SavesByOtherNames(Remembers):
+    """In a part of its own, by other names, in other forms, and one by way of another function."""
+
+    def __init__(self, initial):
+        super().__init__(initial)
+        self.kept, self.rng, self._mean, self.twice = 0, np.random.default_rng(0), np.zeros(2), 0
+
+    def close_round(self):
+        super().close_round()
+        self.rng.random()
+        self.kept, self._mean = self.kept + 1, self._mean + 1
+        self.twice = 2 * self.kept
+
+    def speeds(self):
+        return {name: tensor.clone() for name, tensor in self.velocity.items()}
+
+    def state_dict(self):
+        own = {"kept": self.kept, "draws": self.rng.bit_generator.state, "mean": self._mean.tolist()}
+        return {**super().state_dict(), "own": own, "speeds": self.speeds()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.twice = 2 * state["own"]["kept"]
 
 
 class KeepsNothing(Server):
@@ -137,6 +185,19 @@ class Heavy(ServerOptimizer):
         return self.velocity[name]
 
 
+class HeavyOnTwo(ServerMomentum):
+    """Counts its steps beside what is saved of it."""
+
+    steps = 0
+
+    def direction(self, name, delta):
+        self.steps += 1
+        return super().direction(name, delta)
+
+    def state_dict(self):
+        return {**super().state_dict(), "rate": self.lr}
+
+
 class HeavyInArrays(Heavy):
     def state_dict(self):
         return {"velocity": {name: tensor.numpy() for name, tensor in self.velocity.items()}}
@@ -153,6 +214,11 @@ class Sluggish(Aggregator):
         mean = vectors.points.double().mean(0)
         before, self.last = mean if self.last is None else self.last, mean
         return (before + mean) / 2
+
+
+class SluggishInPart(Sluggish):
+    def state_dict(self):
+        return {"weight": 0.5}
 
 
 class SluggishInNumbers(Sluggish):
@@ -174,6 +240,17 @@ def test_state_that_a_resumed_run_would_lack_is_said_once(kind, times, mlp, set_
     set_up_federation(lambda: with_server(kind)(mlp()), rounds=3).run()
     said = "fl-lightning: Remembers.velocity changes from round to round and is not in Remembers.state_dict()"
     assert capsys.readouterr().err.count(said) == times
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [(SavesSome, "velocity"), (CountsTwice, "seen_rounds"), (Saves, ""), (SavesByOtherNames, "")],
+)
+def test_state_dict_of_ones_own_is_looked_through(kind, lost, mlp, set_up_federation, capsys):
+    set_up_federation(lambda: with_server(kind)(mlp()), rounds=4).run()
+    err, who = capsys.readouterr().err, kind.__name__
+    said = f"{who}.{lost} changes from round to round and is not in {who}.state_dict(), so that a resumed run differs"
+    assert err.count("changes from round to round") == err.count(f"{said}: add it to state_dict and") == bool(lost)
 
 
 @dataclass
@@ -266,7 +343,12 @@ def test_what_a_servers_message_says_is_saved_with_it(mlp, set_up_federation, ca
 
 @pytest.mark.parametrize(
     ("own", "lost"),
-    [({"server_optimizer": Heavy()}, "Heavy.velocity"), ({"aggregator": Sluggish()}, "Sluggish.last")],
+    [
+        ({"server_optimizer": Heavy()}, "Heavy.velocity"),
+        ({"server_optimizer": HeavyOnTwo()}, "HeavyOnTwo.steps"),
+        ({"aggregator": Sluggish()}, "Sluggish.last"),
+        ({"aggregator": SluggishInPart()}, "SluggishInPart.last"),
+    ],
 )
 def test_what_follows_or_guards_the_mean_is_held_to_the_same(own, lost, mlp, set_up_federation, capsys):
     set_up_federation(lambda: FedAvg(mlp()), rounds=3, **own).run()

@@ -1,0 +1,174 @@
+"""What tells a value from what it was: of numbers, texts, tensors, arrays, random generators and what holds them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+import types
+import zlib
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import is_own
+
+_TORCHS, _NUMPYS, _OTHERS = torch.Generator, np.random.Generator, (random.Random, np.random.RandomState)
+_MOST = 2000
+"""Entries of a container, and numbers of a larger tensor or array, by which it is known."""
+_LISTS, _SETS = (list, tuple, deque), (set, frozenset)
+_HOLDING = (*_SETS, functools.partial, types.FunctionType, types.MethodType, types.SimpleNamespace)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely values are looked at.
+
+    Args:
+        tensors: whether tensors count, and modules and optimizers by theirs; otherwise tensors and modules are passed
+            over, and of an optimizer it is told how often its moments were written to.
+        large: numbers above which a tensor or an array is known by some that are spread over it.
+        leaves: values after which the rest of what holds them is passed over.
+    """
+
+    tensors: bool = True
+    large: int = 2**20
+    leaves: int = 50 * _MOST
+
+    def mark(self, value: Any, above: tuple[int, ...] = ()) -> Hashable:
+        """What tells a value from another: by value, for what is made anew may be as it was. None for anything else.
+
+        Args:
+            value: what an attribute holds.
+            above: ids of what holds it.
+        """
+        return self._mark(value, above, itertools.count())
+
+    def _mark(self, value: Any, above: tuple[int, ...], taken: Iterable[int]) -> Hashable:
+        if isinstance(value, (bool, int, float, complex, str, bytes)):
+            return value if value == value else "nan"
+        if isinstance(value, Tensor):
+            return self._of_tensor(value) if self.tensors else None
+        if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+            return value.shape, zlib.crc32(self._some(value).tobytes())
+        if isinstance(value, itertools.count):
+            return repr(value)
+        if not self.tensors and isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            return None if isinstance(value, nn.Module) else _mark_of_moments(value)
+        held = None if id(value) in above else _held(value)
+        if held is None:
+            return mark_of_generator(value)
+        size, entries = held
+        few = itertools.takewhile(lambda _: next(iter(taken)) < self.leaves, entries)
+        return size, *((str(key), self._mark(own, (*above, id(value)), taken)) for key, own in few)
+
+    def _of_tensor(self, value: Tensor) -> Hashable:
+        value = value.detach()
+        return value.shape, mark_of(self._some(torch.view_as_real(value) if value.is_complex() else value))
+
+    def _some(self, values: Any) -> Any:
+        """A tensor or an array; of a large one, a data set, numbers that are spread over it."""
+        size = math.prod(values.shape)
+        whole = size <= self.large or (isinstance(values, Tensor) and values.layout != torch.strided)
+        return values if whole else values.reshape(-1)[:: size // _MOST]
+
+
+def mark_of(tensor: Tensor) -> Hashable:
+    """What tells a tensor's values from others: its shape, and what it and its squares add up to."""
+    values = tensor.detach().double()
+    sums = values.sum().item(), values.square().sum().item()
+    return tuple(tensor.shape), *(float(own).hex() for own in sums)  # as text NaN is itself
+
+
+def mark_of_generator(value: Any) -> Hashable:
+    """What tells a random generator's state from another; None for what is none."""
+    if isinstance(value, _TORCHS):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, _NUMPYS):
+        return repr(value.bit_generator.state)
+    if isinstance(value, _OTHERS):
+        return repr(value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))
+    return None
+
+
+def _mark_of_moments(optimizer: torch.optim.Optimizer) -> Hashable:
+    moments = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+    return (id(optimizer), len(moments), sum(each._version for each in moments)) if moments else None
+
+
+def _held(value: Any) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
+    """How much a container, a module, a function or an object of one's own holds, and what; None of anything else.
+
+    Of a long list it is the beginning and the end, of a large set nothing.
+    """
+    if isinstance(value, np.ndarray):
+        return value.size, enumerate(itertools.islice(value.flat, _MOST))
+    if isinstance(value, _LISTS) and len(value) > _MOST:
+        half = _MOST // 2
+        ends = itertools.chain(itertools.islice(value, half), itertools.islice(reversed(value), half))
+        return len(value), enumerate(ends)
+    if isinstance(value, _LISTS):
+        return len(value), enumerate(value)
+    if isinstance(value, _SETS) and len(value) > _MOST:
+        return len(value), ()
+    held: Mapping[Any, Any] | None
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        held = value.state_dict()
+    elif isinstance(value, Mapping):
+        held = value
+    elif isinstance(value, _HOLDING):
+        held = inside(value)
+    else:
+        held = attributes_of(value) if is_own(type(value)) else None
+    return None if held is None else (len(held), itertools.islice(held.items(), _MOST))
+
+
+def attributes_of(value: Any) -> Mapping[str, Any] | None:
+    """What `inside` finds in an object, but for what `functools.cached_property` has put there."""
+    held, kind = inside(value), type(value)
+    if held is None:
+        return None
+    return {name: own for name, own in held.items() if not is_cached(kind, name)}
+
+
+def is_cached(kind: type, name: Any) -> bool:
+    """Whether an attribute of objects of a class is what a `functools.cached_property` keeps."""
+    return isinstance(name, str) and isinstance(getattr(kind, name, None), functools.cached_property)
+
+
+def inside(value: Any) -> Mapping[Any, Any] | None:
+    """What an object holds, by name or number; None where nobody can look."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict(enumerate(sorted(value, key=repr)))
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {"self": value.__self__, "func": value.__func__}
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents if _is_full(cell) else None for cell in value.__closure__ or ()]
+        told = value.__defaults__, value.__kwdefaults__, value.__code__
+        return dict(enumerate([*cells, *told]))
+    if isinstance(value, (type, types.ModuleType, types.CodeType, nn.Module)):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(value, name)]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if name != "__dict__"}}
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
