@@ -22,8 +22,17 @@ from fl_lightning.errors import is_own
 _TORCHS, _NUMPYS, _OTHERS = torch.Generator, np.random.Generator, (random.Random, np.random.RandomState)
 _MOST = 2000
 """Entries of a container, and numbers of a larger tensor or array, by which it is known."""
+_BYTES = 500
+"""Of an array, that take as long to look at as a value."""
 _LISTS, _SETS = (list, tuple, deque), (set, frozenset)
 _HOLDING = (*_SETS, functools.partial, types.FunctionType, types.MethodType, types.SimpleNamespace)
+
+
+@dataclass
+class Taken:
+    """How many values have been looked at, in one look after another."""
+
+    values: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,42 +44,51 @@ class Look:
             over, and of an optimizer it is told how often its moments were written to.
         large: numbers above which a tensor or an array is known by some that are spread over it.
         leaves: values after which the rest of what holds them is passed over.
+        most: entries of a container, by which it is known.
     """
 
     tensors: bool = True
     large: int = 2**20
     leaves: int = 50 * _MOST
+    most: int = _MOST
 
-    def mark(self, value: Any, above: tuple[int, ...] = ()) -> Hashable:
+    def mark(self, value: Any, above: tuple[int, ...] = (), taken: Taken | None = None) -> Hashable:
         """What tells a value from another: by value, for what is made anew may be as it was. None for anything else.
 
         Args:
             value: what an attribute holds.
             above: ids of what holds it.
+            taken: counts on what has been looked at.
         """
-        return self._mark(value, above, itertools.count())
+        taken = taken or Taken()
+        return self._mark(value, above, taken, taken.values + self.leaves)
 
-    def _mark(self, value: Any, above: tuple[int, ...], taken: Iterable[int]) -> Hashable:
+    def _mark(self, value: Any, above: tuple[int, ...], taken: Taken, last: int) -> Hashable:
+        taken.values += 1
         if isinstance(value, (bool, int, float, complex, str, bytes)):
             return value if value == value else "nan"
         if isinstance(value, Tensor):
-            return self._of_tensor(value) if self.tensors else None
+            return self._of_tensor(value, taken) if self.tensors else None
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-            return value.shape, zlib.crc32(self._some(value).tobytes())
+            some = self._some(value)
+            taken.values += some.nbytes // _BYTES
+            return value.shape, zlib.crc32(some.tobytes())
         if isinstance(value, itertools.count):
             return repr(value)
         if not self.tensors and isinstance(value, (nn.Module, torch.optim.Optimizer)):
             return None if isinstance(value, nn.Module) else _mark_of_moments(value)
-        held = None if id(value) in above else _held(value)
+        held = None if id(value) in above else _held(value, self.most)
         if held is None:
             return mark_of_generator(value)
         size, entries = held
-        few = itertools.takewhile(lambda _: next(iter(taken)) < self.leaves, entries)
-        return size, *((str(key), self._mark(own, (*above, id(value)), taken)) for key, own in few)
+        few = itertools.takewhile(lambda _: taken.values < last, entries)
+        return size, *((str(key), self._mark(own, (*above, id(value)), taken, last)) for key, own in few)
 
-    def _of_tensor(self, value: Tensor) -> Hashable:
+    def _of_tensor(self, value: Tensor, taken: Taken) -> Hashable:
         value = value.detach()
-        return value.shape, mark_of(self._some(torch.view_as_real(value) if value.is_complex() else value))
+        some = self._some(torch.view_as_real(value) if value.is_complex() else value)
+        taken.values += some.numel() * some.element_size() // _BYTES
+        return value.shape, mark_of(some)
 
     def _some(self, values: Any) -> Any:
         """A tensor or an array; of a large one, a data set, numbers that are spread over it."""
@@ -89,11 +107,11 @@ def mark_of(tensor: Tensor) -> Hashable:
 def mark_of_generator(value: Any) -> Hashable:
     """What tells a random generator's state from another; None for what is none."""
     if isinstance(value, _TORCHS):
-        return bytes(value.get_state().tolist())
+        return value.get_state().numpy().tobytes()
     if isinstance(value, _NUMPYS):
         return repr(value.bit_generator.state)
     if isinstance(value, _OTHERS):
-        return repr(value.getstate() if isinstance(value, random.Random) else value.get_state(legacy=False))
+        return value.getstate() if isinstance(value, random.Random) else repr(value.get_state(legacy=False))
     return None
 
 
@@ -102,20 +120,20 @@ def _mark_of_moments(optimizer: torch.optim.Optimizer) -> Hashable:
     return (id(optimizer), len(moments), sum(each._version for each in moments)) if moments else None
 
 
-def _held(value: Any) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
+def _held(value: Any, most: int) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
     """How much a container, a module, a function or an object of one's own holds, and what; None of anything else.
 
     Of a long list it is the beginning and the end, of a large set nothing.
     """
     if isinstance(value, np.ndarray):
-        return value.size, enumerate(itertools.islice(value.flat, _MOST))
-    if isinstance(value, _LISTS) and len(value) > _MOST:
-        half = _MOST // 2
+        return value.size, enumerate(itertools.islice(value.flat, most))
+    if isinstance(value, _LISTS) and len(value) > most:
+        half = most // 2
         ends = itertools.chain(itertools.islice(value, half), itertools.islice(reversed(value), half))
         return len(value), enumerate(ends)
     if isinstance(value, _LISTS):
         return len(value), enumerate(value)
-    if isinstance(value, _SETS) and len(value) > _MOST:
+    if isinstance(value, _SETS) and len(value) > most:
         return len(value), ()
     held: Mapping[Any, Any] | None
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
@@ -126,7 +144,7 @@ def _held(value: Any) -> tuple[int, Iterable[tuple[Any, Any]]] | None:
         held = inside(value)
     else:
         held = attributes_of(value) if is_own(type(value)) else None
-    return None if held is None else (len(held), itertools.islice(held.items(), _MOST))
+    return None if held is None else (len(held), itertools.islice(held.items(), most))
 
 
 def attributes_of(value: Any) -> Mapping[str, Any] | None:

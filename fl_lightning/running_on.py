@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fl_lightning.marks import Look, is_cached
+from fl_lightning.marks import Look, Taken, is_cached
 from fl_lightning.terminal import say
 from fl_lightning.trust import is_known
 
@@ -23,7 +23,9 @@ _AT_ONCE = (
     *(torch.optim.Optimizer, torch.Generator, np.random.Generator, np.random.RandomState, random.Random),
 )
 """What is said once it has run on; of others, that the first fit may have made once for all, only if it does again."""
-_IN_A_FIT, _OUTSIDE = Look(tensors=False, large=2**14, leaves=2000), Look(leaves=2000)
+_IN_A_FIT, _OUTSIDE = Look(tensors=False, large=2**14, leaves=500, most=400), Look(leaves=2000)
+_TURNS, _VALUES = 3, 100
+"""Turns that are looked at whatever they hold, and values for which each one after them is rested."""
 _IN_FITS = (
     "keep it in a buffer; random numbers from the global streams (torch's, NumPy's, Python's) are seeded for every fit"
 )
@@ -35,7 +37,7 @@ class RunningOn:
     One module, and one filter, stands for all clients of its kind, and what is swapped and saved are parameters,
     buffers, and what filters are given to remember: whatever else a client starts from is left by the one before it,
     of the same worker. Numbers, texts, arrays, random generators and what holds them are looked at, an object of one's
-    own included; of much, only some.
+    own included; of much only some, and after the first turns not in each.
 
     Args:
         owners: what clients share. Those that are not somebody's own are not looked at.
@@ -47,15 +49,24 @@ class RunningOn:
         self._owners = [own for own in owners if not is_known(type(own).__module__)]
         self._remedy, self._look = remedy, _OUTSIDE if tensors else _IN_A_FIT
         self._began: dict[tuple[int, str], Hashable] = {}
-        self._changed: dict[tuple[int, str], Hashable] = {}
+        self._changed: dict[tuple[int, str], Hashable] | None = None
+        self._turns = self._rest = 0
         self._times: Counter[tuple[int, str]] = Counter()
 
     def begin(self) -> None:
         """A client's turn has come."""
         if not self._owners:
             return
-        self._began = self._marks()
+        self._rest = max(0, self._rest - 1)
+        if self._rest:
+            return
+        self._turns += 1
+        self._began, values = self._marks()
+        if self._changed is None:
+            return
         ran_on = [key for key, mark in self._changed.items() if self._began.get(key) == mark]
+        self._changed = None
+        self._rest = values // _VALUES if self._turns > _TURNS else 0
         self._times.update(ran_on)
         ran = next((key for key in ran_on if self._times[key] > 1 or self._is_told_at_once(*key)), None)
         if ran is None:
@@ -70,17 +81,20 @@ class RunningOn:
 
     def end(self) -> None:
         """Its turn is over."""
-        if self._owners:
-            self._changed = {key: mark for key, mark in self._marks().items() if self._began.get(key) != mark}
+        if self._owners and not self._rest:
+            marks, _ = self._marks()
+            self._changed = {key: mark for key, mark in marks.items() if self._began.get(key) != mark}
 
     def _is_told_at_once(self, place: int, name: str) -> bool:
         return isinstance(vars(self._owners[place])[name], _AT_ONCE)
 
-    def _marks(self) -> dict[tuple[int, str], Hashable]:
+    def _marks(self) -> tuple[dict[tuple[int, str], Hashable], int]:
+        """What stands for the attributes, and how many values have been looked at."""
+        taken = Taken()
         found = {
-            (place, name): self._look.mark(value, (id(own),))
+            (place, name): self._look.mark(value, (id(own),), taken)
             for place, own in enumerate(self._owners)
             for name, value in vars(own).items()
             if name not in _OF_BASES and not is_cached(type(own), name)
         }
-        return {key: mark for key, mark in found.items() if mark is not None}
+        return {key: mark for key, mark in found.items() if mark is not None}, taken.values

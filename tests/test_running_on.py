@@ -1,13 +1,18 @@
 """What runs on from one client's fit into the next one's is said, once; what a fit makes anew is not."""
 
 import random
+from collections import deque
+from functools import cached_property
+from types import SimpleNamespace
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 
 from fl_lightning.federation.wire import MessageFilter, WireFilter
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.running_on import RunningOn
 
 
 class Own(FedAvg):
@@ -123,6 +128,94 @@ def test_attribute_that_no_client_of_its_own_has_is_said_once(kind, said, mlp, s
     err = capsys.readouterr().err
     assert err.count("runs on from one client to the next") == bool(said)
     assert f"{said} runs on" in err or not said
+
+
+class Account:
+    """An object of one's own, with what need not be made again."""
+
+    fits = 0
+
+    @cached_property
+    def scale(self):
+        return np.arange(3)
+
+
+# What a method remembers something in, and how it is written there.
+MEMORIES = {
+    "number of NumPy's": (lambda: np.int64(0), lambda own: own + 1),
+    "array": (lambda: np.zeros(2), lambda own: own.__iadd__(1)),
+    "large array": (lambda: np.zeros(2**20), lambda own: own.__iadd__(1)),
+    "deque": (lambda: deque([0, 0], maxlen=2), lambda own: own.append(own[-1] + 1)),
+    "namespace": (lambda: SimpleNamespace(fits=0), lambda own: vars(own).update(fits=own.fits + 1)),
+    "object": (Account, lambda own: vars(own).update(fits=own.fits + 1)),
+    "in a list": (lambda: [Account()], lambda own: vars(own[0]).update(fits=own[0].fits + 1)),
+    "text": (str, lambda own: own + "."),
+    "long list": (lambda: [0] * 5000, lambda own: own.append(0)),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_whatever_a_method_writes_into_is_looked_at(kind, mlp, set_up_federation, capsys):
+    make, write = MEMORIES[kind]
+
+    class Writes(Own):
+        def setup(self):
+            self.memory, self.same = make(), make()
+
+        def act(self):
+            new = write(self.memory)
+            self.memory = self.memory if new is None else new
+
+    set_up_federation(lambda: Writes(mlp()), rounds=2).run()
+    err = capsys.readouterr().err
+    assert err.count("Writes.memory runs on") == err.count("runs on from one client to the next") == 1
+
+
+class MakesOnce(Own):
+    """Has what the first fit makes for all, and what leads back to all else."""
+
+    mask = account = None
+
+    def act(self):
+        if self.mask is None:
+            self.mask, self.account = np.eye(3), Account()
+            self.near = SimpleNamespace(method=self, model=self.model, trainer=self.trainer_of(), layers=[self.model])
+        self.account.scale  # noqa: B018
+        self.one  # noqa: B018
+
+    @cached_property
+    def one(self):
+        return 1.0
+
+    def trainer_of(self):
+        return L.Trainer(logger=False, enable_checkpointing=False)
+
+
+def test_what_the_first_fit_makes_for_all_is_not_said(mlp, set_up_federation, capsys):
+    set_up_federation(lambda: MakesOnce(mlp()), rounds=3).run()
+    assert "runs on" not in capsys.readouterr().err
+
+
+class Much(dict):
+    """Counts how often, and how much of it, is looked at."""
+
+    looks = values = 0
+
+    def items(self):
+        self.looks += 1
+        for key, value in super().items():
+            self.values += len(value)
+            yield key, value
+
+
+def test_of_much_only_some_is_looked_at_and_not_at_every_turn():
+    much = Much({row: [row] * 100 for row in range(100)})
+    running_on = RunningOn([SimpleNamespace(much=much), Account()])
+    for _ in range(100):
+        running_on.begin()
+        running_on.end()
+    assert 40 < much.looks < 80
+    assert much.values <= 600 * much.looks
 
 
 class Owes(WireFilter):
