@@ -149,10 +149,12 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
         self._loggers.log_round(row, record)
 
     def _client_rows(self, loop: FederatedLoop) -> list[dict[str, Any]]:
+        """A row of each client whose figures count, and one without any of each other that failed or was skipped."""
         evaluated, taking_part = loop.calendar.is_evaluated(loop.round), set(loop.participants)
         failed = loop.calendar.missing(loop.round)
+        places = {client: place for place, client in enumerate(loop.board.clients.tolist())}
         rows = []
-        for place, client in enumerate(loop.board.clients.tolist()):
+        for client in sorted({*places, *failed, *loop.ward.skipped}):
             row: dict[str, Any] = {"round": loop.round, "client": client, "participated": int(client in taking_part)}
             row |= {
                 "failed": int(client in failed),
@@ -161,8 +163,10 @@ class Recorder(FederationCallback, AbstractContextManager["Recorder"]):
             }
             row |= {"skipped": int(client in loop.ward.skipped)} if loop.ledger.skips else {}
             row |= {"attacker": int(client in loop.ledger.hostile)} if loop.ledger.hostile else {}
-            row |= {name: _known(values[place]) for name, values in loop.scores.items() if evaluated}
-            rows.append({**row, "loss": _known(loop.board.losses[place]) if client in taking_part else None})
+            place = places.get(client)
+            scores = loop.scores.items() if evaluated else ()
+            row |= {name: None if place is None else _known(values[place]) for name, values in scores}
+            rows.append({**row, "loss": _known(loop.board.losses[places[client]]) if client in taking_part else None})
         return rows
 
     @override

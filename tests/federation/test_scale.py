@@ -11,6 +11,7 @@ from fl_lightning.data.module import FederatedData
 from fl_lightning.data.population import Population
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.settings import EvaluationPolicy, Newcomers
 from fl_lightning.methods.fedavg import FedAvg
@@ -60,6 +61,30 @@ def test_where_all_take_part_their_figures_are_those_of_all(options, mlp, run_fe
     ]
     assert_identical(outcome(runs[1]), outcome(runs[0]))
     assert_identical(runs[1].final, runs[0].final)
+
+
+def test_who_was_out_is_named_without_figures(mlp, run_federation, tmp_path):
+    """`failed` and `skipped` were there, and nobody who was."""
+
+    class Ill(FedRep):
+        def local_step(self, step):
+            if (self.facts.round, self.facts.client) == (2, 2):
+                raise ValueError
+            super().local_step(step)
+
+    options = {"evaluate": PARTICIPANTS, "folder": tmp_path, "callbacks": [Recorder(tmp_path, {})]}
+    failures = Failures(schedule={2: [0], 3: [1]})
+    loop = run_federation(lambda: Ill(mlp()), rounds=3, failures=failures, on_client_error="skip", **options)
+    rows = read_rows(tmp_path / "clients.csv")
+    assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (1, 2, 3) for c in range(4)]
+    out = {(row["round"], row["client"]): (row["failed"], row["skipped"]) for row in rows if not row["participated"]}
+    assert out == {(2, 0): (1, 0), (2, 2): (0, 1), (3, 1): (1, 0)}
+    figures = {*loop.scores, "loss"}
+    assert all((row[name] is None) == (not row["participated"]) for row in rows for name in figures)
+    assert all(row["num_train"] > 0 for row in rows)
+    for row in loop.diary.rows:
+        own = [each["Local-T"] for each in rows if each["round"] == row["round"] and each["participated"]]
+        assert row["Local-T"] == pytest.approx(sum(own) / len(own))
 
 
 def test_row_and_table_are_of_the_participants_alone(mlp, run_federation, tmp_path):
