@@ -284,7 +284,7 @@ def prepare(federation, folder, part) -> None:
         federation.load_state_dict(own.checkpoints.load(chosen.path))
         workers.main_says(None)
     if workers.is_main:
-        own.leave_only(chosen, federation.settings.checkpoint)
+        own.leave_only(chosen, federation.settings.checkpoint, federation.calendar.participants)
         own.clean(overwrite=False)
 
 
