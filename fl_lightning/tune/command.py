@@ -64,9 +64,7 @@ class Tuning:
         overrides: Sequence[str] = (),
         only: Sequence[str] = (),
     ) -> None:
-        self.search = search
-        self.overrides = tuple(overrides)
-        self.cells = output / "cells"
+        self.search, self.overrides, self.cells = search, tuple(overrides), output / "cells"
         self.search = search = replace(search, contenders=tuple(map(self._typed, search.contenders)))
         self.contenders = [own for own in search.contenders if own.name in (only or (own.name,))]
         for contender in self.contenders:

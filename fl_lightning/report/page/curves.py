@@ -267,6 +267,23 @@ def dash() -> Spec:
     return {"field": "label", "type": "nominal", "scale": DASH, "legend": None}
 
 
+def _of_one_point(unit: str | None, band: Spec, groups: Sequence[str]) -> tuple[Spec, Spec]:
+    """The spread, and a point that is seen, of lines that have one point, of which there is no band and no line."""
+    alone = [{"joinaggregate": [{"op": "count", "as": "points"}], "groupby": ["label", *groups]}]
+    alone.append({"filter": "datum.points === 1"})
+    over: Spec = {
+        "transform": [*alone, *band["transform"]],
+        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
+        "encoding": band["encoding"],
+    }
+    point: Spec = {
+        "transform": alone,
+        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "clip": False},
+        "encoding": {"y": quantity("y", unit, axis=VALUES), "shape": shape()},
+    }
+    return over, point
+
+
 def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str] = ()) -> Spec:
     """Lines over rounds; hovering anywhere names all lines' values of that round.
 
@@ -293,18 +310,7 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
         "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 18} if few else False},
         "encoding": {"y": quantity("y", unit, axis=VALUES, scale={"zero": False}), "strokeDash": dash()},
     }
-    alone = [{"joinaggregate": [{"op": "count", "as": "points"}], "groupby": ["label", *groups]}]
-    alone.append({"filter": "datum.points === 1"})
-    point: Spec = {
-        "transform": alone,
-        "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "clip": False},
-        "encoding": {"y": quantity("y", unit, axis=VALUES), "shape": shape()},
-    }
-    over: Spec = {
-        "transform": [*alone, *band["transform"]],
-        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.5},
-        "encoding": band["encoding"],
-    }
+    over, point = _of_one_point(unit, band, groups)
     chosen = {"type": "point", "encodings": ["x"], "on": "pointerover", "nearest": True, "clear": "pointerout"}
     hover: Spec = {
         "transform": [{"aggregate": [{"op": "count", "as": "n"}], "groupby": ["x", *groups]}],
