@@ -29,8 +29,10 @@ class Value:
 
     Args:
         seeds: seed -> the figure, in the table's unit.
-        clients: client -> its figure, the mean over rounds and seeds; empty where the figure is none of clients'.
-        weights: client -> its share of the mean: by its samples where that is weighted, and by how often it was tested.
+        clients: (seed, client) -> its figure, the mean over rounds; empty where the figure is none of clients'.
+        weights: the same -> its share of the mean: by its samples where that is weighted, and by how often it was
+            tested.
+        partitions: seed -> the hash of who holds which samples there.
         spreads: the standard deviation over clients (over N) in each run.
         beside: moment -> the mean over seeds of the same column of `metrics.csv`.
         published: what was printed, None where nothing was.
@@ -40,8 +42,9 @@ class Value:
     """
 
     seeds: dict[int, float] = field(default_factory=dict)
-    clients: dict[int, float] = field(default_factory=dict)
-    weights: dict[int, float] = field(default_factory=dict)
+    clients: dict[tuple[int, int], float] = field(default_factory=dict)
+    weights: dict[tuple[int, int], float] = field(default_factory=dict)
+    partitions: dict[int, str] = field(default_factory=dict)
     spreads: list[float] = field(default_factory=list)
     beside: dict[str, float] = field(default_factory=dict)
     published: Published | None = None
@@ -116,12 +119,11 @@ def _value(runs: Sequence[Cell], figure: Figure, scale: float) -> Value:
         for moment in BESIDE:
             if moment in known:
                 beside.setdefault(moment, []).append(scale * known[moment])
+        value.partitions[run.seed] = str(run.summary().get("partition_hash") or "")
         of_clients = _of_clients(run, figure, rows)
-        for client, (own, share) in of_clients.items():
-            value.weights[client] = value.weights.get(client, 0.0) + share
-            value.clients[client] = value.clients.get(client, 0.0) + share * scale * own
+        for client, (own, share) in sorted(of_clients.items()):
+            value.clients[run.seed, client], value.weights[run.seed, client] = scale * own, share
         value.spreads += [scale * float(np.std([own for own, _ in of_clients.values()]))] if of_clients else []
-    value.clients = {client: total / value.weights[client] for client, total in sorted(value.clients.items())}
     value.beside = {moment: float(np.mean(own)) for moment, own in beside.items()}
     return value
 
@@ -253,9 +255,9 @@ def _denied(better: Value, worse: Value) -> bool:
 def differ(first: Value, second: Value) -> bool:
     """Whether two cells can be told apart at the 5 % level, runs with the same seed and clients being pairs.
 
-    With three seeds or more, a paired t-test over seeds; else, of runs with the same seeds and three clients or more, a
-    paired t-test over clients, which says nothing of other seeds. Neither is corrected for how many rows there are.
-    Cells whose pairs say the opposite of their means, because seeds are missing, are not told apart.
+    With three seeds or more, a paired t-test over seeds; else, of runs with the same seeds, partitions and three
+    clients or more, a paired t-test over clients, which says nothing of other seeds. Neither is corrected for how many
+    rows there are. Cells whose pairs say the opposite of their means, because seeds are missing, are not told apart.
     """
     apart = (first.mean or 0.0) - (second.mean or 0.0)
     gaps = pairs(first.seeds, second.seeds)
@@ -286,16 +288,17 @@ def paired_by(first: Value, second: Value) -> str:
 def over_clients(first: Value, second: Value) -> tuple[float, float]:
     """The 95 % interval of a difference over clients; NaN where runs or clients are no pairs, or fewer than three.
 
-    A client of another seed is another client: who holds what is drawn anew.
+    A client of another seed or partition is another client, whose number says nothing: who holds what is drawn anew.
     """
     common = first.clients.keys() & second.clients.keys()
-    if len(common) < LEAST_CLIENTS or first.seeds.keys() != second.seeds.keys():
+    same = first.seeds.keys() == second.seeds.keys() and first.partitions == second.partitions
+    if len(common) < LEAST_CLIENTS or not same:
         return math.nan, math.nan
     either = sorted(first.clients.keys() | second.clients.keys())
     return students(*(_weighed(value, either) for value in (first, second)))
 
 
-def _weighed(value: Value, clients: Sequence[int]) -> np.ndarray:
+def _weighed(value: Value, clients: Sequence[tuple[int, int]]) -> np.ndarray:
     """[2, P] the figure of each of some clients and its weight; both are 0 where it has none."""
     own, weights = value.clients, value.weights
     return np.array([(own[key], weights.get(key, 1.0)) if key in own else (0.0, 0.0) for key in clients]).T

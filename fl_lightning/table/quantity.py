@@ -221,9 +221,11 @@ def is_number(value: Any) -> bool:
 
 def _entry(node: Any, key: str) -> float | None:
     """An entry by its dotted name; the names of columns may themselves hold dots."""
-    while isinstance(node, Mapping):
-        if is_number(node.get(key)):
-            return float(node[key])
-        head, _, key = key.partition(".")
-        node = node.get(head) if key else None
-    return None
+    if not isinstance(node, Mapping):
+        return None
+    if is_number(node.get(key)):
+        return float(node[key])
+    words = key.split(".")
+    splits = ((".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words)))
+    entries = (_entry(node[head], rest) for head, rest in splits if head in node)
+    return next((entry for entry in entries if entry is not None), None)

@@ -121,6 +121,16 @@ def test_what_is_less_and_what_is_of_clients():
     assert not read_figure("summary.best.Local-T.value", "f").less_is_better
 
 
+@pytest.mark.parametrize("column", ["FBetaScore_beta_0.5/Local-T", "a.b.c/Local-T", "Local-T"])
+def test_names_of_columns_may_hold_dots(column):
+    summary = {"best": {column: {"value": 0.81, "round": 3}}, "last": {column: 0.7}}
+    for text, found in ((f"summary.best.{column}.value", 0.81), (f"summary.last.{column}", 0.7)):
+        figure = read_figure(text, "f")
+        assert moments(figure, [], summary) == {figure.report: found}
+    rows = [{"round": round, column: own} for round, own in enumerate((0.9, 0.8, 0.81), 1)]
+    assert best_round(Figure(column, "best"), rows, summary) is rows[2]  # as the run says
+
+
 @pytest.mark.parametrize(
     ("text", "scale"),
     [

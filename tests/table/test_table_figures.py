@@ -10,11 +10,13 @@ from fl_lightning.table.figures import (
     Value,
     _mark,
     _of_clients,
+    _value,
     differ,
     left_out,
     of_fewer_seeds,
     on_validation,
     over_clients,
+    paired_by,
     students,
 )
 from fl_lightning.table.progress import duration
@@ -58,6 +60,47 @@ def test_one_seed_is_compared_over_clients():
     assert not differ(of(list(first.clients.values()), seed=1), second)  # of another partition
     assert not differ(of(base + draw.normal(0, 1, 40)), second)
     assert not differ(Value(seeds={0: 1.0}), Value(seeds={0: 2.0}))  # Server-T of one seed: nothing to compare with
+
+
+def value_of(folder, *seeds, partition="one"):
+    """Local-T.last of runs, each seed's given as {client: Local-T}."""
+    runs = []
+    for seed, clients in enumerate(seeds):
+        run = run_of(folder / str(seed), [(1, client, own, 0) for client, own in clients.items()])
+        run.seed, run.rows = seed, lambda own=clients: [{"round": 1, "Local-T": float(np.mean(list(own.values())))}]
+        run.summary = lambda: {"partition_hash": partition}
+        runs.append(run)
+    return _value(runs, Figure("Local-T", "last"), 100.0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 0, 4, 1, 3, 2), (2, 3, 5, 4, 1, 0)])
+def test_clients_of_another_seed_are_others_whatever_their_numbers(tmp_path, order):
+    """They were put together by their numbers, so that how a seed's clients are numbered decided what is told apart."""
+    draw = np.random.default_rng(3)
+    one, other = draw.uniform(0.5, 0.9, (2, 6))
+    gaps = draw.normal(0.05, 0.03, (2, 6))
+    first = [dict(enumerate(one + gaps[0])), dict(zip(order, other + gaps[1], strict=True))]
+    second = [dict(enumerate(one)), dict(zip(order, other, strict=True))]
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    values = value_of(tmp_path / "first", *first), value_of(tmp_path / "second", *second)
+    assert paired_by(*values) == "12 clients"
+    apart = 100 * gaps.ravel()
+    assert over_clients(*values) == pytest.approx(stats.t.interval(0.95, 11, apart.mean(), stats.sem(apart)))
+
+
+def test_clients_of_another_partition_are_no_pairs(tmp_path):
+    """Rows that differ in their partition were compared client by client, by their numbers."""
+    clients = dict(enumerate(np.random.default_rng(4).uniform(0.5, 0.7, 8)))
+    better = {client: own + 0.2 for client, own in clients.items()}
+    values = []
+    for name, own, partition in (("a", better, "one"), ("b", clients, "one"), ("c", clients, "another")):
+        (tmp_path / name).mkdir()
+        values.append(value_of(tmp_path / name, own, partition=partition))
+    assert differ(values[0], values[1])
+    assert not differ(values[0], values[2])
+    assert paired_by(values[0], values[2]) == ""
+    assert np.isnan(over_clients(values[0], values[2])).all()
 
 
 def test_nobody_is_ahead_by_a_mean_that_its_pairs_deny():

@@ -66,7 +66,7 @@ def write_page(
     lines = series_of(members)
     ranked = () if table is None else table.ranked
     figures = [*rankings(lines, ranked), *figures_of(lines), *more(lines)]
-    notes = [*notes, *(f"{name}: {note}" for name, run in _named(_runs(lines)) for note in run.notes)]
+    notes = [*notes, *(f"{name}: {note}" for name, run in _named(_runs(lines)) for note in run.notes), *_uneven(lines)]
     text = document(title, lines, figures, table, notes)
     try:
         write_text(path, text)
@@ -84,6 +84,17 @@ def _named(runs: Iterable[RecordedRun]) -> Iterator[tuple[str, RecordedRun]]:
     names = Counter(run.name for run in all_of_them)
     for run in all_of_them:
         yield (run.name if names[run.name] == 1 else str(run.path)), run
+
+
+def _uneven(lines: Sequence[Series]) -> Iterator[str]:
+    """A line on each whose runs all ended, after different rounds, by early stopping or as they were asked to."""
+    for line in lines:
+        ends = sorted({run.rows[-1]["round"] for run in line.over})
+        if len(ends) > 1:
+            yield (
+                f"{line.label}: its runs ended after {ends[0]} to {ends[-1]} rounds; from round {ends[0] + 1} on its "
+                "curves are the means of those that went on"
+            )
 
 
 def _runs(lines: Sequence[Series]) -> Iterator[RecordedRun]:
