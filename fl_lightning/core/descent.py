@@ -98,12 +98,16 @@ class Machine:
 
         Under float16 autocast the loss is scaled on the way.
         """
+        found = self.reached(loss, parameters)
+        given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+        return given if self.devices is None else self.devices.average(given)
+
+    def reached(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The same on this device alone, and None where the loss does not reach."""
         scale = 1024.0 if self.narrows else 1.0
         with torch.enable_grad(), self.wide():
             found = gradients(loss * scale if self.narrows else loss, parameters)
-        given = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
-        given = [g / scale for g in given] if self.narrows else given
-        return given if self.devices is None else self.devices.average(given)
+        return [gradient / scale if self.narrows and gradient is not None else gradient for gradient in found]
 
 
 class Descent:

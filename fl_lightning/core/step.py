@@ -216,8 +216,11 @@ class Step:
         loss = torch.zeros((), device=y.device) if loss is None else loss
         return Forward(x, y, [], z, logits, precision=bench.machine.precision, loss=loss, recall=recall)
 
-    def _pull(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of the terms that see weights alone, for a model that steps by itself."""
+    def _pull(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient of the terms that see weights alone, for a model that steps by itself; None where none reach.
+
+        An optimizer passes over what has no gradient; on zeros it would decay it, and move it on by its momentum.
+        """
         with torch.enable_grad(), self._bench.machine.wide():
             values = {
                 n: _scalar(t, t(self._bench.method, None)) for n, t in self._bench.named_terms if t.sees == "weights"
@@ -225,8 +228,8 @@ class Step:
             total = self._sum(values)
         self._pulled = {name: value.detach() for name, value in values.items()}  # as they were before the model stepped
         if not values or not parameters or not total.requires_grad:
-            return [torch.zeros_like(parameter) for parameter in parameters]
-        return self._bench.machine.gradients(total, parameters)
+            return [None] * len(parameters)
+        return self._bench.machine.reached(total, parameters)  # the same on all devices, as weights are
 
     def through(self, network: Callable[..., Any], *inputs: Any) -> Any:
         """Pass inputs through a network of the method's own, in the trainer's precision.

@@ -17,6 +17,7 @@ from fl_lightning.data.normalization import Normalize, constants, mean_and_std
 from fl_lightning.errors import ConfigError, require
 
 _KEEPS_WIDE = ContextVar("keeps_wide", default=False)
+_IGNORED = -100  # torch's ignore_index
 
 
 @contextmanager
@@ -105,11 +106,20 @@ def as_labels(
     if are_places and array.dtype.kind == "i" and len(names) and int(names[0]) < 0:
         rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which stands for no class; take it out"
         raise ConfigError(KEY, rule)
+    if not classes and array.dtype.kind == "i" and _marks_none(names):
+        rule = f"{name}: sample {int(numbers.argmin())} (from 0) has {names[0]}, which marks samples without a class"
+        raise ConfigError(KEY, f"{rule} in many data sets; take it out, or give the classes names")
     if classes:
         return _named(array, names, numbers, tuple(classes), name)
     if array.dtype.kind in "iu" and len(names) and names[0] >= 0 and names[-1] < 2 * len(names):
         return torch.from_numpy(array.astype(np.int64)), tuple(str(label) for label in range(int(names[-1]) + 1))
     return torch.from_numpy(numbers.astype(np.int64)), tuple(str(label) for label in names.tolist())
+
+
+def _marks_none(names: np.ndarray) -> bool:
+    """Whether the least of some numbers stands for no class: -100, or a negative one beside 0, 1, 2 and so on."""
+    counted = len(names) > 3 and names[0] < 0 and bool((names[1:] == np.arange(len(names) - 1)).all())
+    return len(names) > 0 and (counted or names[0] == _IGNORED)
 
 
 def is_missing(value: Any) -> bool:

@@ -113,7 +113,18 @@ def head_of(module: L.LightningModule, num_classes: int, x: Tensor, out: Tensor)
         if are_same(reached(module, name, x)[1], out):
             return name
     rule = f"name the layer of {type(module).__name__} that gives the logits; no linear layer of its own does"
+    rule += said_of_compiled(module)
     raise ConfigError("model.head", rule)
+
+
+def said_of_compiled(module: nn.Module) -> str:
+    """What an error adds where a part is compiled by itself; empty where none is."""
+    names = (name.split(".") for name, _ in module.named_modules())
+    compiled = next((name[:-1] for name in names if name[-1] == "_orig_mod"), None)
+    if compiled is None:
+        return ""
+    part = ".".join(compiled) or "it"
+    return f"; what {part} calls cannot be seen, as torch.compile has made it: leave that to federation.compile: true"
 
 
 @torch.no_grad()

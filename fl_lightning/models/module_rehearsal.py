@@ -12,6 +12,7 @@ from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.own_training import SkippedBatch
 
+_MANY = 64  # times two samples: few enough to be passed in a second, enough for what needs pairs of a class
 _LONG = 100  # epochs, and steps of each: what a short fit's schedules fail for is said when fits are known
 
 
@@ -40,15 +41,24 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
             what = "training step"
             double.start_fit()
             double.start_epoch(0, 0)
-            loss = double.training_pass(x, y, lambda parameters: [torch.zeros_like(p) for p in parameters]).loss
+            loss = _loss(double, x, y)
             double.logged.check()
     except ConfigError:
         raise
-    except SkippedBatch:
-        loss = None
     except Exception as error:  # whatever a module of the user's own raises
         said = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(KEY, f"{name}'s {what} fails ({type(error).__name__}: {said})") from error
     rule = f"{name}'s training_step must return a loss with a gradient (a scalar, or a dict with loss)"
     learns = loss is not None and loss.dim() == 0 and loss.requires_grad
     require(training.steps_itself or learns, KEY, rule)
+
+
+def _loss(training: ModuleTraining, x: Tensor, y: Tensor) -> Tensor | None:
+    """The loss of the samples, or of many times as many where the step leaves so few out; None where those, too."""
+    for times in (1, _MANY):
+        try:
+            own = x.repeat(times, *[1] * (x.dim() - 1)), y.repeat(times)
+            return training.training_pass(*own, lambda parameters: [None] * len(parameters)).loss
+        except SkippedBatch:
+            continue
+    return None

@@ -289,8 +289,9 @@ class ModuleTraining(OwnTraining):
         own = [p for p in parameters if p.requires_grad]
         scaler = None if self.machine is None else self.machine.scaler
         for parameter, found in zip(own, self._pull(own), strict=True):
-            gradient = found if scaler is None else scaler.scale(found)  # a step divides again
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if found is not None:
+                gradient = found if scaler is None else scaler.scale(found)  # a step divides again
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # it may be sparse
 
 
 def _outputs(said: Any, loss: Any, accumulate: int) -> Any:

@@ -12,8 +12,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 """Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit,
 `rescale`, which lets the schedulers of an optimizer start from another learning rate, and `further`: the optimizers
 that the last call made beside the one that it gave."""
-Pull = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Parameters -> the gradient that the method's terms add to the model's own."""
+Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+"""Parameters -> the gradient that the method's terms add to the model's own; None where they add none."""
 
 
 class SkippedBatch(Exception):

@@ -16,6 +16,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.checks import require_size
 from fl_lightning.models.copying import copied
 from fl_lightning.models.encoders import attention_step_by_step
+from fl_lightning.models.head_cut import said_of_compiled
 from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.weights import load_file
 
@@ -196,7 +197,8 @@ class HookedBody(Body):
             for handle in handles:
                 handle.remove()
         for name in self.feature_names:
-            require(name in maps, "model.features", f'"{name}" is not called in a forward pass')
+            rule = f'"{name}" is not called in a forward pass{said_of_compiled(self.neck)}'
+            require(name in maps, "model.features", rule)
         return [maps[name] for name in self.feature_names], z
 
 

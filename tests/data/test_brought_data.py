@@ -741,6 +741,26 @@ def test_a_label_that_marks_samples_without_one_is_refused(tmp_path):
     assert as_labels([-1, 0, 1], "Set", ["bad", "so so", "good"])[0].tolist() == [0, 1, 2]  # a scale of one's own
 
 
+@pytest.mark.parametrize(
+    ("labels", "refused"),
+    [
+        ([2, 0, -100, 1], True),  # torch's ignore_index
+        ([-100, 0], True),
+        ([2, 0, -1, 1], True),
+        ([0, 1, -1], False),  # a scale
+        ([-1, 1], False),
+        ([-2, -1, 0, 1, 2], False),
+    ],
+)
+def test_labels_that_mark_samples_without_a_class_are_no_class(labels, refused):
+    """They were one, which moved all others by one."""
+    if refused:
+        with pytest.raises(ConfigError, match=r"Set: sample \d \(from 0\) has -1(00)?, which marks samples"):
+            as_labels(labels, "Set")
+    else:
+        assert as_labels(labels, "Set")[1] == tuple(map(str, sorted(labels)))
+
+
 def test_arrays_of_hugging_face_are_of_their_declared_type(tmp_path):
     """Bytes came as whole numbers of 64 bits, and rows of an image that is no square were its channels."""
     datasets = pytest.importorskip("datasets")

@@ -582,6 +582,19 @@ def test_what_is_no_classifier_is_refused_in_one_line(module, options, said):
     assert len(str(caught.value)) < 300
 
 
+def test_layers_that_are_compiled_are_not_said_to_be_missing():
+    class Compiled(Sgd):
+        def __init__(self):
+            super().__init__()
+            self.rest = torch.compile(nn.Sequential(self.hidden, self.fc), backend="eager")
+
+        def forward(self, x):
+            return self.rest(x.flatten(1))
+
+    with pytest.raises(ConfigError, match=r"^model.head: .*what rest calls cannot be seen.* federation.compile: true$"):
+        wrapped(Compiled(), None)
+
+
 def test_a_method_with_another_head_is_refused():
     with pytest.raises(ConfigError, match="model: FedETF replaces the head, which a module's own step would not use"):
         FedETF(wrapped(Sgd()))

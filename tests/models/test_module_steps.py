@@ -15,6 +15,7 @@ from fl_lightning.methods.dfedpgp import DFedPGP
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedbabu import FedBABU
 from fl_lightning.methods.fedcpd import FedCPD
+from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.models.lightning_module import WrappedLightningModule
 
 
@@ -95,6 +96,66 @@ def test_a_phases_learning_rate_goes_to_all_optimizers(set_up_federation):
     assert bodies[0] == [[0.2], [0.2]]
     assert heads[-1] == [[0.25], [0.25]]
     assert bodies[-1][0] == bodies[-1][1]
+
+
+# --- what a loss does not reach --------------------------------------------------------------------------------------
+
+
+class Aside(Net):
+    """Has a layer that its loss does not reach, under an optimizer that decays weights."""
+
+    def __init__(self, manual):
+        super().__init__(manual=manual)
+        self.aside = nn.Linear(3, 3)
+        nn.init.ones_(self.aside.weight)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "by hand"])
+def test_what_the_loss_does_not_reach_is_not_stepped(manual, run_federation):
+    """By hand it had a gradient of zeros, along which an optimizer decays it."""
+    loop = run_federation(lambda: FedAvg(wrapped(Aside(manual))), rounds=1)
+    assert torch.equal(inner(loop).aside.weight, torch.ones(3, 3))
+
+
+def test_a_term_reaches_what_the_loss_does_not(run_federation):
+    """FedProx pulls every weight, so that an optimizer steps all of them, whoever calls it."""
+    found = [run_federation(lambda own=own: FedProx(wrapped(Aside(own))), rounds=2) for own in (False, True)]
+    first, second = (inner(loop).aside.weight for loop in found)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.ones(3, 3))
+
+
+class Sparse(Net):
+    """Embeds pixels, with gradients of the rows that occur."""
+
+    def __init__(self):
+        super().__init__(manual=True, optimizers=2)
+        self.rows = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.rows((4 * x.flatten(1)).long() % 8).mean(1)))
+
+    def configure_optimizers(self):
+        rest = [p for name, p in self.named_parameters() if not name.startswith("rows")]
+        return [torch.optim.SparseAdam(self.rows.parameters(), lr=0.01), torch.optim.SGD(rest, lr=self.lr)]
+
+
+def test_sparse_gradients_are_stepped_on_by_hand(run_federation):
+    loop = run_federation(lambda: FedAvg(wrapped(Sparse())), rounds=2)
+    first, second = (row["loss"] for row in loop.diary.rows)
+    assert second < first
+
+
+@pytest.mark.parametrize("skips", [lambda y: len(y) < 8, lambda y: len(y.unique()) == len(y)], ids=["few", "no pair"])
+def test_a_step_that_leaves_two_samples_out_is_no_step_without_a_loss(skips):
+    class Choosy(Net):
+        def training_step(self, batch, batch_idx):
+            return None if skips(batch[1]) else super().training_step(batch, batch_idx)
+
+    assert wrapped(Choosy()).own is not None
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
