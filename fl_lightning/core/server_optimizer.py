@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.message import accumulation_dtype
+from fl_lightning.core.steps import HALF
 from fl_lightning.errors import require
 
 KEY = "federation.server_optimizer"
@@ -23,6 +24,8 @@ KEY = "federation.server_optimizer"
 
 class ServerOptimizer(ABC):
     """Steps from the old weights x along the pseudo-gradient Δ = mean − x. Sums are kept in double precision.
+
+    Weights in half precision are sent rounded; what that leaves out counts in the next step.
 
     Running statistics and counters are no weights that one steps on: they become what the mean says.
 
@@ -63,7 +66,16 @@ class ServerOptimizer(ABC):
             rule = f"must give a tensor {list(delta.shape)} for {name}, as its Δ is, and gives {said}"
             raise TypeError(f"{type(self).__name__}.direction() {rule}")
         # From the mean and not from the old weights: a step of Δ itself is the mean then, bit for bit.
-        return (wide + (self.lr * way - delta)).to(mean.dtype)
+        after = wide + (self.lr * way - delta)
+        return self._narrowed(name, after, mean.dtype) if mean.dtype in HALF else after.to(mean.dtype)
+
+    def _narrowed(self, name: str, after: Tensor, dtype: torch.dtype) -> Tensor:
+        """A weight as it is sent, and what that leaves out kept for the next step: small steps add up."""
+        kept = self.state.setdefault("rest", {})
+        after = after + kept[name] if name in kept else after
+        sent = after.to(dtype)
+        kept[name] = after - sent.to(after)
+        return sent
 
     @abstractmethod
     def direction(self, name: str, delta: Tensor) -> Tensor:

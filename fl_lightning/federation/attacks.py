@@ -258,7 +258,9 @@ class Attackers:
 
 def _noise(entry: Entry, s: float, generator: torch.Generator) -> Tensor:
     update = entry.value - entry.start
-    size = update.to(accumulation_dtype(update.device)).square().mean().sqrt()
+    squares = update.to(accumulation_dtype(update.device)).square()
+    sent = squares if entry.crosses is None else squares[entry.crosses.expand_as(squares)]
+    size = sent.mean().sqrt() if sent.numel() else squares.new_zeros(())
     return entry.start + (s * size).to(update.dtype) * torch.randn(update.shape, generator=generator).to(update)
 
 

@@ -20,7 +20,7 @@ from fl_lightning.core.private_mean import ANYONE, PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
-from fl_lightning.federation.guarding import Guard
+from fl_lightning.federation.guarding import Guard, Heard, as_sent
 from fl_lightning.federation.unsaved import Kept, Unsaved, checked_state, names_of_ours
 from fl_lightning.seeding import streams_of_own_code
 from fl_lightning.terminal import say
@@ -107,13 +107,14 @@ class Exchange(ABC):
         rule = f"noise at the server needs one, which a federation on a {type(self).__name__} has not: must be client"
         raise ConfigError("federation.wire.where", rule, "server")
 
-    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int, heard: Heard = as_sent) -> None:
         """Let a robust rule take the mean's place.
 
         Args:
             aggregator: the rule.
             template: a client.
             participants: of the smallest round in which nobody fails.
+            heard: what clients receive of a message that the server sends in a round.
 
         Raises:
             ConfigError: if there is no such mean, or the rounds are too small.
@@ -260,8 +261,8 @@ class Star(Exchange):
         self.mean, server.expected = mean, mean.expected
 
     @override
-    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int) -> None:
-        self.guarded = Guard(aggregator, self.server, template.method, participants)
+    def guard(self, aggregator: Aggregator, template: ClientModule, participants: int, heard: Heard = as_sent) -> None:
+        self.guarded = Guard(aggregator, self.server, template.method, participants, heard)
 
     @override
     def inbox(self, client: int) -> Message:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,14 @@ from fl_lightning.core.vectors import Unsuited
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.terminal import say
 
+Heard = Callable[[Message, int], Message]
+"""A message as it is sent, and the round -> the message as it arrives."""
+
+
+def as_sent(message: Message, round: int) -> Message:
+    """Nothing is lost on the way."""
+    return message
+
 
 class Guard:
     """Stands between clients and a server that averages.
@@ -25,13 +33,16 @@ class Guard:
         server: set up.
         method: a client's.
         participants: of the smallest round in which nobody fails.
+        heard: what clients receive of a message that the server sends in a round.
 
     Raises:
         ConfigError: if the server makes something else than means of messages, or rounds are too small for the rule.
     """
 
-    def __init__(self, aggregator: Aggregator, server: Server, method: Method, participants: int) -> None:
-        self.aggregator = aggregator
+    def __init__(
+        self, aggregator: Aggregator, server: Server, method: Method, participants: int, heard: Heard = as_sent
+    ) -> None:
+        self.aggregator, self.heard = aggregator, heard
         self.increments = server.increments
         self.name, self.method = type(aggregator).__name__, type(method).__name__
         averages = (
@@ -63,7 +74,7 @@ class Guard:
 
         Args:
             round: 1-based.
-            previous: what the clients had received.
+            previous: what the server had sent.
 
         Raises:
             ConfigError: for an artifact that the rule cannot treat.
@@ -75,7 +86,7 @@ class Guard:
             self._tell(f"round {round}: {self.name} needs {least} participants, and {len(held)} sent something")
             return iter(())
         try:
-            treated = self.aggregator.treat(list(held.values()), self._reference(previous))
+            treated = self.aggregator.treat(list(held.values()), self._reference(self.heard(previous, round)))
         except Unsuited as error:
             rule = f"cannot take {self.method}'s {error}, which is no floating-point tensor: must be null"
             raise ConfigError(KEY, rule, self.name) from error

@@ -111,6 +111,21 @@ def test_learning_rate_is_the_length_of_the_step():
     assert two_rounds(ServerAdam(lr=0.5, beta1=0.5, beta2=0.75, tau=1.0))[0] == pytest.approx(0.125)
 
 
+@pytest.mark.parametrize("optimizer", [ServerMomentum(lr=0.05, momentum=0.0), ServerAdam(lr=0.001)])
+def test_small_steps_add_up_in_half_precision(optimizer):
+    """Every one was rounded away: the weight stood still for ever, though every round's mean is above it."""
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer.start(["w"])
+        weight = torch.tensor([0.5], dtype=dtype)
+        for _ in range(100):
+            weight = optimizer.step({"w": weight}, {"w": weight + 0.015625})["w"]
+        assert weight.dtype == dtype
+        ends.append(weight.item())
+    assert ends[0] > 0.55
+    assert ends[1] == pytest.approx(ends[0], abs=2**-8)  # half of what bfloat16 can hold apart there
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_step_of_the_whole_difference_is_the_mean_bit_for_bit(dtype):
     old, mean = torch.tensor([1e10, 0.1, -3.0, 0.0], dtype=dtype), torch.tensor([1e-10, 0.3, 7.1, -2.0], dtype=dtype)

@@ -136,6 +136,19 @@ def test_noise_has_the_size_of_the_update_and_is_the_clients_own(forge):
     assert still.weights["w"].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("held", [1, 2, 4])
+def test_noise_on_class_means_has_the_size_of_what_is_sent(held, forge):
+    """Classes that a client does not hold are zeros beside the others' means, which were counted: 90 times the size."""
+    torch.manual_seed(0)
+    came, counts = torch.randn(4, 500), torch.tensor([9] * held + [0] * (4 - held))
+    own = torch.where(counts[:, None] > 0, came + 0.01 * torch.randn(4, 500), 0.0)
+    artifacts = {"prototypes": ClassMeans(own, counts)}
+    received = {"prototypes": ClassMeans(came, torch.ones(4, dtype=torch.int64))}
+    sent = forge("noise", artifacts=artifacts, received=received, strength=10.0).artifacts["prototypes"].mean
+    assert (sent - came)[:held].square().mean().sqrt().item() == pytest.approx(0.1, rel=0.1)
+    assert torch.equal(sent[held:], own[held:])
+
+
 def test_others_send_what_they_should(forge):
     assert forge("scale", {"w": tensor(3, 2)}, start={"w": tensor(1, 2)}, client=0).weights["w"].tolist() == [3, 2]
 

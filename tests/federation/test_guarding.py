@@ -1,6 +1,7 @@
 """Robust rules inside a federation: whom they suit, and what they go together with."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -195,6 +196,21 @@ def test_rule_runs_with_filters_optimizer_and_participation(run_federation, conv
         wire=[TopK(0.3), Quantize(8)],
     )
     assert all(tensor.isfinite().all() for tensor in loop.exchange.global_message().weights.values())
+
+
+@pytest.mark.parametrize("rule", [NormClipping, CentredClipping])
+def test_updates_are_from_what_clients_received(run_federation, mlp, rule):
+    """Rounding on the way down was in all clients' updates, and used up what a rule lets through.
+
+    Clients that learn nothing send what they received, and that is what the rule makes of it.
+    """
+    wire, still = [Quantize(8, ways="down")], partial(torch.optim.SGD, lr=0.0)
+    loop = run_federation(lambda: FedAvg(mlp()), rounds=1, aggregator=rule(clip=1e-5), wire=wire, optimizer=still)
+    sent, server = loop.diary.sent[1, 0].weights, loop.exchange.global_message().weights
+    for name, tensor in sent.items():
+        torch.testing.assert_close(server[name], tensor, rtol=0, atol=1e-6)
+    before = loop.diary.received[1, 0].weights  # of the server, as nothing is lost yet
+    assert not torch.allclose(before["model.head.weight"], sent["model.head.weight"], rtol=0, atol=1e-4)
 
 
 def test_noise_of_clients_may_be_treated(run_federation, mlp):
