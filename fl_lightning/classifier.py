@@ -22,6 +22,8 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.rebuilding import rebuilt
+from fl_lightning.report.recorded_run import has_ended
+from fl_lightning.sealed import read_json
 from fl_lightning.seeding import isolated_streams
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
@@ -167,9 +169,9 @@ def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
     if file.is_file():
         load_model(module, file, "client")
     else:
-        sick, kept = without_model(loop, folder, client), "this run keeps no models (federation.checkpoint.models)"
+        lacks, kept = without_model(loop, folder, client), "this run keeps no models (federation.checkpoint.models)"
         took_part = loop.round == 0 or bool(loop.board.took_part[client])
-        why = f"{kept}, or is not finished" if sick is None else sick
+        why = f"{kept}, is not finished, or was to be longer when that fit ended" if lacks is None else lacks
         require(not took_part, "client", f"there is no file {file}: {why}")
         loop.runner.receive(module, Message(), samples, loop.runner.facts)
     way = headline(module.predictors, "Local-T")
@@ -187,8 +189,14 @@ def without_model(loop: FederatedLoop, folder: Path, client: int) -> str | None:
         folder: the run's.
         client: 0-based.
     """
-    models = folder / "models"
-    kept = models.is_dir() and loop.done and bool(loop.board.took_part[client])
-    if not kept or (models / f"{client:05d}.pt").is_file() or loop.settings.on_client_error != "skip":
+    models, summary = folder / "models", folder / "summary.json"
+    said = read_json(summary, "client") if summary.is_file() else {}
+    over = loop.done or has_ended(said, loop.settings.rounds, loop.round)
+    kept = models.is_dir() and over and bool(loop.board.took_part[client])
+    if not kept or (models / f"{client:05d}.pt").is_file():
         return None
-    return f"client {client} fell sick in its last round, and its model of before was not kept"
+    last = loop.calendar.last_fit(client, loop.round)
+    if last is not None and not loop.calendar.is_last_fit(client, last):
+        return f"client {client} was to take part again when the run ended, and models are kept of last fits alone"
+    sick = f"client {client} fell sick in its last round, and its model of before was not kept"
+    return sick if loop.settings.on_client_error == "skip" else None

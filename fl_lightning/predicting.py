@@ -55,11 +55,11 @@ def models_of(loop: FederatedLoop, folder: Path, client: str) -> Iterator[Classi
         yield classifier_of(loop, folder, None if client == "global" else int(client))
         return
     for index in range(loop.num_clients):
-        sick = without_model(loop, folder, index)
-        if sick is None:
+        lacks = without_model(loop, folder, index)
+        if lacks is None:
             yield classifier_of(loop, folder, index)
         else:
-            say(f"fl-lightning: left out: {sick}")
+            say(f"fl-lightning: left out: {lacks}")
 
 
 def probabilities(model: Classifier, x: Tensor, batch_size: int = 512) -> Tensor:

@@ -515,6 +515,28 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     assert watch.best[1] > 0
 
 
+class Enough(FederationCallback):
+    """Has enough in round 5."""
+
+    def on_round_end(self, loop, row):
+        if row["round"] == 5:
+            loop.stop()
+
+
+def test_clients_that_were_not_tested_after_their_last_fit_are_in_no_figure(trial, capfd):
+    """They counted with an earlier fit's figure, or their untrained model's, as what was computed again."""
+    rounds = {"rounds": 7, "evaluate_every": 3, "participation": 0.5}
+    own = trial(name="ended", federation=rounds, data__num_clients=6).fit(callbacks=[Enough()])
+    assert (own.finished, len(own.rounds)) == (True, 5)
+    assert "Local-T" not in own.evaluate()
+    err = capfd.readouterr().err
+    assert "(Local-T, Global-T) are not computed: " in err
+    assert ", which was not tested after its last fit" in err
+    without = next(client for client in range(6) if not (own.folder / "models" / f"{client:05d}.pt").is_file())
+    with pytest.raises(ConfigError, match=f"client {without} was to take part again when the run ended, "):
+        own.model(client=without)
+
+
 def test_an_own_module_that_was_edited_since_its_import_is_refused(trial, tmp_path, monkeypatch):
     """The old code went on, under the new one's name."""
     code = "from fl_lightning.methods.fedavg import FedAvg\nclass Edited(FedAvg):\n    step = {}\n"

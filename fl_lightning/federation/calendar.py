@@ -68,6 +68,10 @@ class Calendar:
             self._known[round] = frozenset(self.participants(round))
         return client in self._known[round]
 
+    def last_fit(self, client: int, done: int) -> int | None:
+        """The last of the rounds that are done in which a client took part; None for none."""
+        return next((round for round in range(done, 0, -1) if self.takes_part(client, round)), None)
+
     def is_last_fit(self, client: int, round: int) -> bool:
         """Whether a client takes part in no later round."""
         return not any(self.takes_part(client, later) for later in range(round + 1, self.settings.rounds + 1))

@@ -64,6 +64,13 @@ def _leave_out(why: str) -> None:
     say(f"fl-lightning: accuracies of clients' own models (Local-T, Global-T) are not computed: {why}")
 
 
+def _was_tested(loop: FederatedLoop, client: int) -> bool:
+    """Whether a client's scores are those of its last fit: it was to take part again, where a callback ends a run."""
+    last = loop.calendar.last_fit(client, loop.round)
+    skips = loop.settings.on_client_error == "skip"  # then all are tested
+    return skips or last is None or loop.calendar.is_last_before_evaluation(client, last)
+
+
 def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
     """Local-T and Global-T of the clients' own models, as the run kept them."""
     if not loop.settings.evaluate.trained:
@@ -81,7 +88,10 @@ def _trained_again(loop: FederatedLoop, folder: Path) -> dict[str, float]:
             module = loop.runner.load(client)
             load_model(module, file, "evaluate")
             found = loop.runner.evaluator.client(module, client, "trained")
-        elif loop.board.took_part[client]:  # it fell sick in its last round, and its model before that was not kept
+        elif loop.board.took_part[client]:  # it fell sick in its last round, or the run ended before that
+            if not _was_tested(loop, client):
+                _leave_out(f"{folder} lacks the last model of client {client}, which was not tested after its last fit")
+                return {}
             kept.append(client)
             found = {name: float(values[place]) for name, values in loop.scores.items() if name in scores}
         elif client < loop.calendar.num_present(loop.round):

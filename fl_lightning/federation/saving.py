@@ -125,7 +125,7 @@ def _check_tested(loop: Loop, state: Mapping[str, Any]) -> None:
     before = _as_planned(loop, planned)
     ahead = range(done + 1, next((r for r in range(done + 1, planned) if calendar.is_evaluated(r)), planned) + 1)
     for client in range(loop.num_clients):
-        last = _last_fit(calendar, client, done)
+        last = calendar.last_fit(client, done)
         again = any(calendar.takes_part(client, round) for round in ahead)
         rule = (
             f"round {settings.rounds} cannot be the last one: client {client} was not tested in round {last}, its last "
@@ -140,11 +140,6 @@ def _as_planned(loop: Loop, rounds: int) -> Calendar:
     return Calendar(replace(loop.settings, rounds=rounds), loop.calendar.num_clients, loop.calendar.seed)
 
 
-def _last_fit(calendar: Calendar, client: int, done: int) -> int | None:
-    """The last of the rounds that are done in which a client took part; None for none."""
-    return next((r for r in range(done, 0, -1) if calendar.takes_part(client, r)), None)
-
-
 def _forget_untested(loop: Loop, state: Mapping[str, Any]) -> None:
     """Drop figures of earlier fits than clients' last ones, where those that fall sick are skipped from now on.
 
@@ -157,7 +152,7 @@ def _forget_untested(loop: Loop, state: Mapping[str, Any]) -> None:
         return
     calendar = _as_planned(loop, int(state.get("rounds", settings.rounds)))
     for client in range(loop.num_clients):
-        last = _last_fit(calendar, client, done)
+        last = calendar.last_fit(client, done)
         if last is not None and not calendar.is_last_before_evaluation(client, last):
             loop.board.record(client, dict.fromkeys(loop.board.scores, math.nan))
 
