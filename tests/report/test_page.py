@@ -605,8 +605,19 @@ def test_stand_ins_are_replaced_everywhere():
 
 @pytest.mark.parametrize(("rounds", "ticks"), [(2, [1, 2]), (3, [1, 2, 3]), (4, None)])
 def test_a_short_run_has_no_ticks_between_its_rounds(tmp_path, rounds, ticks):
-    figure = next(accuracies(lines_of(make_run(tmp_path / "run", rounds=rounds))))
-    assert figure.spec["encoding"]["x"]["axis"].get("values") == ticks
+    lines = lines_of(make_run(tmp_path / "run", rounds=rounds))
+    spec = bundle.drawn_alone(next(accuracies(lines)), lines, lines[0].setting, 0)
+    assert spec["encoding"]["x"]["axis"].get("values") == ticks
+
+
+def test_each_setting_has_the_ticks_of_its_own_rounds(hover, tmp_path):
+    """One round beside a setting of three had ticks of them all, one on top of another."""
+    lines = lines_of(make_run(tmp_path / "one", rounds=1), make_run(tmp_path / "three", rounds=3, beta=0.1))
+    figure = next(accuracies(lines))
+    drawn = [bundle.drawn_alone(figure, lines, line.setting, 0) for line in lines]
+    assert [spec["encoding"]["x"]["axis"]["values"] for spec in drawn] == [[1], [1, 2, 3]]
+    (shown,) = hover(lines, [figure], [])["specs"].values()  # of the first setting
+    assert shown["encoding"]["x"]["axis"] == drawn[0]["encoding"]["x"]["axis"]
 
 
 def marks_of(run, figure, kind):

@@ -18,10 +18,12 @@ from fl_lightning.report.page.figure import (
     FULL,
     LABELS,
     LIMIT,
+    ROUNDS,
     SHAPE,
     THIRD,
     WHOLE,
     Figure,
+    axis_of,
     largest_bubble,
 )
 from fl_lightning.report.series import Series
@@ -104,6 +106,7 @@ def drawn_alone(figure: Figure, lines: Sequence[Series], setting: str, pick: int
     shapes = {"domain": labels, "range": [SHAPES[line.dash] for line in shown]}
     values = {COLOUR: colours, DASH: dashes, SHAPE: shapes, LABELS: labels}
     values |= {WHOLE: WIDTH, THIRD: WIDTH // 3 - 30, FULL: WIDTH, LIMIT: WIDTH // 3}
+    values[ROUNDS] = axis_of(row["x"] for row in rows if figure.heads.get("x") == "round")
     values[AREA] = largest_bubble(WIDTH, len(set(figure.columns.get("client", ()))))
     spec: dict[str, Any] = filled(figure.spec, values)
     _name_lines(spec, {"symbolType": "stroke"} if DASH in str(figure.spec) else {})

@@ -10,6 +10,7 @@ import numpy as np
 from fl_lightning.report.columns import HURT, LOG, SECONDS, is_measure, is_score, is_spread, validated
 from fl_lightning.report.page.figure import (
     DASH,
+    ROUNDS,
     THIRD,
     WHOLE,
     Figure,
@@ -39,7 +40,6 @@ VALUES: Spec = {
 }
 """An axis that names its values: where there is only one, the library rounds it to a whole number."""
 FEW_POINTS = 30  # lines of so many points show them
-LEAST_ROUNDS = 3  # between the first and the last, for ticks to be chosen by the library
 COSTED_POINTS = 60  # of a line over communication, whose points can each be hovered over
 HEIGHT = 260
 
@@ -322,15 +322,11 @@ def over_rounds(unit: str | None, rows: Rows, bands: bool, groups: Sequence[str]
             "tooltip": [{"field": name, "type": "nominal"} for name in ("x", *groups)],
         },
     }
-    axis: Spec = {"tickMinStep": 1, "format": "d"}
-    rounds = sorted(set(rows.columns["x"]))
-    if rounds and rounds[-1] - rounds[0] < LEAST_ROUNDS:  # the library would put ticks between them, named alike
-        axis["values"] = rounds
     spec: Spec = {
         "width": WHOLE,
         "height": HEIGHT,
         "layer": [*([band, over] if bands else []), line, point, hover],
-        "encoding": {"x": quantity("x", "round", axis=axis, scale={"zero": False, "nice": False}), "color": colour()},
+        "encoding": {"x": quantity("x", "round", axis=ROUNDS, scale={"zero": False, "nice": False}), "color": colour()},
     }
     if clients:
         spec["params"] = [{"name": "band", "value": "seeds"}]

@@ -17,6 +17,10 @@ COLOUR, DASH, SHAPE, LABELS = "$colour", "$dash", "$shape", "$labels"
 WHOLE, THIRD, FULL, LIMIT = "$whole", "$third", "$full", "$limit"
 """Stand for a plot's width beside an axis of numbers, for a third of it, for all of the width, names of lines among it
 (`BY_NAME`), and for the width that such a name may have."""
+ROUNDS = "$rounds"
+"""Stands for an axis of those rounds that are shown (`axis_of`)."""
+LEAST_ROUNDS = 3
+"""Between the first and the last, for ticks to be chosen by the library."""
 AREA = "$area"
 """Stands for the largest area of a bubble, of which there is a column a client."""
 BY_NAME: Spec = {"type": "fit-x", "contains": "padding"}
@@ -127,6 +131,17 @@ def largest_bubble(width: int, columns: int) -> int:
         columns: across it.
     """
     return max(4, min(620, round((1.1 * width / max(1, columns)) ** 2)))
+
+
+def axis_of(rounds: Iterable[Any]) -> Spec:
+    """The axis of rounds: of few, it has a tick each; the library would put ticks between them, named alike.
+
+    >>> axis_of([3, 1, 1])["values"], "values" in axis_of([1, 4])
+    ([1, 3], False)
+    """
+    there = sorted(set(rounds))
+    few = bool(there) and there[-1] - there[0] < LEAST_ROUNDS
+    return {"tickMinStep": 1, "format": "d", **({"values": there} if few else {})}
 
 
 def quantity(name: str, title: str | None, **more: Any) -> Spec:

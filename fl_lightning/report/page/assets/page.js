@@ -4,7 +4,7 @@
   const { lines, figures } = content;
   const root = document.documentElement;
   const byId = (id) => document.getElementById(id);
-  const state = { setting: 0, band: "seeds", hidden: new Set(), picks: {}, views: {} };
+  const state = { setting: 0, band: "seeds", hidden: new Set(), picks: {}, views: {}, axes: {} };
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const inSetting = () => lines.map((line, place) => ({ ...line, place })).filter((line) => line.setting === state.setting);
@@ -61,6 +61,10 @@
     };
   };
   const bubble = (width, columns) => Math.max(4, Math.min(620, Math.round((1.1 * (width / Math.max(1, columns))) ** 2)));
+  const axisOf = (figure) => { // few rounds have a tick each; the library would put ticks between them, named alike
+    const rounds = [...new Set(isCurve(figure) ? shown(figure).map((row) => row.x) : [])].sort((a, b) => a - b);
+    return { tickMinStep: 1, format: "d", ...(rounds.at(-1) - rounds[0] < 3 ? { values: rounds } : {}) };
+  };
   const specOf = (figure, width) => {
     const own = inSetting();
     const labels = own.map((line) => line.label);
@@ -73,6 +77,7 @@
       $third: Math.max(150, Math.floor(width / 3) - 62),
       $full: Math.max(260, width - 5),
       $limit: Math.max(80, Math.floor(0.38 * width)),
+      $rounds: axisOf(figure),
       $area: bubble(width, new Set(figure.columns.client).size),
     };
     const spec = filled(figure.spec, values);
@@ -98,6 +103,7 @@
     };
     const result = await vegaEmbed(target, specOf(figure, place.clientWidth), options);
     state.views[figure.key] = result;
+    state.axes[figure.key] = JSON.stringify(axisOf(figure));
     band(result.view);
     await result.view.runAsync();
   };
@@ -119,7 +125,8 @@
     for (const figure of figures) {
       const result = state.views[figure.key];
       const rows = shown(figure);
-      if (!result || !rows.length || !("s" in figure.columns) || "facet" in figure.spec) { // whose panels stay else
+      const stays = state.axes[figure.key] === JSON.stringify(axisOf(figure)); // its ticks do
+      if (!result || !rows.length || !stays || !("s" in figure.columns) || "facet" in figure.spec) { // whose panels stay else
         if ("s" in figure.columns) await draw(figure);
         continue;
       }
