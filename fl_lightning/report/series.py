@@ -18,7 +18,8 @@ from fl_lightning.static import EMPTY, load, parameters
 
 _USUAL = {"split": "holdout", "test_fraction": 0.25, "validation_fraction": 0.0, "evaluate_on": "test", "shift": None}
 """Keys of ``data`` beside data set, partition and clients that make two runs' figures comparable: their defaults."""
-_SECTIONS = ("data.dataset", "data.partition")
+_SECTIONS = ("data.dataset", "data.partition", "data.shift")
+_OF_SETTING = (*_SECTIONS, "data.num_clients", *(f"data.{key}" for key in _USUAL))
 _NAMED_KEYS = 3  # at most so many keys say how two lines of one method differ
 
 
@@ -106,19 +107,20 @@ def curve_of(repeats: Sequence[Sequence[Row]], column: str) -> Curve:
     return Curve(np.array(rounds, dtype=int), np.array(mean), np.array(std))
 
 
-def series_of(members: Iterable[Member]) -> list[Series]:
+def series_of(members: Iterable[Member], apart: bool = True) -> list[Series]:
     """Put runs that differ only in their seed together, and give every line its name, colour and style.
 
     A colour is a method's; where all lines are of one method, each has its own.
 
     Args:
         members: the runs, in the order in which they are to be shown.
+        apart: whether settings are shown apart; else lines say in their names how theirs differ.
     """
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in members:
         groups.setdefault(_key(member, groups), []).append(member)
     lines = list(groups.values())
-    labels = _labels(lines)
+    labels = _labels(lines, apart)
     methods = [line[0].run.method for line in lines]
     coloured = labels if len(set(methods)) == 1 < len(set(labels)) else methods
     colours = colours_of(coloured)
@@ -149,7 +151,7 @@ def in_one_picture(runs: Iterable[RecordedRun], title: str) -> tuple[list[Series
     settings = sorted({_setting(member) for member in members})
     if len(settings) == 1:
         return series_of(members), settings[0]
-    return series_of(replace(member, setting=title) for member in members), title
+    return series_of((replace(member, setting=title) for member in members), apart=False), title
 
 
 def _key(member: Member, groups: Mapping[tuple[Any, ...], Sequence[Member]]) -> tuple[Any, ...]:
@@ -202,8 +204,11 @@ def _defaults(class_path: str) -> Mapping[str, Any]:
         return {}
 
 
-def _labels(lines: Sequence[Sequence[Member]]) -> list[str]:
-    """Each line's name: what its member says, or the method, with what differs between lines of one method."""
+def _labels(lines: Sequence[Sequence[Member]], apart: bool) -> list[str]:
+    """Each line's name: what its member says, or the method, with what differs between lines of one method.
+
+    Where settings are not shown `apart`, with what differs between all lines' settings, too.
+    """
     first = [line[0] for line in lines]
     labels = []
     for member in first:
@@ -213,7 +218,8 @@ def _labels(lines: Sequence[Sequence[Member]]) -> list[str]:
             if other is not member and _same_name(other, member) and _setting(other) == _setting(member)
         ]
         label = member.label or member.run.method
-        labels.append(f"{label} ({_difference(member.run, others)})" if others else label)
+        beside = [] if apart else [other.run for other in first]
+        labels.append(f"{label} ({_difference(member.run, others, beside)})" if others or beside else label)
     seen: dict[tuple[str, str], int] = {}
     for place, (member, label) in enumerate(zip(first, labels, strict=True)):
         count = seen[_setting(member), label] = seen.get((_setting(member), label), 0) + 1
@@ -225,22 +231,38 @@ def _same_name(a: Member, b: Member) -> bool:
     return (a.label or a.run.method) == (b.label or b.run.method)
 
 
-def _difference(run: RecordedRun, others: Sequence[RecordedRun]) -> str:
-    """The keys in which a run differs from others of its method; its name where none does, or too many."""
+def _difference(run: RecordedRun, others: Sequence[RecordedRun], beside: Sequence[RecordedRun]) -> str:
+    """The keys in which a run differs from others of its method, and its setting from those of all runs beside it.
+
+    The run's name where none does; in place of too many keys, its name and those of the setting.
+    """
+    if not run.identity:
+        return run.name
+    everyone, data = (run, *others, *beside), run.config.get("data")
     keys = [
         key
-        for key in dict.fromkeys(key for one in (run, *others) for key in one.identity)
-        if any(other.identity.get(key) != run.identity.get(key) for other in others) and not key.endswith(".length")
+        for key in dict.fromkeys(key for one in everyone for key in one.identity)
+        if not key.endswith(".length")
+        and (_differ(key, run, others) or (_is_of_setting(key) and _differ(key, run, beside)))
     ]
     named = {key: f"{short} {run.identity.get(key, 'none')}" for key, short in short_keys(keys).items()}
     for section in _SECTIONS:
-        own = [key for key in keys if key.startswith(f"{section}.")]
+        own = [key for key in keys if f"{key}.".startswith(f"{section}.")]
         if len(own) > 1 or f"{section}.class_path" in own:  # shown as it is called where more than one number differs
-            node = run.config.get("data", {}).get(section.rpartition(".")[2])
-            named = {key: text for key, text in named.items() if key not in own} | {section: _shown(node)}
-    if not run.identity or not 1 <= len(named) <= _NAMED_KEYS:
-        return run.name
-    return ", ".join(named.values())
+            what = section.rpartition(".")[2]
+            said = _shown(data.get(what) if isinstance(data, Mapping) else None) or f"no {what}"
+            named = {key: text for key, text in named.items() if key not in own} | {section: said}
+    if 1 <= len(named) <= _NAMED_KEYS:
+        return ", ".join(named.values())
+    return ", ".join([run.name, *(text for key, text in named.items() if beside and _is_of_setting(key))])
+
+
+def _differ(key: str, run: RecordedRun, others: Sequence[RecordedRun]) -> bool:
+    return any(other.identity.get(key) != run.identity.get(key) for other in others)
+
+
+def _is_of_setting(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{own}.") for own in _OF_SETTING)
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:

@@ -125,6 +125,32 @@ def test_in_one_picture_lines_of_other_data_say_so_and_have_colors_of_their_own(
     assert title == "Dirichlet(beta=0.5), 2 clients"
 
 
+def test_in_one_picture_lines_of_several_methods_say_their_settings():
+    """Nothing said that FedAvg was on other data than Local."""
+    lines, _ = in_one_picture([member("A", beta=0.1).run, member("B", beta=0.5).run], "Runs")
+    assert [line.label for line in lines] == ["A (beta 0.1)", "B (beta 0.5)"]
+
+    more, far = member("B"), member("B", name="far")
+    more.run.config["data"]["num_clients"] = 9
+    far.run.config["data"]["shift"] = {"class_path": "NoiseSkew", "init_args": {"std": 0.3}}
+    lines, _ = in_one_picture([member("A", lr=0.1).run, member("A", lr=0.2).run, more.run, far.run], "Runs")
+    assert [line.label for line in lines] == [
+        "A (lr 0.1, num_clients 2, no shift)",
+        "A (lr 0.2, num_clients 2, no shift)",
+        "B (num_clients 9, no shift)",
+        "B (num_clients 2, NoiseSkew(std=0.3))",
+    ]
+    else_ = member("B", name="else", lr=0.2, beta=0.1)  # too many keys: its name, and all of the setting's
+    lines, _ = in_one_picture([member("A").run, more.run, far.run, else_.run], "Runs")
+    assert lines[3].label == "B (else, beta 0.1, num_clients 2, no shift)"
+    bare, empty = (
+        replace(member("B").run, path=Path(name), config=said) for name, said in (("c", {}), ("d", {"data": None}))
+    )
+    lines, _ = in_one_picture([member("A").run, bare, empty], "Runs")
+    assert lines[0].label == "A (num_clients 2, Dirichlet(beta=0.5))"
+    assert lines[1].label.startswith("c (")
+
+
 def test_another_rule_of_partition_is_named_whole():
     plain, other = member(), member()
     other.run.config["data"]["partition"] = {"class_path": "x.Shards", "init_args": {"shards": 2, "distinct": True}}
