@@ -271,5 +271,5 @@ def _as_address(image: np.ndarray) -> str:
 
     times = max(1, -(-SIDE // max(image.shape[:2])))
     file = io.BytesIO()
-    imsave(file, np.kron(np.clip(image, 0, 1), np.ones((times, times, 1))), format="png")
+    imsave(file, np.kron(np.clip(image, 0, 1), np.ones((times, times, 1))), format="png", origin="upper")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

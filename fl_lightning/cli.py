@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     The first signal stops `fit` once the present round is saved, the second at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ["MPLBACKEND"] = "agg"  # pictures are files; one that matplotlib does not know would end its import
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")  # lightning 2.6 on torch 2.15
     with outlived():
         try:
@@ -228,20 +229,27 @@ def _fit_and_show(
         where = f"after round {done}{saved}" if done else f"before round 1; start with\n  {again}"
         console.print(f"stopped {where}", soft_wrap=True)
         return code
-    draw_run(experiment.folder, experiment.data, summary)
     print_summary(summary, console, places(experiment.recorder.loggers))
+    draw_run(experiment.folder, experiment.data, summary)
     return 0
 
 
 def draw_run(folder: Path, data: Any, summary: dict[str, Any]) -> None:
-    """Draw a finished run's curves and its partition into its folder."""
+    """Draw a finished run's curves and its partition into its folder; what cannot be drawn is said, and is no error."""
     from fl_lightning.report.figures import learning_curves
     from fl_lightning.report.partition_figures import partition_bubbles
-    from fl_lightning.report.record import read_rows
+    from fl_lightning.report.recorded_run import rows_of
 
     title = f"{summary['method']}, {summary['clients']} clients ({summary['name']})"
-    learning_curves(read_rows(folder / "metrics.csv"), folder / "curves.png", title)
-    partition_bubbles(data.class_counts(), folder / "partition.png", data.arrays.classes, data.title(summary["seed"]))
+    curves, partition = folder / "curves.png", folder / "partition.png"
+    for draw in (
+        lambda: learning_curves(rows_of(folder / "metrics.csv"), curves, title),
+        lambda: partition_bubbles(data.class_counts(), partition, data.arrays.classes, data.title(summary["seed"])),
+    ):
+        try:
+            draw()
+        except ConfigError as error:
+            say(f"fl-lightning: {error}")
 
 
 def _evaluate(argv: list[str]) -> int:

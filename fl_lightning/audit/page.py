@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.audit.inversion import Inversion
 from fl_lightning.files import write_text
+from fl_lightning.report.drawing import as_shipped
 from fl_lightning.report.figures import DPI, GRID, INK, save
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def as_array(image: Tensor) -> np.ndarray:
     return array[0] if len(array) < 3 else array[:3].transpose(1, 2, 0)
 
 
+@as_shipped()
 def draw_reconstructions(truth: Tensor, found: Sequence[Inversion], path: Path) -> Path:
     """Draw the real images and below them what each attack found, with its peak signal-to-noise ratio.
 
@@ -92,6 +94,7 @@ def _row_label(axes: Axes, label: str) -> None:
     axes.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=10, color=INK, labelpad=8, parse_math=False)
 
 
+@as_shipped()
 def draw_curves(found: Sequence[Inversion], path: Path) -> Path:
     """Draw the mean peak signal-to-noise ratio over the steps of each search, with the spread over images.
 
@@ -176,7 +179,7 @@ def _cell(image: Tensor, text: str = "") -> str:
     from matplotlib.image import imsave
 
     buffer = io.BytesIO()
-    imsave(buffer, as_array(image), cmap="gray", vmin=0, vmax=1, format="png")
+    imsave(buffer, as_array(image), cmap="gray", vmin=0, vmax=1, format="png", origin="upper")
     data = base64.b64encode(buffer.getvalue()).decode()
     alt = html.escape(f"reconstruction, {text}" if text else "original image")
     return f'<td><img alt="{alt}" src="data:image/png;base64,{data}"><small>{text}</small></td>'

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.report.drawing import as_shipped
 from fl_lightning.report.figures import DPI, GRID, INK, NAME_LENGTH, TERM_COLORS, save, ticks_of
 
 
+@as_shipped()
 def class_relation_map(matrix: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
     """Draw how classes relate to classes as a heat map; shares are drawn from 0 to 1, other numbers around 0.
 
@@ -44,6 +46,7 @@ def class_relation_map(matrix: np.ndarray, path: Path, classes: Sequence[str], t
     return save(figure, path)
 
 
+@as_shipped()
 def class_projection(rows: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
     """Draw one point a class: the two directions in which the points differ most (PCA).
 

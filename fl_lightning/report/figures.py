@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.errors import require
+from fl_lightning.errors import TRACEBACK, ConfigError, require
 from fl_lightning.files import write_atomically
+from fl_lightning.report.drawing import as_shipped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,6 +49,7 @@ def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -
     return save(draw_learning_curves(rows, title), path)
 
 
+@as_shipped()
 def draw_learning_curves(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """What `learning_curves` writes, as a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -178,8 +181,14 @@ def check_ending(path: Path, key: str) -> None:
     require(path.suffix.lower() in ENDINGS, key, f"must end in {', '.join(ENDINGS)}", str(path))
 
 
+@as_shipped()
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture whole or not at all: PNG, SVG or PDF, as its name ends."""
+    """Write a picture whole or not at all: PNG, SVG or PDF, as its name ends.
+
+    Raises:
+        ConfigError: if there is no format of that ending, or matplotlib cannot draw it.
+        WriteError: if the system refuses.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -187,8 +196,15 @@ def save(figure: Figure, path: Path) -> Path:
     kind = Path(path).suffix.lower()[1:]
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     canvas = FigureCanvasAgg(figure)
-    with rc_context({"svg.hashsalt": "fl-lightning"}):
-        write_atomically(
-            Path(path), lambda file: canvas.print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
-        )
+    try:
+        with rc_context({"svg.hashsalt": "fl-lightning"}):
+            write_atomically(
+                Path(path), lambda file: canvas.print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
+            )
+    except OSError:
+        raise
+    except Exception as error:  # fonts, memory, an installation that is broken: of matplotlib's anything may come
+        if TRACEBACK in os.environ:
+            raise
+        raise ConfigError(str(path), f"matplotlib cannot draw it: {type(error).__name__}: {error}") from error
     return Path(path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fl_lightning.report.drawing import as_shipped
 from fl_lightning.report.figures import DPI, GRID, INK, NAME_LENGTH, NAMED_CLASSES, save, ticks_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def label_skew(class_counts: np.ndarray | Sequence[Sequence[int]]) -> float:
     return float(np.abs(counts - own * (counts.sum(0) / total)).sum() / (2 * total))
 
 
+@as_shipped()
 def partition_bubbles(class_counts: np.ndarray, path: Path, classes: Sequence[str], title: str) -> Path:
     """Draw who holds what, as DRDFL's Figure 4 does: clients on x, classes on y, a bubble's area the training samples.
 

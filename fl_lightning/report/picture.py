@@ -9,10 +9,18 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from fl_lightning.report.drawing import as_shipped
+
 
 class Picture(Figure):
     """A figure of matplotlib's; the last value of a notebook's cell is shown."""
 
+    @as_shipped()
+    def draw(self, renderer: Any) -> None:
+        """Draw it; marks of its axes are made only now."""
+        super().draw(renderer)
+
+    @as_shipped()
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
         FigureCanvasAgg(self).print_figure(file, format="png", dpi=self.dpi)
@@ -26,8 +34,8 @@ def add_legend(owner: Any, handles: Sequence[Any], labels: Sequence[str], **opti
         owner: a figure or axes.
         handles: lines.
         labels: a name each.
-        options: of matplotlib's legend.
+        options: of matplotlib's legend; it has no frame unless they say so.
     """
     shown = [f" {label}" if label.startswith("_") else label for label in labels]
-    for text in owner.legend(handles=handles, labels=shown, frameon=False, **options).get_texts():
+    for text in owner.legend(handles=handles, labels=shown, **{"frameon": False, **options}).get_texts():
         text.set_parse_math(False)

@@ -267,10 +267,11 @@ def test_real_command_answers(command):
 
 
 def test_real_command_runs_an_experiment(workplace, finished, environment):
-    """`python -m fl_lightning` without a server that forks: the same numbers."""
+    """`python -m fl_lightning` without a server that forks: the same numbers; matplotlib's windows are none of it."""
     import os
 
     variables = {**os.environ, **{name: value for name, value in environment.items() if value is not None}}
+    variables["MPLBACKEND"] = "Qt4Agg"  # which matplotlib no longer knows: its import ended, and the command
     command = [sys.executable, "-m", "fl_lightning", "fit", "--config", "exp.yaml"]
     done = subprocess.run(command, cwd=workplace.path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -295,6 +296,39 @@ def test_run_ends_with_where_to_look(finished):
 def test_quiet_prints_nothing(workplace):
     workplace.draws = True
     assert workplace.fit("-q", "--federation.rounds", "1") == ""
+
+
+BREAKS = """
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from fl_lightning.federation.callbacks import FederationCallback
+
+
+class Breaks(FederationCallback):
+    def on_round_end(self, loop, row):
+        draw = FigureCanvasAgg.print_figure
+        broken = iter([True, False])
+
+        def print_figure(*args, **options):
+            if next(broken):
+                raise RuntimeError("latex could not be found")
+            return draw(*args, **options)
+
+        FigureCanvasAgg.print_figure = print_figure
+"""
+
+
+def test_a_picture_that_matplotlib_cannot_draw_ends_no_run(workplace):
+    """It was a traceback and exit code 1, before the results were printed; the other picture was not drawn."""
+    workplace.write("breaks.py", BREAKS)
+    workplace.draws = True
+    own = ("--federation.rounds", "1", "--federation.callbacks", "[breaks.Breaks]")
+    code, out, err = workplace.call("fit", "--config", "exp.yaml", *own)
+    assert code == 0, err
+    why = "matplotlib cannot draw it: RuntimeError: latex could not be found"
+    assert err.splitlines()[1:] == [f"fl-lightning: runs/run/curves.png: {why}"]  # after what is imported
+    assert "communicated" in out
+    assert (workplace.run / "partition.png").is_file()
+    assert not (workplace.run / "curves.png").exists()
 
 
 # --- the run's folder -----------------------------------------------------------------------------------------------

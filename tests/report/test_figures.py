@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fl_lightning.errors import ConfigError
 from fl_lightning.report.class_figures import class_projection, class_relation_map, principal_plane
-from fl_lightning.report.figures import learning_curves
+from fl_lightning.report.figures import draw_learning_curves, learning_curves
 from fl_lightning.report.partition_figures import label_skew, partition_bubbles, partition_table
 
 BLUE, SKY, ORANGE, GREEN = (0, 114, 178), (86, 180, 233), (213, 94, 0), (0, 158, 115)
@@ -108,6 +109,34 @@ def test_pictures_are_whole_or_not_there(tmp_path, monkeypatch):
 def test_same_rows_give_the_same_bytes(tmp_path):
     one = learning_curves(make_rows(3), tmp_path / "one.png", "a run").read_bytes()
     assert learning_curves(make_rows(3), tmp_path / "two.png", "a run").read_bytes() == one
+
+
+def test_pictures_do_not_depend_on_a_matplotlibrc(tmp_path):
+    """One that asks for LaTeX, which was not there, ended the run that had them drawn."""
+
+    def draw(folder):
+        learning_curves(make_rows(3), folder / "curves.png", "a_run")
+        partition_bubbles(np.eye(2, dtype=int), folder / "bubbles.png", ["a", "b"], "who holds what")
+        class_relation_map(np.eye(2), folder / "map.png", ["a", "b"], "soft labels")
+        class_projection(np.eye(2), folder / "points.png", ["a", "b"], "prototypes")
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    plain, shown = draw(tmp_path / "plain"), draw_learning_curves(make_rows(3), "a_run")._repr_png_()
+    with matplotlib.rc_context(
+        {"text.usetex": True, "font.size": 20, "image.origin": "lower", "savefig.bbox": "tight"}
+    ):
+        assert draw(tmp_path / "other") == plain
+        assert draw_learning_curves(make_rows(3), "a_run")._repr_png_() == shown
+
+
+def test_what_matplotlib_cannot_draw_is_one_line(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_figure", fail)
+    with pytest.raises(ConfigError, match=r"curves\.png: matplotlib cannot draw it: RuntimeError: no font"):
+        learning_curves(make_rows(2), tmp_path / "curves.png", "a run")
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- partitions -----------------------------------------------------------------------------------------------------
