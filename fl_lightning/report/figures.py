@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 MARKED_POINTS = 30  # curves of at most so many points show them
 LOG_RANGE = 100  # a loss axis that spans more than this factor is logarithmic
 NAMED_CLASSES, NAME_LENGTH = 40, 14  # class names label the axis up to these limits
+TITLE_LETTER = 0.1  # inches, of a letter in a picture's title
 
 
 def learning_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> Path:
@@ -57,11 +59,16 @@ def draw_learning_curves(rows: Sequence[Mapping[str, Any]], title: str) -> Figur
     from fl_lightning.report.picture import Picture
 
     figure = Picture(figsize=(12, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
-    figure.suptitle(title, fontsize=13, color=INK, parse_math=False)
+    figure.suptitle("\n".join(title_lines(title, 12)), fontsize=13, color=INK, parse_math=False)
     left, right = figure.subplots(1, 2)
     _draw_accuracies(left, rows)
     _draw_losses(right, rows)
     return figure
+
+
+def title_lines(title: str, width: float) -> list[str]:
+    """A picture's title in lines that fit into so many inches; at least one."""
+    return textwrap.wrap(title, int(width / TITLE_LETTER)) or [""]
 
 
 def _draw_accuracies(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fl_lightning.report.colours import DASHES
-from fl_lightning.report.figures import DPI, GRID, INK, log_if_wide, save
-from fl_lightning.report.series import Series
+from fl_lightning.report.drawing import as_shipped
+from fl_lightning.report.figures import DPI, GRID, INK, log_if_wide, save, title_lines
+from fl_lightning.report.series import Curve, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 12.8, 2.35  # inches, of the picture and of a row of panels
 COLUMN_STYLES = ("-", "--", ":", "-.")
-LEGEND_LETTER, TITLE_LETTER = 0.075, 0.1  # inches, of a letter in the legend and in the title
+COLUMN_MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")  # as many as share no factor with the styles: 36 pairs
+LINE_MARKS = ("o", "D", "^", "s", "P")  # a line's, by its dash: those of `SHAPES`
+MARKS_OF_A_LINE = 6  # about so many of its points have a mark where marks tell columns apart
+LEGEND_LETTER = 0.075  # inches, of a letter in the legend
 HANDLE = 5  # length of the legend's lines, in letters: the longest dashes show twice
 
 
@@ -28,7 +32,8 @@ def panel_grid(
 ) -> Path:
     """Draw panels of columns over rounds, four in a row: a colour a method, a band of ± std over seeds.
 
-    Line styles tell a panel's columns apart, and in panels of one column the lines of one method.
+    Line styles tell a panel's columns apart, with marks where they are more than styles, and in panels of one column
+    the lines of one method. A curve of one point is a mark, and its ± a bar.
 
     Args:
         panels: each panel's title, the columns that it draws (one that ends in ``*`` stands for all that start so), and
@@ -43,6 +48,7 @@ def panel_grid(
     return save(draw_panel_grid(panels, runs, title), path)
 
 
+@as_shipped()
 def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Sequence[Series], title: str) -> Figure:
     """What `panel_grid` writes, as a figure."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -52,29 +58,38 @@ def draw_panel_grid(panels: Sequence[tuple[str, Sequence[str], bool]], runs: Seq
 
     across = min(4, len(panels))
     rows = -(-len(panels) // across)
-    labels = [_label(line) for line in runs]
+    labels = [textwrap.fill(_label(line), int((WIDTH - 1.1) / LEGEND_LETTER)) for line in runs]
     columns = max(1, min(len(runs), int(WIDTH / (1.1 + LEGEND_LETTER * max(map(len, labels))))))
-    legend = 0.25 + 0.2 * -(-len(runs) // columns)
+    legend = 0.25 + 0.2 * -(-sum(label.count("\n") + 1 for label in labels) // columns)
     seeds = any(len(line.runs) > 1 for line in runs)
-    said = textwrap.wrap(f"{title}: mean and ± std over seeds" if seeds else title, int(WIDTH / TITLE_LETTER)) or [""]
+    said = title_lines(f"{title}: mean and ± std over seeds" if seeds else title, WIDTH)
     size = (WIDTH, 0.2 + 0.2 * len(said) + HEIGHT * rows + legend)
     figure = Picture(figsize=size, dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     figure.suptitle("\n".join(said), x=0.012, ha="left", fontsize=13, color=INK, parse_math=False)
     grid = figure.subplots(rows, across, squeeze=False).ravel()
+    marked = set[int]()
     for axes, (name, named, is_share) in zip(grid, panels, strict=False):
-        _draw_panel(axes, named, runs, 100.0 if is_share else 1.0)
+        marked |= _draw_panel(axes, named, runs, 100.0 if is_share else 1.0)
         axes.set_title(f"{name}, %" if is_share else name, fontsize=10, color=INK, loc="left", parse_math=False)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    handles = [Line2D([], [], color=line.light, linestyle=(0, DASHES[line.dash]), linewidth=2.2) for line in runs]
+    colours = [line.light for line in runs]
+    alike = {place for place in marked if colours.count(colours[place]) > 1}
+    looks = [_of_line(line, place in alike) for place, line in enumerate(runs)]
+    handles = [Line2D([], [], color=colour, linewidth=2.2, **look) for colour, look in zip(colours, looks, strict=True)]
     add_legend(figure, handles, labels, loc="outside lower left", ncols=columns, fontsize=9, handlelength=HANDLE)
     return figure
 
 
 def has_any(columns: Sequence[str], runs: Sequence[Series]) -> bool:
     """Whether a line has a value of some of a panel's columns."""
+    return bool(_with_values(columns, runs))
+
+
+def _with_values(columns: Sequence[str], runs: Sequence[Series]) -> list[str]:
+    """The columns that are meant and of which a line has a value."""
     names = matching(columns, (row for line in runs for run in line.runs for row in run.rows))
-    return any(len(line.curve(name).rounds) for line in runs for name in names)
+    return [name for name in names if any(len(line.curve(name).rounds) for line in runs)]
 
 
 def _label(line: Series) -> str:
@@ -85,23 +100,23 @@ def _label(line: Series) -> str:
     return f"{line.label}, {len(line.runs)} seeds" + (f" of {min(ends)} to {max(ends)} rounds" if len(ends) > 1 else "")
 
 
-def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], factor: float) -> None:
-    from matplotlib.lines import Line2D
+def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], factor: float) -> set[int]:
+    """Draw a panel; returns the places of the lines that are one point of one column there: a mark."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    from fl_lightning.report.picture import add_legend
-
-    names = matching(columns, (row for line in runs for run in line.runs for row in run.rows))
-    styles = {name: COLUMN_STYLES[place % len(COLUMN_STYLES)] for place, name in enumerate(names)}
-    drawn = [values for line in runs for name in names if len(values := _draw_line(axes, line, name, styles, factor))]
+    names = _with_values(columns, runs)
+    curves = {(place, name): line.curve(name) for place, line in enumerate(runs) for name in names}
+    curves = {key: curve for key, curve in curves.items() if len(curve.rounds)}
+    for (place, name), curve in curves.items():
+        if len(names) == 1:
+            _draw_band(axes, curve, runs[place], factor)
+        _draw_curve(axes, curve, runs[place], factor, names.index(name), len(names))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, length=2)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(styles) > 1:
-        shown = [Line2D([], [], color=INK, linestyle=style, linewidth=1.2) for style in styles.values()]
-        add_legend(axes, shown, list(map(_tail, styles)), fontsize=7, handlelength=2.4, labelspacing=0.25)
+    drawn = [curve.mean for curve in curves.values()]
     if not drawn:
         axes.set_xticks([])
         axes.set_yticks([])
@@ -111,33 +126,54 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
         if high >= 1000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if not log_if_wide(axes, drawn) and low >= 0 and high > 0:
-            axes.set_ylim(bottom=0)  # and as high as values and bands reach
+            axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # as high as values and bands reach, and their marks
+    lone = {place for (place, _), curve in curves.items() if len(curve.rounds) == 1}
+    if names and (len(columns) > 1 or columns[0].endswith("*")):  # one that is left of several is named, too
+        _name_columns(axes, names, marked=bool(lone))
+    return lone if len(names) == 1 else set()
 
 
-def _draw_line(axes: Axes, line: Series, column: str, styles: Mapping[str, str], factor: float) -> np.ndarray:
-    """Draw one line with its band; returns its values as they stand in the files."""
-    curve = line.curve(column)
-    if not len(curve.rounds):
-        return curve.mean
-    style: Any = styles[column] if len(styles) > 1 else (0, DASHES[line.dash])
-    faint = 0.55 if len(styles) > 1 and line.dash else 1.0  # styles are taken there
-    marker = "o" if len(curve.rounds) == 1 else ""
-    axes.plot(
-        curve.rounds,
-        factor * curve.mean,
-        linestyle=style,
-        color=line.light,
-        linewidth=1.6,
-        alpha=faint,
-        marker=marker,
-        markersize=4,
-    )
+def _draw_curve(axes: Axes, curve: Curve, line: Series, factor: float, place: int, columns: int) -> None:
+    """Draw one column of a line, that of `place` among a panel's columns."""
+    lone, many = len(curve.rounds) == 1, columns > len(COLUMN_STYLES)
+    look = _of_line(line, lone) if columns == 1 else _of_column(place, lone or many)
+    faint = 0.55 if columns > 1 and line.dash else 1.0  # styles are taken there
+    step = -(-len(curve.rounds) // MARKS_OF_A_LINE)
+    look |= {"color": line.light, "linewidth": 1.6, "alpha": faint, "markersize": 4}
+    axes.plot(curve.rounds, factor * curve.mean, markevery=(place % step, step), **look)
+
+
+def _draw_band(axes: Axes, curve: Curve, line: Series, factor: float) -> None:
+    """Draw a curve's ± std over seeds: a band, or a bar where one round has it."""
     known = np.isfinite(curve.std)
-    if known.any() and len(styles) == 1:
-        low, high = curve.mean - curve.std, curve.mean + curve.std
-        bounds = [factor * side[known] for side in (low, high)]
-        axes.fill_between(curve.rounds[known], *bounds, color=line.light, alpha=0.15, linewidth=0)
-    return curve.mean
+    rounds, mean, std = curve.rounds[known], factor * curve.mean[known], factor * curve.std[known]
+    if len(rounds) == 1:
+        axes.errorbar(rounds, mean, std, fmt="none", ecolor=line.light, alpha=0.5, capsize=4)
+    elif len(rounds):
+        axes.fill_between(rounds, mean - std, mean + std, color=line.light, alpha=0.15, linewidth=0)
+
+
+def _of_line(line: Series, marked: bool) -> dict[str, Any]:
+    """How a line is told from others of its colour."""
+    return {"linestyle": (0, DASHES[line.dash]), "marker": LINE_MARKS[line.dash] if marked else ""}
+
+
+def _of_column(place: int, marked: bool) -> dict[str, Any]:
+    """How a column is told from others of its panel."""
+    mark = COLUMN_MARKS[place % len(COLUMN_MARKS)] if marked else ""
+    return {"linestyle": COLUMN_STYLES[place % len(COLUMN_STYLES)], "marker": mark}
+
+
+def _name_columns(axes: Axes, names: Sequence[str], marked: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    from fl_lightning.report.picture import add_legend
+
+    many = len(names) > len(COLUMN_STYLES)
+    looks = [_of_column(place, marked or many) for place in range(len(names))]
+    shown = [Line2D([], [], color=INK, linewidth=1.2, markersize=4, **look) for look in looks]
+    paper = {"frameon": True, "framealpha": 0.6, "edgecolor": "none", "borderpad": 0.2}  # where it lies on a line
+    add_legend(axes, shown, list(map(_tail, names)), fontsize=7, handlelength=2.4, labelspacing=0.2, **paper)
 
 
 def matching(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import matplotlib.image
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -148,6 +149,70 @@ def test_losses_over_decades_fill_their_panel(tmp_path, monkeypatch):
     low, high = panel.get_ylim()
     assert panel.get_yscale() == "log"
     assert 1e-6 < low <= 1e-5 < 0.1 <= high < 1
+
+
+def of_seeds(folder, *repeats):
+    """One line, of the rows of each seed."""
+    for seed, rows in enumerate(repeats):
+        run = make_run(folder / str(seed), "One", rows)
+        (run / "config.yaml").write_text(json.dumps({"seed": seed, "method": {"class_path": "m.One"}}))
+    return series_of(Member(read_run(folder / str(seed), "test")) for seed in range(len(repeats)))
+
+
+def looks(lines):
+    return [(line.get_linestyle(), line.get_marker()) for line in lines]
+
+
+@pytest.mark.parametrize(("columns", "rounds"), [(9, 3), (9, 1), (3, 1)])
+def test_a_panels_columns_are_told_apart_by_their_legend(tmp_path, columns, rounds):
+    """Nine had four styles, and of one round all were the same dot, in one colour."""
+    rows = [{"round": r + 1} | {f"loss/{n}": n + r for n in range(1, columns + 1)} for r in range(rounds)]
+    lines = of_seeds(tmp_path, [{**row, "loss/none": None} for row in rows])
+    (axes,) = draw_panel_grid([("Loss terms", ("loss/*",), False)], lines, "Runs").axes
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [str(n) for n in range(1, columns + 1)]  # none has none
+    assert looks(legend.get_lines()) == looks(axes.lines)
+    assert len(set(looks(axes.lines))) == columns
+    assert len({mark for _, mark in looks(axes.lines)}) == columns
+
+
+def test_a_panel_names_the_only_one_of_its_columns_that_there_is(tmp_path):
+    """Without figures after the fit nothing said that those as received were drawn."""
+    lines = of_seeds(tmp_path, [{**row, "Local-T": None, "Local-T_received": 0.5} for row in ROWS])
+    panels = [("Both", ("Local-T", "Local-T_received"), True), ("Loss", ("loss",), False)]
+    both, loss = draw_panel_grid(panels, lines, "Runs").axes
+    assert [text.get_text() for text in both.get_legend().get_texts()] == ["Local-T_received"]
+    assert loss.get_legend() is None
+
+
+def test_one_round_of_several_seeds_has_its_spread(tmp_path):
+    """The title speaks of ± std, and a band of one round cannot be seen."""
+    lines = of_seeds(tmp_path, [{"round": 1, "loss": 1.0}], [{"round": 1, "loss": 2.0}])
+    (axes,) = draw_panel_grid([("Loss", ("loss",), False)], lines, "Runs").axes
+    (bar,) = axes.collections
+    np.testing.assert_allclose(bar.get_segments()[0][:, 1], [1.5 - 0.5**0.5, 1.5 + 0.5**0.5])
+    assert "o" in [line.get_marker() for line in axes.lines]
+    assert axes.get_ylim()[1] > 1.5 + 0.5**0.5
+
+
+def test_lines_of_one_colour_that_are_points_differ_in_their_mark(tmp_path):
+    runs = [make_run(tmp_path / str(place), name, [{"round": 1, "loss": 1.0}]) for place, name in enumerate("AAB")]
+    lines = series_of(Member(read_run(run, "test")) for run in runs)
+    figure = draw_panel_grid([("Loss", ("loss",), False)], lines, "Runs")
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["o", "D", "o"]
+    assert [line.get_marker() for line in figure.legends[0].get_lines()] == ["o", "D", ""]
+
+
+def test_a_long_name_stays_within_the_picture(tmp_path):
+    runs = [make_run(tmp_path / name, "One", ROWS) for name in ("fedavg_digits_" * 14, "short")]
+    figure = draw_panel_grid(
+        [("Loss", ("loss",), False)], series_of(Member(read_run(run, "t")) for run in runs), "Runs"
+    )
+    figure.draw_without_rendering()
+    key = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= key.x0
+    assert key.x1 <= figure.bbox.x1
+    assert not key.overlaps(figure.axes[0].get_tightbbox())
 
 
 @pytest.mark.parametrize(("name", "head"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])

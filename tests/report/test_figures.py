@@ -139,6 +139,15 @@ def test_what_matplotlib_cannot_draw_is_one_line(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_long_title_stays_within_the_picture(tmp_path):
+    """The name of a run, of up to 200 letters, was cut off on both sides."""
+    figure = draw_learning_curves(make_rows(2), "fedavg_digits_" * 14)
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= title.x0
+    assert title.x1 <= figure.bbox.x1
+
+
 # --- partitions -----------------------------------------------------------------------------------------------------
 
 
