@@ -348,6 +348,8 @@ def _dashboard(argv: list[str]) -> int:
     parser.add_argument("--json", help="write the dashboard's panels there, as JSON")
     parser.add_argument("--picture", help="draw the same panels from runs' folders: PNG, SVG, PDF")
     options = parser.parse_args(argv)
+    rule = "is for --project P, whose user or team it is"
+    require(options.project or not options.entity, "--entity", rule, options.entity)
 
     from fl_lightning.report import dashboard
 

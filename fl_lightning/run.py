@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +120,18 @@ class Run:
         Args:
             others: runs to compare it with.
             columns: of ``metrics.csv``, a panel each, where there are others.
+
+        Raises:
+            ConfigError: if `columns` are no names of columns, or a folder holds no round of a run.
         """
+        listed = isinstance(columns, Collection) and not isinstance(columns, str) and len(columns) > 0
+        named = listed and all(isinstance(name, str) for name in columns)
+        require(named, "run.plot", "columns must be names in a list, as columns=['loss']", columns)
         if not others:
             from fl_lightning.report.figures import draw_learning_curves
 
             own = read_run(self.folder, "run.plot")
-            return draw_learning_curves(self.rounds, f"{own.method} ({own.name})")
+            return draw_learning_curves(own.rows, f"{own.method} ({own.name})")
         from fl_lightning.report.panels import draw_panel_grid
 
         lines, title = in_one_picture((read_run(run.folder, "run.plot") for run in (self, *others)), "Runs")

@@ -215,9 +215,24 @@ def test_pictures_and_page(run, trial):
     assert titles == ["Local-T, %", "loss", "eval_loss/Local-T", "receive_drop, %"]
     drawn = both.axes[2].lines[0].get_ydata()
     assert drawn.tolist() == [row["eval_loss/Local-T"] for row in run.rounds]
+    for columns in ((), "loss", None, [1]):  # a division by zero, and panels of l, o, s and s
+        with pytest.raises(
+            ConfigError, match=r"run\.plot: columns must be names in a list, as columns=\['loss'\], got"
+        ):
+            run.plot(other, columns=columns)
     page = run.report(other)
     assert page == run.folder / "report.html"
     assert "FedAvg" in page.read_text()
+
+
+@pytest.mark.parametrize("round", ["", "nan"])
+def test_one_run_is_plotted_without_a_row_that_is_damaged(run, tmp_path, round):
+    """It was a TypeError or a ValueError, though a page and a picture of several runs left the row out."""
+    head, first, second = (run.folder / "metrics.csv").read_text().splitlines()
+    (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
+    (tmp_path / "metrics.csv").write_text("\n".join([head, first, second.replace("2", round, 1), ""]))
+    (line,) = (line for line in Run.load(tmp_path).plot().axes[1].lines if line.get_label() == "loss")
+    assert line.get_xdata().tolist() == [1]
 
 
 def test_fit_answers_a_folder_that_holds_a_run(run, trial, capsys):

@@ -86,6 +86,11 @@ def test_dashboard_that_wandb_refuses_is_one_line(workplace, server):
         (["--picture", "p.png", "nowhere"], {}, "no run with at least one round"),
         (["--json", "d.json", "runs/a"], {}, "--picture FILE"),
         (["--projet", "p"], {}, "did you mean project?"),
+        (
+            ["--json", "d.json", "--entity", "me"],
+            {},
+            "--entity: is for --project P, whose user or team it is, got 'me'",
+        ),
     ],
 )
 def test_mistake_is_one_line(workplace, argv, env, said):
