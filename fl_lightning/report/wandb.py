@@ -244,6 +244,8 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         except Exception:
             import wandb
 
+            if wandb.run not in (None, run):  # somebody's own
+                return
             try:
                 wandb.teardown(exit_code=1)  # or else it would complain at the process's end
             except Exception:
@@ -299,7 +301,12 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         given = {name: value for name, value in self._wandb_init.items() if value is not None}
         defaults = {"name": about["name"], "group": about["method"]}
         options = {**defaults, **given, "dir": str(self.folder), "id": self._id, "resume": "allow"}
-        return wandb.init(**options, settings=wandb_access.settings(mode=mode))
+        # Only the one that is not made beside others is `wandb.run`, to which callbacks may log.
+        options["reinit"] = "create_new" if wandb_access.has_open_run() else "return_previous"
+        run = wandb.init(**options, settings=wandb_access.settings(mode=mode))
+        if run.id != self._id:
+            raise RuntimeError(f"it gave the run {run.id}, which is open in this process, in place of a new one")
+        return run
 
     def _drop_empty_files(self) -> None:
         """Delete what a kill left before anything was written: ``wandb sync`` would stumble over it."""

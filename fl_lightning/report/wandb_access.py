@@ -29,6 +29,13 @@ def settings(**more: Any) -> Any:
     return wandb.Settings(**{name: value for name, value in {**SETTINGS, **more}.items() if name in known})
 
 
+def has_open_run() -> bool:
+    """Whether a run is open in this process already, a notebook's say: W&B would give it in place of a new one."""
+    import wandb
+
+    return getattr(wandb.setup(), "most_recent_active_run", wandb.run) is not None
+
+
 def has_key(base: Any) -> bool:
     """Whether W&B would find a key without asking: in the environment, its settings, or the user's netrc file.
 

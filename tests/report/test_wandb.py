@@ -348,6 +348,27 @@ def test_command_that_is_printed_sends_the_run_and_does_nothing_else(tmp_path, m
     assert "\\u202e" in said
 
 
+def test_run_of_ones_own_that_is_open_gets_no_round_and_stays_open(tmp_path, monkeypatch):
+    """A notebook's, say: W&B gives it again to who asks for a run, unless told otherwise."""
+    theirs, ours = Run(), Run()
+    theirs.id = "theirs"
+
+    def init(id, reinit=None, **options):
+        ours.id = id
+        return ours if reinit == "create_new" else theirs
+
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr(wandb_access, "has_open_run", lambda: True, raising=False)
+    for run in (theirs, ours):
+        run.config = SimpleNamespace(update=lambda values, **options: None)
+    made = WandbLogger(save_dir=str(tmp_path), offline=True)
+    made.begin(make_start(tmp_path))
+    made.log_round(RoundRecord(row(1)))
+    made.finalize("success")
+    assert (theirs.steps, theirs.finished) == ({}, [])
+    assert (ours.steps[1]["round"], ours.finished) == (1, [0])
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [
