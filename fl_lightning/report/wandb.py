@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import secrets
 import shlex
@@ -108,6 +109,10 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         require(pictures_every >= 0, "logger.pictures_every", "must be >= 0", pictures_every)
         plain = len(project) <= 128 and not re.search(r"[/\\#?%:]", project)
         require(plain, "logger.project", "must have at most 128 characters, none of them / \\ # ? % :", project)
+        for key, own in (("id", id), ("version", version)):
+            plain = own is None or (1 <= len(own) <= 128 and own == own.strip() and not re.search(r"[/\\#?%:;,']", own))
+            rule = "must have 1 to 128 characters, none of them / \\ # ? % : ; , ' and no space at an end"
+            require(plain, f"logger.{key}", rule, own)
         given = {"entity": entity, **asdict(labels)}
         super().__init__(name=name, save_dir=save_dir, id=version or id, offline=offline, project=project, **given)
         self._id: str | None = version or id
@@ -280,7 +285,7 @@ class WandbLogger(RunLogger, LightningWandbLogger):
                 reason = f"it refused ({_described(error)})"
         self.is_offline = True
         self._experiment = self._init("offline")
-        where = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*-{self._id}*"
+        where = f"{shlex.quote(str(self.folder))}/wandb/offline-run-*-{shlex.quote(str(self._id))}*"
         self._place = f"wandb sync {where}"
         _say(f"{reason}, so this run is recorded offline; to send it: {self._place}")
 
@@ -301,12 +306,19 @@ class WandbLogger(RunLogger, LightningWandbLogger):
         given = {name: value for name, value in self._wandb_init.items() if value is not None}
         defaults = {"name": about["name"], "group": about["method"]}
         options = {**defaults, **given, "dir": str(self.folder), "id": self._id, "resume": "allow"}
-        # Only the one that is not made beside others is `wandb.run`, to which callbacks may log.
+        # Only one that is not made beside others is `wandb.run`, to which callbacks may log.
+        self._require_folder()
         options["reinit"] = "create_new" if wandb_access.has_open_run() else "return_previous"
         run = wandb.init(**options, settings=wandb_access.settings(mode=mode))
         if run.id != self._id:
             raise RuntimeError(f"it gave the run {run.id}, which is open in this process, in place of a new one")
         return run
+
+    def _require_folder(self) -> None:
+        """Refuse a folder in which W&B cannot write: it would take one for passing files, where nobody looks for it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.R_OK | os.W_OK):
+            raise PermissionError(f"{self.folder} cannot be written")
 
     def _drop_empty_files(self) -> None:
         """Delete what a kill left before anything was written: ``wandb sync`` would stumble over it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
@@ -70,7 +71,8 @@ def run_files(folder: Path, run_id: str) -> list[Path]:
         folder: the folder in which W&B made its folder ``wandb``.
         run_id: W&B's id of the run.
     """
-    found = (folder / "wandb").glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
+    name = glob.escape(run_id)
+    found = (folder / "wandb").glob(f"*run-*-{name}*/run-{name}.wandb")
     return sorted(found, key=lambda path: _begun(path, run_id))
 
 

@@ -65,6 +65,10 @@ def test_files_of_a_run_are_found_oldest_first(tmp_path):
     assert [is_unsent(path) for path in found] == [False, True]
     found[1].with_name("run-ab.wandb.synced").touch()
     assert not is_unsent(found[1])
+    name = tmp_path / "wandb" / "run-20260101_000000-[a]"
+    name.mkdir()
+    (name / "run-[a].wandb").touch()
+    assert run_files(tmp_path, "[a]") == [name / "run-[a].wandb"]
 
 
 def test_files_that_were_begun_in_one_second_are_found_in_order(tmp_path):
@@ -337,7 +341,7 @@ def test_best_of_what_costs_is_the_lowest(logger):
 def test_command_that_is_printed_sends_the_run_and_does_nothing_else(tmp_path, monkeypatch, capsys):
     """A run's name is somebody's words, and the command is there to be pasted."""
     name = "a $(touch owned) <b>'\u202e"
-    made = WandbLogger(save_dir=str(tmp_path / name), offline=True)
+    made = WandbLogger(save_dir=str(tmp_path / name), offline=True, id="[$(touch owned)]")
     monkeypatch.setattr(made, "_init", lambda mode: Run())
     made.begin(make_start(tmp_path))
     (_, command), said = made.places()[0], capsys.readouterr().err
@@ -374,6 +378,9 @@ def test_run_of_ones_own_that_is_open_gets_no_round_and_stays_open(tmp_path, mon
     [
         ({"project": "<script>alert(1)</script>"}, "logger.project"),
         ({"project": "x" * 129}, "logger.project"),
+        ({"id": "a b/c"}, "logger.id"),
+        ({"id": ""}, "logger.id"),
+        ({"version": " a"}, "logger.version"),
         ({"labels": {"tags": ["a", ""]}}, "logger.labels.tags"),
         ({"labels": {"tags": ["t" * 65]}}, "logger.labels.tags"),
     ],
@@ -383,7 +390,21 @@ def test_words_that_wandb_refuses_are_refused_before_training(tmp_path, options,
         build_as(WandbLogger, {"save_dir": str(tmp_path), **options}, "logger")
     assert str(caught.value).startswith(f"{key}: must")
     wild = {"project": "<img src=x onerror=alert(1)>", "labels": {"tags": ["[x](javascript:alert(1))"]}}
+    wild |= {"id": "[a] b.c"}
     build_as(WandbLogger, {"save_dir": str(tmp_path), **wild}, "logger")  # W&B shows them as they are
+
+
+def test_folder_that_cannot_be_written_is_the_end_of_wandb(tmp_path, monkeypatch, capsys):
+    """W&B would go to a folder for passing files, and neither the command that is printed nor a resumption finds it."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("wandb.init", lambda **options: pytest.fail("began"))
+    made = WandbLogger(save_dir=str(tmp_path / "file" / "inner"), offline=True)
+    made.begin(make_start(tmp_path))
+    assert made.lost
+    assert made.places() == []
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("W&B: failed (NotADirectoryError")
 
 
 def test_bad_setting_is_said_with_its_name(logger, capsys):
