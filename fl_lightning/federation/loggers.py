@@ -110,13 +110,17 @@ class Loggers:
 
 
 def _require_apart(loggers: Iterable[Logger]) -> None:
-    """Refuse two of Lightning's loggers of one kind with one folder, in which every row would stand twice."""
+    """Refuse two loggers of one kind with one place, in which every row would stand twice."""
     seen: dict[tuple[type, str], int] = {}
     for index, logger in enumerate(loggers):
         if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-            first = seen.setdefault((type(logger), logger.log_dir), index)
-            rule = f"writes into the folder of logger.{first}; give one of them another name"
-            require(first == index, f"logger.{index}", rule, type(logger).__name__)
+            place, rule = logger.log_dir, "writes into the folder of logger.{}; give one of them another name"
+        elif isinstance(logger, RunLogger):  # it keeps in the run's folder what the run is called where it goes
+            place, rule = "", "would log into the run of logger.{}; leave one of them out"
+        else:
+            continue
+        first = seen.setdefault((type(logger), place), index)
+        require(first == index, f"logger.{index}", rule.format(first), type(logger).__name__)
 
 
 def log_row(logger: Logger, row: Row) -> None:

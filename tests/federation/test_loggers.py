@@ -18,6 +18,13 @@ def test_two_loggers_of_one_kind_write_into_folders_of_their_own(tmp_path):
         Loggers([CSVLogger(tmp_path), TensorBoardLogger(tmp_path), CSVLogger(tmp_path)])
 
 
+def test_second_wandb_logger_is_refused(tmp_path):
+    """Both logged every round into one run: the folder keeps one id."""
+    wandb = pytest.importorskip("fl_lightning.report.wandb")
+    with pytest.raises(ConfigError, match=r"^logger\.1: would log into the run of logger\.0; leave one of them out"):
+        Loggers([wandb.WandbLogger(project="a"), wandb.WandbLogger(project="b")])
+
+
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 @pytest.mark.parametrize("saved", [0, 2])
 def test_rounds_after_the_last_checkpoint_of_a_killed_process_are_not_there_twice(tmp_path, saved, monkeypatch):
