@@ -32,6 +32,7 @@ from fl_lightning.report.columns import is_score, is_validated
 from fl_lightning.report.journal import altered
 from fl_lightning.report.record import Row as Record
 from fl_lightning.report.recorded_run import has_ended, rows_of
+from fl_lightning.report.wandb_name import CLASS_PATH
 from fl_lightning.sealed import read_json
 from fl_lightning.table.definition import Column, Definition, Row
 from fl_lightning.table.overlays import Overlay
@@ -335,9 +336,20 @@ def _resolved(options: Sequence[str], row: Row, column: Column) -> Config:
     try:
         config = configured("fit", "", list(options))[1]
         rehearse(config)  # what its constructors will refuse is refused before the first run
+        _check_loggers(config)
         return config
     except ConfigError as error:
         raise ConfigError(f"rows.{row.name}, columns.{column.name}", str(error)) from error
+
+
+def _check_loggers(config: Config) -> None:
+    """Refuse a logger's name for the run, under which all would log; a version in the run's own folder is none."""
+    for index, node in enumerate(config["logger"] or ()):
+        own, ours = node.get("init_args") or {}, node["class_path"] == CLASS_PATH
+        alone = not ours and own.get("save_dir") is None
+        for name in ("run_id", "experiment_key", *(["id"] if ours else []), *([] if alone else ["version"])):
+            rule = "must be left out: all runs of a table or a search would log under it"
+            require(own.get(name) is None, f"logger.{index}.{name}", rule, own.get(name))
 
 
 def _check_figures(table: Definition, row: Row, column: Column, config: Config) -> None:

@@ -148,6 +148,27 @@ def test_figure_of_validation_parts_needs_them(tmp_path, figure, settings, said)
 
 
 @pytest.mark.parametrize(
+    ("logger", "key"),
+    [
+        ("{class_path: wandb, init_args: {id: mine}}", "id"),
+        ("{class_path: wandb, init_args: {version: mine}}", "version"),
+        ("{class_path: CSVLogger, init_args: {save_dir: logs, version: 3}}", "version"),
+        ("{class_path: CSVLogger, init_args: {version: 3}}", ""),
+        ("{class_path: CSVLogger, init_args: {save_dir: logs}}", ""),
+    ],
+)
+def test_name_under_which_all_runs_would_log_is_refused(tmp_path, logger, key):
+    rest = f"columns: {{Digits: {{set: {{logger: [{logger}]}}}}}}\nrows: {{FedAvg: {{}}}}\n"
+    (tmp_path / "own.yaml").write_text(f"base: {{files: [quickstart]}}\nfigure: Local-T.last\n{rest}")
+    definition = read_definition(tmp_path / "own.yaml")
+    if not key:
+        cells_of(definition, Choice(tmp_path))
+        return
+    with pytest.raises(ConfigError, match=rf"logger\.0\.{key}: must be left out: all runs of a table or a search"):
+        cells_of(definition, Choice(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("kind", "published"),
     [
         ("fl_lightning.data.image_folder.ImageFolder", False),
