@@ -16,11 +16,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
 
 from fl_lightning.building import architectures, build, build_as
 from fl_lightning.command_line import OPTIMIZER
 from fl_lightning.configuration import Config, contents, identity, short_name
+from fl_lightning.configured_loggers import build_loggers, keep_versions
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.cache import streams
@@ -50,9 +50,6 @@ from fl_lightning.sealed import read_json, write_json
 from fl_lightning.sizes import check_memory
 from fl_lightning.terminal import say
 from fl_lightning.trust import import_name
-
-LOGGERS = "loggers.json"
-"""In the run's folder: the versions of loggers, so that a resumed run goes on in the same ones."""
 
 
 def name_of(config: Config) -> str:
@@ -174,7 +171,8 @@ class BuiltExperiment:
         """
         self.check(resume, overwrite)
         main = self.loop.workers.is_main
-        loggers = Loggers(self._loggers(resume)) if main else Loggers()
+        nodes = self.config["logger"] or ()
+        loggers = build_loggers(nodes, self.folder, resume is not None) if main else Loggers()
         try:
             with RunFolder(self.folder).held() if main else nullcontext() as check:
                 self._prepare(resume, overwrite, loggers, check)
@@ -253,9 +251,8 @@ class BuiltExperiment:
             config = {**config, "federation": {**config["federation"], "rounds": done}}
         write_text(self.folder / "config.yaml", dump_yaml(config))
         write_json(self.folder / "partition.json", self.data.partition_record())
-        versions = {str(index): version for index, version in loggers.versions.items()}
-        if versions:
-            write_json(self.folder / LOGGERS, versions)
+        loggers.reserve()
+        keep_versions(config["logger"] or (), loggers, self.folder)
         loggers.log_hyperparams(self.config)
 
     @property
@@ -301,25 +298,6 @@ class BuiltExperiment:
         """What a worker does that is not the main one; signals reach it only where torchrun or SLURM send them."""
         with stop_on_signals(self.loop, self.signals) if started_outside() != (1, 1) else nullcontext():
             self.loop.run()
-
-    def _loggers(self, resume: str | None) -> list[Logger]:
-        """The configured loggers, writing into the run's folder; a resumed run's go on under their old version."""
-        file, versions = self.folder / LOGGERS, {}
-        if resume is not None and file.is_file():
-            try:
-                versions = read_json(file, "--resume")
-            except ConfigError as error:
-                say(f"{error}; loggers begin new versions")
-        loggers = []
-        for index, node in enumerate(self.config["logger"] or ()):
-            takes = inspect.signature(import_name(node["class_path"])).parameters
-            given = {"save_dir": str(self.folder)} if "save_dir" in takes else {}
-            if "version" in takes and str(index) in versions:
-                given["version"] = versions[str(index)]
-            own = node.get("init_args") or {}
-            said = {name: value for name, value in own.items() if value is not None}
-            loggers.append(build({**node, "init_args": {**own, **given, **said}}, f"logger.{index}"))
-        return loggers
 
     def about(self) -> Config:
         """What `summary.json` says of the run beside its numbers."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -14,24 +17,41 @@ from fl_lightning.errors import require
 from fl_lightning.report.run_logger import RoundRecord, Row, RunLogger, RunStart
 from fl_lightning.terminal import say
 
+_OF_FOLDERS = (CSVLogger, TensorBoardLogger)
+
 
 class Loggers:
     """Hands a run's numbers to loggers. A run does not depend on them: one that raises is left out from then on.
 
     Args:
         loggers: Lightning's loggers.
+        kept: the versions that they had in an earlier process of the run, by their places.
 
     Raises:
         ConfigError: if two of them would write into one another's files.
     """
 
-    def __init__(self, loggers: Sequence[Logger] = ()) -> None:
+    def __init__(self, loggers: Sequence[Logger] = (), kept: Mapping[int, Any] = MappingProxyType({})) -> None:
+        # What is asked for its version has chosen one.
+        self._choosing = [own for own in loggers if isinstance(own, _OF_FOLDERS) and own._version is None]
         _require_apart(loggers)
         self.present = list(loggers)
-        found = ((index, version_of(logger)) for index, logger in enumerate(self.present))
-        self.versions = {index: version for index, version in found if version is not None}
-        """The version under which a logger writes, by its place, so that a resumed run goes on in the same folder."""
+        self._all = tuple(loggers)
+        self._taken_up = [own for index, own in enumerate(loggers) if index in kept and version_of(own) == kept[index]]
         self._open = True
+
+    @property
+    def versions(self) -> dict[int, Any]:
+        """The version under which a logger writes, by its place, so that a resumed run goes on in the same folder."""
+        found = ((index, version_of(logger)) for index, logger in enumerate(self._all))
+        return {index: version for index, version in found if version is not None}
+
+    def reserve(self) -> None:
+        """Make the folders of versions that loggers chose by themselves, so that no other run chooses the same."""
+        made: set[Path] = set()
+        for logger in self._choosing:
+            with suppress(OSError):  # it says so itself when it is told something
+                _reserve(logger, made)
 
     @contextmanager
     def _guarded(self, logger: Logger) -> Iterator[None]:
@@ -55,7 +75,10 @@ class Loggers:
         """Tell them the run's configuration."""
 
         def tell(logger: Logger) -> None:
-            logger.log_hyperparams(copy.deepcopy(dict(config)))  # what the run is built from stays as it is
+            with warnings.catch_warnings():
+                if logger in self._taken_up:  # a CSVLogger's, whose rows are all written again
+                    warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
+                logger.log_hyperparams(copy.deepcopy(dict(config)))  # what the run is built from stays as it is
 
         self._tell(tell, tell)  # type: ignore[arg-type]
 
@@ -113,7 +136,7 @@ def _require_apart(loggers: Iterable[Logger]) -> None:
     """Refuse two loggers of one kind with one place, in which every row would stand twice."""
     seen: dict[tuple[type, str], int] = {}
     for index, logger in enumerate(loggers):
-        if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+        if isinstance(logger, _OF_FOLDERS):
             place, rule = logger.log_dir, "writes into the folder of logger.{}; give one of them another name"
         elif isinstance(logger, RunLogger):  # it keeps in the run's folder what the run is called where it goes
             place, rule = "", "would log into the run of logger.{}; leave one of them out"
@@ -121,6 +144,27 @@ def _require_apart(loggers: Iterable[Logger]) -> None:
             continue
         first = seen.setdefault((type(logger), place), index)
         require(first == index, f"logger.{index}", rule.format(first), type(logger).__name__)
+
+
+def _reserve(logger: CSVLogger | TensorBoardLogger, made: set[Path]) -> None:
+    """Make a logger's folder, or let it choose another version where somebody else has made it since it looked.
+
+    Args:
+        logger: it has chosen a version.
+        made: the folders of the run's other loggers, which it may share; it gets this one, too.
+    """
+    seen = None
+    while logger.version != seen and "://" not in logger.log_dir:  # one that chooses blindly stays with its choice
+        folder = Path(logger.log_dir).expanduser()
+        if folder in made:
+            return
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            seen, logger._version = logger.version, None
+        else:
+            made.add(folder)
+            return
 
 
 def log_row(logger: Logger, row: Row) -> None:

@@ -18,6 +18,34 @@ def test_two_loggers_of_one_kind_write_into_folders_of_their_own(tmp_path):
         Loggers([CSVLogger(tmp_path), TensorBoardLogger(tmp_path), CSVLogger(tmp_path)])
 
 
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_runs_that_begin_at_once_log_into_folders_of_their_own(tmp_path, kind):
+    """Both had looked which version is free before either wrote: cells of a table, say."""
+    if kind is TensorBoardLogger:
+        pytest.importorskip("tensorboard")
+    runs = [Loggers([kind(tmp_path), kind(tmp_path / "apart", version=0)]) for _ in range(3)]
+    for run in runs:
+        run.reserve()
+    assert [run.versions for run in runs] == [{0: 0, 1: 0}, {0: 1, 1: 0}, {0: 2, 1: 0}]
+    assert not (tmp_path / "apart").exists()  # it was told a version, and makes the folder when it writes
+
+
+def test_loggers_of_one_run_may_share_a_folder(tmp_path):
+    pytest.importorskip("tensorboard")
+    one = Loggers([CSVLogger(tmp_path), TensorBoardLogger(tmp_path)])
+    one.reserve()
+    assert one.versions == {0: 0, 1: 0}
+
+
+def test_version_that_can_never_be_taken_ends_the_search(tmp_path):
+    """A file in its place, which no listing of folders shows."""
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "lightning_logs" / "version_0").touch()
+    one = Loggers([CSVLogger(tmp_path)])
+    one.reserve()
+    assert one.versions == {0: 0}
+
+
 def test_second_wandb_logger_is_refused(tmp_path):
     """Both logged every round into one run: the folder keeps one id."""
     wandb = pytest.importorskip("fl_lightning.report.wandb")
