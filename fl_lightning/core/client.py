@@ -350,7 +350,7 @@ class ClientModule(L.LightningModule):
         if self.private is not None:
             self.private.leave()
         self.own.end_fit()
-        self.logged.end(self, self.meter, self.own.logged_in_fit)
+        self.logged.end(self, self.meter, self.own.logged_for_run)
         for parameter in self._trainable:
             parameter.requires_grad_(True)
             parameter.grad = None

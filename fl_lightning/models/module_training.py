@@ -47,6 +47,8 @@ class ModuleTraining(OwnTraining):
         """The present mini-batch of the epoch; before the first one -1."""
         self.logged = Logged()
         self.logged_in_fit: dict[str, float] = {}
+        """What is at hand in the fit, for schedulers and `trainer.callback_metrics`; what is kept from loggers, too."""
+        self.logged_for_run: dict[str, float] = {}
         self.accumulate, self._lr_factor = 1, 1.0
         self._waits_for_end: tuple[Any, ...] = ()
         self._depth = 0  # of the blocks in which the module is whole
@@ -163,7 +165,7 @@ class ModuleTraining(OwnTraining):
     def start_fit(self) -> None:
         self.batch, self.num_steps, self.trains = -1, 0, False
         self._reset_metrics()  # those of a fit that broke off
-        self.logged, self.logged_in_fit = Logged(), {}
+        self.logged, self.logged_in_fit, self.logged_for_run = Logged(), {}, {}
         self._call("on_fit_start")
         self._call("on_train_start")
 
@@ -181,6 +183,7 @@ class ModuleTraining(OwnTraining):
         if self.devices is not None:
             self.logged.merge(self.devices.gather(self.logged.numbers()))
         self.logged_in_fit |= self.logged.means()
+        self.logged_for_run |= self.logged.means(for_run=True)
         if not self.steps_itself:
             self.present.end_epoch(self.epoch, self.logged_in_fit)
         self._reset_metrics()
@@ -382,7 +385,7 @@ class Together(OwnTraining):
         for home in self.homes:
             home.end_fit()
         self.machine = None
-        self.logged_in_fit = next((home for home in self.homes if home.trains), self.homes[0]).logged_in_fit
+        self.logged_for_run = next((home for home in self.homes if home.trains), self.homes[0]).logged_for_run
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:

@@ -28,10 +28,11 @@ class Entry:
     Args:
         reduction: mean, sum, max or min of what is logged.
         forked: whether it is logged by the step and by the epoch, and has Lightning's three names.
+        hidden: whether it is kept from loggers.
     """
 
-    def __init__(self, reduction: str, forked: bool) -> None:
-        self.reduction, self.forked = reduction, forked
+    def __init__(self, reduction: str, forked: bool, hidden: bool = False) -> None:
+        self.reduction, self.forked, self.hidden = reduction, forked, hidden
         self.values: list[float] = []
         self.weights: list[float] = []
         self.metric: Metric | None = None
@@ -111,7 +112,8 @@ class Logged:
             self.loss = torch.as_tensor(value).detach().reshape(())
         if number is not None and not self.counts:
             return
-        entry = self._entries.setdefault((self.hook, name), Entry(reduction, all(levels)))
+        hidden = not (any(levels) and (logger is None or logger))
+        entry = self._entries.setdefault((self.hook, name), Entry(reduction, all(levels), hidden))
         if number is None:  # on every device, which wait for one another when it is computed
             entry.metric = value
         else:
@@ -123,16 +125,20 @@ class Logged:
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
-    def means(self) -> dict[str, float]:
+    def means(self, for_run: bool = False) -> dict[str, float]:
         """What was logged in the present epoch; of a name that several hooks log, the last one's.
 
         What was logged by the step and by the epoch is there under Lightning's three names.
+
+        Args:
+            for_run: leave out what is kept from loggers: ``logger=False``, or neither by the step nor by the epoch.
         """
         found: dict[str, float | None] = {}
         for (_, name), entry in self._entries.items():
-            found[name] = entry.of_epoch()
+            own = {name: entry.of_epoch()}
             if entry.forked:
-                found |= {f"{name}_step": entry.of_step(), f"{name}_epoch": found[name]}
+                own |= {f"{name}_step": entry.of_step(), f"{name}_epoch": own[name]}
+            found |= dict.fromkeys(own) if for_run and entry.hidden else own
         return {name: value for name, value in found.items() if value is not None}
 
     def check(self) -> None:
@@ -163,7 +169,7 @@ class Logged:
         """
         for key in dict.fromkeys(key for part in parts for key in part):
             logged = [part[key] for part in parts if key in part]
-            whole = self._entries[key] = Entry(logged[0].reduction, logged[0].forked)
+            whole = self._entries[key] = Entry(logged[0].reduction, logged[0].forked, logged[0].hidden)
             whole.values = [value for entry in logged for value in entry.values]
             whole.weights = [weight for entry in logged for weight in entry.weights]
 

@@ -57,8 +57,8 @@ class OwnTraining:
     """Whether the present mini-batch's samples count; a device that would have none sees one that does not."""
     factor = 1.0
     """What a mean over those samples is worth, so that the average over devices is the whole mini-batch's mean."""
-    logged_in_fit: Mapping[str, float] = MappingProxyType({})
-    """What the model has logged in the present fit, or in the last one: of each name what its last epoch came to."""
+    logged_for_run: Mapping[str, float] = MappingProxyType({})
+    """What the model has logged for loggers in the present fit, or in the last one: of each name its last epoch's."""
 
     def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
         """The share of the model and of further copies of it, which a method trains beside it.

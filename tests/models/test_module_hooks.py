@@ -494,6 +494,28 @@ def test_what_is_logged_goes_by_lightnings_names(monitor, set_up_federation, cap
     assert capsys.readouterr().out == "epoch 0\n" * 4
 
 
+class KeepsBack(Plain):
+    """Logs what is for no logger, and looks whether it is at hand in the fit."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("shown", 1.0, prog_bar=True)
+        self.log("hidden", 2.0, logger=False, on_step=True, on_epoch=True)
+        self.log_dict({"neither": 3.0}, on_step=False, on_epoch=False)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        self.seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def test_what_is_kept_from_loggers_is_at_hand_in_the_fit_alone(set_up_federation):
+    KeepsBack.seen = []
+    loop = set_up_federation(lambda: FedAvg(wrapped(KeepsBack())), rounds=1)
+    loop.run()
+    hidden = {"hidden": 2.0, "hidden_step": 2.0, "hidden_epoch": 2.0}
+    assert KeepsBack.seen[-1] == {"shown": 1.0, **hidden, "neither": 3.0}
+    assert loop.runner.modules[0].logged.values == {"shown": 1.0}
+
+
 class LogsEach(Plain):
     """Logs numbers, and metrics that are no part of it, in all of Lightning's ways."""
 
