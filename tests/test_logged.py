@@ -1,5 +1,7 @@
 """What a module of one's own and Lightning's callbacks log in their fits: `logged.csv`, loggers, pages."""
 
+import csv
+
 import lightning as L
 import pytest
 import torch
@@ -149,6 +151,16 @@ def test_loggers_and_pages_have_the_means(own, tmp_path):
     assert {"log/hits", "log/size"} <= titles
     assert "log/broken" not in titles
     assert "Logged in the fits" in run.report().read_text()
+
+
+def test_name_with_odd_letters_is_the_same_to_loggers_live_and_after_a_resumption(own, tmp_path):
+    csv_logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
+    own("logged-odd", rounds=1, logger=csv_logger).fit()
+    own("logged-odd", rounds=2, logger=csv_logger).fit(resume="auto")
+    (written,) = tmp_path.rglob("metrics.csv")
+    with written.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["Local-T"]]
+    assert [row['log/a "quoted", name'] for row in rows] == ["2.0", "2.0"]
 
 
 def test_what_logs_nothing_has_no_file(trial):

@@ -286,7 +286,7 @@ def _logged_rows(logged: Mapping[int, Mapping[str, float]], row: Mapping[str, An
     own = [(client, name, value) for client in sorted(logged) for name, value in logged[client].items()]
     means = [(None, name.removeprefix(LOG), value) for name, value in row.items() if name.startswith(LOG)]
     return [
-        {"round": row["round"], "client": client, "value": value, "name": " ".join(name.split())}
+        {"round": row["round"], "client": client, "value": value, "name": name}
         for client, name, value in (*own, *means)
     ]
 

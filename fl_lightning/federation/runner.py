@@ -53,6 +53,7 @@ from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
 from fl_lightning.models.describe import has_batch_norm
+from fl_lightning.report.record import as_logged
 from fl_lightning.sealed import save_tensors
 from fl_lightning.seeding import derive_seed, seed_global_streams
 
@@ -198,7 +199,7 @@ class Runner:
             self.fit(module, data, round) if visit.fit is None else visit.fit()
             self._own, self._memory = visit.own, visit.memory
             losses, said = checkups.losses(), set(module.loss_names)
-            logged = {**module.logged.values, **{name: own for name, own in losses.items() if name not in said}}
+            logged = as_logged(module.logged.values | {name: own for name, own in losses.items() if name not in said})
             checkups.state(module.entries, self._own)
         with at(round, client, "evaluation after the fit"), self.stopwatch.part("evaluate"):
             if job.trained:

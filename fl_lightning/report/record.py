@@ -91,6 +91,15 @@ def _number(cell: str) -> float | int | None:
             return None
 
 
+def as_logged(values: Mapping[str, float]) -> dict[str, float]:
+    r"""Logged values by the names that they have in a line of `logged.csv`, and so to loggers and everywhere else.
+
+    >>> as_logged({"two  words\nand \x1b": 1.0})
+    {'two words and \\x1b': 1.0}
+    """
+    return {printable(" ".join(name.split())): value for name, value in values.items()}
+
+
 def read_logged(path: Path) -> list[Row]:
     """Read a run's `logged.csv`; a row that is damaged, or cut short, is left out."""
     if not path.is_file():
