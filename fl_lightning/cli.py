@@ -189,19 +189,13 @@ def _fit_and_show(
 ) -> int:
     from fl_lightning.federation.launch import leave
     from fl_lightning.federation.loggers import places
-    from fl_lightning.federation.remarks import remarks
     from fl_lightning.federation.sickness import RoundError
     from fl_lightning.report.console import print_summary
     from fl_lightning.report.live import RoundProgress
 
-    def shown() -> list[RoundProgress]:
-        for remark in remarks(experiment.loop):
-            console.print(f"note: {remark}", highlight=False, soft_wrap=True)
-        return [progress]
-
     with RoundProgress(console, verbose=verbose) as progress:
         try:
-            summary = experiment.fit(resume, overwrite, callbacks=shown)
+            summary = experiment.fit(resume, overwrite, callbacks=lambda: [progress])
         except StoppedAtOnce as stopped:
             kept = experiment.loop.checkpoints
             rounds = [round_of(path) for path in kept.all()] if kept is not None else []

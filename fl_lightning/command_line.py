@@ -86,12 +86,16 @@ class Part:
     settings: list[Setting]
 
 
+_ANEW = ("method", "model", "optimizer")
+"""Sections whose class, named anew, takes over nothing."""
+
+
 class CommandLine:
     """What the words after the subcommand say, files and environment included and short forms written out.
 
-    A method or model that is named anew replaces what was said of the one before: an argument would be handed on to the
-    new class wherever that has one of the same name, a weight of 10 that suits one method to a method that means
-    something else by it. So does a list of models, and a model named after it.
+    A method, model or optimizer that is named anew replaces what was said of the one before: an argument would be
+    handed on to the new class wherever that has one of the same name, a weight of 10 that suits one method to a method that
+    means something else by it, Adam's learning rate to SGD. So does a list of models, and a model named after it.
 
     Args:
         argv: the command line after the subcommand; from Python, what a file would hold may stand among its words.
@@ -152,7 +156,7 @@ class CommandLine:
     def _add(self, part: Part) -> None:
         if part.section == "model" and isinstance(part.content, More):
             self._is_list = True
-        elif part.section in ("method", "model"):
+        elif part.section in _ANEW:
             given = dict(part.settings)
             named = given.get(part.section, given.get(f"{part.section}.class_path"))
             if isinstance(named, (str, list)):

@@ -32,6 +32,7 @@ from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
 from fl_lightning.federation.reexamination import Figure, reexamine
+from fl_lightning.federation.remarks import remarks
 from fl_lightning.federation.saving import take_up
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, RoundError
@@ -286,6 +287,8 @@ class BuiltExperiment:
         given = list(callbacks()) if callbacks is not None else []
         self.loop.callbacks += given
         take_up(self.loop, self._kept_by_callbacks, given)
+        for remark in remarks(self.loop):
+            say(f"fl-lightning: note: {remark}")
         with self.recorder, stop_on_signals(self.loop, self.signals) as stopping:
             final = self.loop.run()
             self.asked_by = stopping.first

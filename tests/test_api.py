@@ -530,6 +530,20 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     assert watch.best[1] > 0
 
 
+class NearlyTold(FederationCallback):
+    def on_rounds_end(self, loop, row):
+        raise AssertionError("nobody calls it")
+
+
+def test_what_a_user_should_know_of_a_run_is_said_from_python_too(trial, capfd):
+    """Only the command line said it, and not under ``--quiet``."""
+    trial(name="noted", federation__rounds=1, data__batch_size=4096).fit(callbacks=[NearlyTold()])
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("fl-lightning: note: ")]
+    assert len(said) == 2
+    assert "data.batch_size: 4096 is more than any client has" in said[0]
+    assert "NearlyTold.on_rounds_end() is no hook, and nobody calls it; did you mean on_round_end()?" in said[1]
+
+
 class Enough(FederationCallback):
     """Has enough in round 5."""
 

@@ -43,7 +43,8 @@ class FederatedData:
         test_fraction: each client's share of test samples under ``holdout``, from 0 to below 1.
         validation_fraction: share cut from each client's training part for validation, from 0 to below 1.
         batch_size: samples in a mini-batch.
-        drop_last: drop a smaller last mini-batch, but never a client's only one.
+        drop_last: drop a smaller last mini-batch, but never a client's only one. (One of a single sample is always
+            dropped where the model has batch norm.)
         evaluate_on: ``test``; or ``validation``, to choose hyperparameters: every accuracy of the run is then one on
             the validation parts, at which no method looks, and the test parts are not looked at.
         shift: what makes clients' samples look, or mean, something else; null for nothing.

@@ -91,8 +91,9 @@ class Federation:
             started. It changes no result.
         threads: threads of each worker on the CPU, >= 1. By default one where `workers` is a number or the model is so
             small (4 million operations of a mini-batch's forward pass) that threads wait more than they compute, the
-            cores divided by the workers where it is ``auto`` or they share GPUs, else torch's own choice. Another
-            number may change sums in their last bit.
+            cores divided by the workers where it is ``auto`` or they share GPUs, else torch's own choice, as
+            wherever torchrun or srun has started the workers (torchrun says 1). Another number may change sums in
+            their last bit.
         cohort: clients of one architecture whose local steps run as one: for small models, whose step is overhead and
             not arithmetic. A number >= 2, or ``auto``, which measures a few steps at the start and chooses; null or 1
             fits one after another. Numbers agree but for rounding; a fit that cannot be stacked runs by itself, and one
