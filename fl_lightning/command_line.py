@@ -94,8 +94,8 @@ class CommandLine:
     """What the words after the subcommand say, files and environment included and short forms written out.
 
     A method, model or optimizer that is named anew replaces what was said of the one before: an argument would be
-    handed on to the new class wherever that has one of the same name, a weight of 10 that suits one method to a method that
-    means something else by it, Adam's learning rate to SGD. So does a list of models, and a model named after it.
+    handed on to the new class wherever that has one of the same name, a weight of 10 that suits one method to a method
+    that means something else by it, Adam's learning rate to SGD. So does a list of models, and a model named after it.
 
     Args:
         argv: the command line after the subcommand; from Python, what a file would hold may stand among its words.
