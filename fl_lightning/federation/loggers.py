@@ -59,7 +59,8 @@ class Loggers:
             yield
         except Exception as error:
             self.present.remove(logger)
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            root = error.__cause__ or error  # Lightning says of a full disk that a number cannot be logged
+            said = " ".join(f"{type(root).__name__}: {root}".split())[:200]
             on = "the run goes on without it, all its numbers are in its folder"
             say(f"logger {type(logger).__name__} failed ({said}); {on}")
 

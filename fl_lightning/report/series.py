@@ -175,7 +175,9 @@ def _setting(member: Member) -> str:
     if not isinstance(data, Mapping):
         said = member.run.partition
         return ", ".join(str(said[key]) for key in ("dataset", "partition") if key in said) or "unknown data"
-    parts = [_shown(data.get("dataset")), _shown(data.get("partition")), f"{data.get('num_clients')} clients"]
+    number = data.get("num_clients")
+    clients = "1 client" if number == 1 else f"{number} clients"
+    parts = [_shown(data.get("dataset")), _shown(data.get("partition")), clients]
     for key, usual in _USUAL.items():
         value = data.get(key)
         if value is not None and value != usual:

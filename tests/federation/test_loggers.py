@@ -74,3 +74,11 @@ def test_rounds_after_the_last_checkpoint_of_a_killed_process_are_not_there_twic
     events.Reload()
     said = [(event.step, event.value) for event in events.Scalars("Local-T")]
     assert said == [(n, 0.5 if n <= saved else 0.75) for n in range(1, 5)]
+
+
+def test_a_logger_that_fails_gives_the_reason(tmp_path, capfd):
+    """Of a file that cannot be written it was said that 0.5 cannot be logged."""
+    (tmp_path / "logs").write_text("no folder")
+    loggers = Loggers([TensorBoardLogger(tmp_path / "logs", "tb", 0)])
+    loggers.log_round({"round": 1, "Local-T": 0.5}, lambda shared: None)
+    assert capfd.readouterr().err.startswith("logger TensorBoardLogger failed (NotADirectoryError: [Errno 20]")
