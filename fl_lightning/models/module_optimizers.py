@@ -60,6 +60,17 @@ class Stretch:
         require(not (by_step and module.automatic_optimization), KEY, rule)
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
 
+    def add(self, optimizers: Sequence[Any], after_step: Callable[..., None]) -> None:
+        """Take optimizers into the phase.
+
+        Args:
+            optimizers: made for it.
+            after_step: called with one that has stepped.
+        """
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(after_step)
+        self.optimizers += optimizers
+
     def narrow(self, parameters: Sequence[nn.Parameter], theirs: set[int]) -> None:
         """Train these parameters alone; those that are not the module's join the first optimizer's first group.
 

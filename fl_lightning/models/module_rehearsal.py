@@ -33,8 +33,8 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             trained = [*double.joined.module.parameters(), *double.joined.head.parameters()]
             trained = [parameter for parameter in trained if parameter.requires_grad]
-            if not training.configured:
-                make = double.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.0), 1, 1.0)
+            if trained or not training.configured:
+                make = double.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1), 1, 1.0)
                 double.steps = _LONG
                 double.plan(_LONG)
                 make(trained)

@@ -104,7 +104,7 @@ class ModuleTraining(OwnTraining):
         require(not (self.steps_itself and clips), "trainer.gradient_clip_val", rule)
         self.stretches, self.present = [], Stretch()
         self.accumulate, self._lr_factor = accumulate, lr_factor
-        return configured if self.configured else OwnOptimizers([self])
+        return ConfiguredOptimizers([self], configured) if self.configured else OwnOptimizers([self])
 
     @override
     def plan(self, epochs: int, last: int | None = None) -> None:
@@ -135,10 +135,8 @@ class ModuleTraining(OwnTraining):
         stretch.scale(self._lr_factor)
         if not self.steps_itself:
             stretch.step_with_optimizer(lambda: self.batch + 1)
-        for optimizer in stretch.optimizers:
-            optimizer.register_step_post_hook(self._after_step)
-        self.present.optimizers += stretch.optimizers
         self.present.schedulers += stretch.schedulers
+        self.present.add(stretch.optimizers, self.after_step)
         return stretch.optimizers
 
     def rescale(self, optimizer: Any, lr: float) -> bool:
@@ -151,6 +149,8 @@ class ModuleTraining(OwnTraining):
 
     @override
     def one_optimizer(self) -> Any:
+        if self.configured:
+            return None
         made = [optimizer for stretch in self.stretches for optimizer in stretch.optimizers]
         rates = {float(group["lr"]) for optimizer in made for group in optimizer.param_groups}
         moved = any(stretch.schedulers for stretch in self.stretches)
@@ -220,7 +220,8 @@ class ModuleTraining(OwnTraining):
         if any(optimizer is own for own in self.present.optimizers):
             self._call("on_before_optimizer_step", optimizer)
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """One of the phase's optimizers has stepped."""
         self.num_steps += 1
         if not self.steps_itself:  # else the module calls zero_grad by itself, as in Lightning
             self._call("on_before_zero_grad", optimizer)
@@ -320,7 +321,7 @@ class OwnOptimizers:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """The first one for the fit's next phase."""
         own = list(parameters)
-        made = next((home for home in self.homes if _holds(home, own)), self.homes[0]).make(own)
+        made = _home_of(own, self.homes).make(own)
         self.further = made[1:]
         return made[0]
 
@@ -332,6 +333,28 @@ class OwnOptimizers:
         """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
         homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
         return any(home.rescale(optimizer, lr) for home in homes)
+
+
+class ConfiguredOptimizers:
+    """Makes the configuration's optimizers for a fit, which modules see as theirs.
+
+    Args:
+        homes: the shares of a module and of its copies that learn in the fit.
+        configured: makes an optimizer.
+    """
+
+    def __init__(self, homes: Sequence[ModuleTraining], configured: MakeOptimizer) -> None:
+        self.homes = homes
+        self.outside = configured
+        """Makes one that no module sees."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """The fit's next one; after a fit one that no module sees, too."""
+        own = list(parameters)
+        made, home = self.outside(own), _home_of(own, self.homes)
+        if home.stretches:
+            home.present.add([made], home.after_step)
+        return made
 
 
 class Together(OwnTraining):
@@ -357,8 +380,9 @@ class Together(OwnTraining):
     def optimizer(
         self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
     ) -> MakeOptimizer:
-        made = [home.optimizer(configured, accumulate, lr_factor, clips) for home in self.homes]
-        return OwnOptimizers(self.homes) if self.has_optimizer else made[0]
+        for home in self.homes:
+            home.optimizer(configured, accumulate, lr_factor, clips)
+        return OwnOptimizers(self.homes) if self.has_optimizer else ConfiguredOptimizers(self.homes, configured)
 
     @override
     def plan(self, epochs: int, last: int | None = None) -> None:
@@ -405,6 +429,11 @@ class Together(OwnTraining):
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[ModuleTraining]) -> ModuleTraining:
+    """The module whose some of the parameters are; the first where they are nobody's."""
+    return next((home for home in homes if _holds(home, parameters)), homes[0])
 
 
 def _holds(home: ModuleTraining, parameters: Sequence[nn.Parameter]) -> bool:

@@ -11,8 +11,12 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fl_lightning.core.finetuning import FineTune
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation.settings import EvaluationPolicy
+from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg
+from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.methods.pfedme import pFedMe
 from fl_lightning.models.lightning_module import WrappedLightningModule
@@ -140,12 +144,20 @@ class Watches(Plain):
     def on_before_zero_grad(self, optimizer):
         self.called.append("before zero_grad")
         assert optimizer is self.optimizers().optimizer
+        assert self.trainer.optimizers == [optimizer]
 
 
-def test_hooks_of_a_step_come_in_order_before_clipping_and_change_no_bit(set_up_federation):
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["own", "configured"])
+
+
+@OPTIMIZERS
+def test_hooks_of_a_step_come_in_order_before_clipping_and_change_no_bit(optimizer, set_up_federation):
+    """With the configured optimizer those around the step were never called."""
     flags = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     plain, watched = (
-        set_up_federation(lambda kind=kind: FedAvg(wrapped(kind())), rounds=1, trainer=flags, local_steps=4)
+        set_up_federation(
+            lambda kind=kind: FedAvg(wrapped(kind(), optimizer=optimizer)), rounds=1, trainer=flags, local_steps=4
+        )
         for kind in (Plain, Watches)
     )
     plain.run(), watched.run()
@@ -154,6 +166,31 @@ def test_hooks_of_a_step_come_in_order_before_clipping_and_change_no_bit(set_up_
     assert module.called[:12] == [*backwards, *backwards, "before step", "before zero_grad"] * 2
     assert max(module.norms) > 0.11
     assert are_equal(final(plain), final(watched))
+
+
+class NamesRate(Watches):
+    """Says what it is trained by, as many modules log it."""
+
+    def training_step(self, batch, batch_idx):
+        self.rate = self.optimizers().param_groups[0]["lr"]
+        return super().training_step(batch, batch_idx)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize(("method", "copies"), [(FedNova, 1), (Ditto, 2)])
+def test_hooks_are_of_a_fits_own_steps_alone(optimizer, method, copies, set_up_federation):
+    """Not of those by which a copy is fine-tuned before a test, or by which FedNova finds what a step is worth."""
+    loop = set_up_federation(
+        lambda: method(wrapped(NamesRate(), optimizer=optimizer)),
+        rounds=2,
+        evaluate=EvaluationPolicy(fine_tune=FineTune()),
+    )
+    loop.run()
+    module = loop.runner.modules[0].own
+    homes = module.homes if copies > 1 else [module]
+    called = [home.joined.module.called.count("before zero_grad") for home in homes]
+    steps = 2 * sum(client.num_steps(4) for client in loop.data.clients)
+    assert called == [steps] * copies
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -402,9 +439,13 @@ class Counts(Plain):
         self.counts.append((self.global_step, self.trainer.estimated_stepping_batches))
 
 
-def test_global_step_counts_optimizer_steps(set_up_federation):
+@OPTIMIZERS
+def test_global_step_counts_optimizer_steps(optimizer, set_up_federation):
     loop = set_up_federation(
-        lambda: FedAvg(wrapped(Counts())), rounds=1, trainer={"accumulate_grad_batches": 2}, local_steps=7
+        lambda: FedAvg(wrapped(Counts(), optimizer=optimizer)),
+        rounds=1,
+        trainer={"accumulate_grad_batches": 2},
+        local_steps=7,
     )
     loop.run()
     counts = loop.runner.modules[0].own.joined.module.counts
