@@ -28,7 +28,7 @@ from fl_lightning.core.method import Method, Predictor
 from fl_lightning.core.method_checks import check_fit, check_method, checked_weights
 from fl_lightning.core.naming import known_ways
 from fl_lightning.core.own_data import BoundData
-from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_callbacks
+from fl_lightning.core.plain_steps import PlainDescent, is_plain, tell_of_steps
 from fl_lightning.core.planning import Plan, plan_of
 from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateStep
 from fl_lightning.core.recall import Memory
@@ -252,8 +252,8 @@ class ClientModule(L.LightningModule):
         goes_back = backward if plain else self.manual_backward
         watch = (own.watched(goes_back), own.before_step) if own.watches else (goes_back, None)
         self._machine = Machine(self.device.type, self.trainer.precision_plugin, devices, *watch)
-        self._machine.after_step = None if plain else partial(tell_callbacks, self.trainer, self, "on_before_zero_grad")
-        own.machine = self._machine if own.steps_itself and self._machine.steps_carefully else None
+        own.machine = self._machine if own.steps_itself else None
+        tell_of_steps(self._machine, self.trainer, None if plain else self, own.steps_itself)
         self.meter = LossMeter(devices)
         optimizers = self.optimizers()
         waiting = iter(optimizers if isinstance(optimizers, list) else [optimizers])

@@ -16,15 +16,16 @@ from torch.autograd import Variable
 _run: Any = Variable._execution_engine.run_backward  # nothing that torch promises, but there since its beginnings
 
 
-def backward(loss: Tensor, **options: Any) -> None:
+def backward(loss: Tensor, *given: Any, **options: Any) -> None:
     """Add the gradient of a scalar to `.grad`, as `Tensor.backward` does.
 
     Args:
         loss: a scalar.
-        options: of `Tensor.backward`.
+        given: what else `Tensor.backward` takes, by its place.
+        options: the same by name.
     """
-    if options or not _goes_straight(loss):
-        loss.backward(**options)
+    if given or options or not _goes_straight(loss):
+        loss.backward(*given, **options)
     else:
         _run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

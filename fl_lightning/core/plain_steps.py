@@ -8,6 +8,7 @@ are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -43,10 +44,33 @@ def is_plain(trainer: Trainer) -> bool:
     return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
 
 
-def tell_callbacks(trainer: Trainer, module: LightningModule, hook: str, *given: Any) -> None:
-    """Call a hook of a trainer's callbacks that Lightning leaves to fits with automatic optimization."""
+def tell_of_steps(machine: Machine, trainer: Trainer, module: LightningModule | None, by_model: bool) -> None:
+    """Let a Trainer and its callbacks hear what Lightning's own wrapper of an optimizer does not tell them.
+
+    Args:
+        machine: of the fit.
+        trainer: counts steps.
+        module: that its callbacks are told of; None where none of them listens.
+        by_model: whether the model steps by itself, with optimizers that are not wrapped.
+    """
+    told = None if module is None else partial(_tell, trainer, module)
+    if by_model:
+        machine.before_step = None if told is None else partial(told, "on_before_optimizer_step")
+        machine.after_step = lambda optimizer: _count(trainer, 1)
+    elif told is not None:  # Lightning leaves it to fits with automatic optimization
+        machine.after_step = partial(told, "on_before_zero_grad")
+
+
+def _tell(trainer: Trainer, module: LightningModule, hook: str, *given: Any) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         getattr(callback, hook)(trainer, module, *given)
+
+
+def _count(trainer: Trainer, steps: int) -> None:
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    for count in (progress.total, progress.current):
+        count.ready += steps
+        count.completed += steps
 
 
 class PlainDescent(Descent):
@@ -64,7 +88,7 @@ class PlainDescent(Descent):
         self, fit: Fit, trainer: Trainer, machine: Machine, optimizers: Mapping[str, Any], settings: FitSettings
     ) -> None:
         super().__init__(machine, optimizers, settings)
-        self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        self._trainer = trainer
         self._uncounted = 0
         self._all = list(optimizers.values())
         module: Any = trainer.lightning_module
@@ -89,9 +113,7 @@ class PlainDescent(Descent):
 
     @override
     def end_bundle(self) -> None:
-        for count in (self._progress.total, self._progress.current):
-            count.ready += self._uncounted
-            count.completed += self._uncounted
+        _count(self._trainer, self._uncounted)
         self._uncounted = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
-from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together
+from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
 from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
@@ -282,11 +283,9 @@ class ModuleTraining(OwnTraining):
         """In place of Lightning's."""
         if loss.requires_grad:  # a phase may have frozen all that it reaches
             own = loss if self.devices is None else loss * self.factor
-            if self.machine is None:
-                self.watched(Tensor.backward)(own, *args, **kwargs)
-            else:
-                with self.machine.wide():
-                    self.watched(self.machine.backward)(own, *args, **kwargs)
+            backward = Tensor.backward if self.machine is None else self.machine.backward
+            with self.machine.wide() if is_careful(self) else nullcontext():
+                self.watched(backward)(own, *args, **kwargs)
 
     def pull(self, parameters: Sequence[Tensor]) -> None:
         """Add what the method's terms add to the gradients of some parameters."""

@@ -228,6 +228,11 @@ def bring_together(training: LocalFit) -> None:
             training.devices.average_gradients(list(joined.module.parameters()))
 
 
+def is_careful(training: LocalFit) -> bool:
+    """Whether the module steps on float32 copies, or on unscaled gradients of a scaled loss."""
+    return training.machine is not None and training.machine.steps_carefully
+
+
 def _of_all(training: LocalFit, value: Any) -> Any:
     """What a closure gives, of the whole mini-batch: or a line search would take other steps on each device."""
     if training.devices is None or not isinstance(value, Tensor):
@@ -253,8 +258,13 @@ class PulledOptimizer:
         Raises:
             ConfigError: if it calls it itself under a precision that steps on float32 copies or scales losses.
         """
+        step = self._careful_step if is_careful(self._training) else self._straight_step
+        stepped = step(closure, **kwargs)
         if self._training.machine is not None:
-            return self._careful_step(closure, **kwargs)
+            self._training.machine.after_step(self.optimizer)
+        return stepped
+
+    def _straight_step(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         if closure is None:
             self._pull()
             return self.optimizer.step(**kwargs)
@@ -286,8 +296,11 @@ class PulledOptimizer:
     def _pull(self) -> None:
         bring_together(self._training)  # once more, for who goes back without `manual_backward`
         self._training.pull(_trained_by(self.optimizer))
-        if self._training.machine is not None:
-            self._training.machine.careful.prepare_step(self.optimizer)
+        machine = self._training.machine
+        if is_careful(self._training):
+            machine.careful.prepare_step(self.optimizer)
+        if machine is not None and machine.before_step is not None:
+            machine.before_step(self.optimizer)
         self._training.before_step(self.optimizer)
 
     @contextmanager

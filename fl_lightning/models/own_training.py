@@ -52,7 +52,7 @@ class OwnTraining:
     devices: Any = None
     """Those that share the present fit (`core/devices.py`); None for one."""
     machine: Any = None
-    """What a model that steps by itself does so by, in half precision or with a scaled loss (`core/descent.py`)."""
+    """What a model that steps by itself does so by (`core/descent.py`); None outside a fit."""
     counts = True
     """Whether the present mini-batch's samples count; a device that would have none sees one that does not."""
     factor = 1.0

@@ -1,6 +1,7 @@
 """What a user's own LightningModule overrides: what a local fit calls, and what is refused."""
 
 import csv
+import warnings
 
 import lightning as L
 import numpy as np
@@ -275,6 +276,74 @@ def test_lbfgs_steps_in_manual_optimization(set_up_federation):
     before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
     loop.run()
     assert not any(torch.equal(tensor, before[name]) for name, tensor in final(loop).items())
+
+
+class Tells(L.Callback):
+    """Notes the hooks around a step that it is called at, and how many steps there were when a mini-batch ends."""
+
+    def __init__(self, clears=False):
+        self.clears, self.called = clears, []
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.called.append("before backward")
+        assert loss.requires_grad
+
+    def on_after_backward(self, trainer, pl_module):
+        self.called.append("after backward")
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.called.append("before step")
+        for parameter in optimizer.param_groups[0]["params"] if self.clears else ():
+            parameter.grad.zero_()
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.called.append("before zero_grad")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.called.append(trainer.global_step)
+
+
+class Alternates(Manual):
+    """Steps with two optimizers by turns, on a mini-batch each, and once more with the first."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.hidden, self.fc)]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer in (first, second, first)[: 1 + batch_idx]:
+            optimizer.zero_grad()
+            self.manual_backward(Plain.training_step(self, batch, batch_idx))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("module", [Manual, Alternates, ByClosure])
+def test_callbacks_hear_of_manual_optimization_what_lightning_tells_them(module, set_up_federation, make_data):
+    """None of it, and no step was counted."""
+    theirs, ours = Tells(), Tells()
+    data = make_data(counts=((8, 6, 0, 0),) * 2)
+    loops = [set_up_federation(lambda: FedAvg(wrapped(module())), 1, data=data)]
+    loops += [set_up_federation(lambda: FedAvg(wrapped(module())), 1, data=data, trainer={"callbacks": [ours]})]
+    for loop in loops:
+        loop.run()
+    assert are_equal(*map(final, loops))
+    (x, y), *_ = data.clients[0].passes("train")
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[theirs], **dict.fromkeys(quiet, False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module(), DataLoader(TensorDataset(x, y), batch_size=4))
+    assert ours.called == theirs.called * 2
+    assert theirs.called[-1] > 2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_callbacks_change_the_gradients_of_manual_optimization(precision, set_up_federation):
+    trainer = {"callbacks": [Tells(clears=True)], "precision": precision}
+    loop = set_up_federation(lambda: FedProx(wrapped(Manual()), mu=1.0), rounds=1, trainer=trainer)
+    before = {name: tensor.clone() for name, tensor in loop.runner.modules[0].entries.items()}
+    loop.run()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in final(loop).items())
 
 
 class BuiltLate(Plain):
