@@ -332,12 +332,11 @@ class ClientModule(L.LightningModule):
                     machine.careful.end_batch()
         self._bench.descent.end_bundle()
         self._waiting, self._begins = waiting, False
-        self.logged.tell(self, self.meter, batch.is_last or self.trainer.is_last_batch)
+        self.logged.tell(self, self.meter, self.own, batch.is_last or self.trainer.is_last_batch)
 
     def on_train_epoch_end(self) -> None:
         """Let a model of the user's own end its epoch."""
-        self.own.end_epoch()
-        self.logged.tell(self, self.meter)
+        self.logged.end_epoch(self, self.meter, self.own.end_epoch())
 
     def on_train_end(self) -> None:
         """Thaw what the last phase froze, and let method and terms keep what they need."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import lightning as L
+from lightning.pytorch.callbacks import EarlyStopping
 
 from fl_lightning.core.meter import LossMeter, loss_column
+from fl_lightning.errors import require
+from fl_lightning.models.own_training import OwnTraining
+
+
+def logged_names(losses: Iterable[str], own: OwnTraining) -> tuple[list[str], bool]:
+    """Names of what a fit logs for callbacks, and whether it may log others.
+
+    Args:
+        losses: names of those that are taken down.
+        own: the model's share in the fit.
+    """
+    return [*map(loss_column, losses), *sorted(own.logs or ())], own.logs is None
 
 
 class FitLog:
@@ -16,10 +29,12 @@ class FitLog:
         self.values: dict[str, float] = {}
         """What callbacks and a model of the user's own have logged in the last fit: of each name its last epoch's."""
         self._told: tuple[LossMeter | None, int] = None, 0
+        self._said: Mapping[str, float] = {}
 
-    def tell(self, module: L.LightningModule, meter: LossMeter, is_last: bool = True) -> None:
-        """Hand the fit's mean losses to the trainer, for callbacks that read `callback_metrics`; it takes milliseconds.
+    def tell(self, module: L.LightningModule, meter: LossMeter, own: OwnTraining, is_last: bool) -> None:
+        """Hand an epoch's mean losses to the trainer, for callbacks that read `callback_metrics`; it takes a while.
 
+        So are the means of what a model of the user's own has logged, whose names give way to those of the losses.
         Once an epoch: in its last step, since callbacks hear of its end before the module does, or at its end where it
         was cut short.
         """
@@ -27,9 +42,29 @@ class FitLog:
         if not trainer.callbacks or self._told == here:  # type: ignore[attr-defined]
             return
         if is_last or 0 < trainer.max_steps <= trainer.global_step:
-            means = {loss_column(name): value for name, value in meter.means().items()}
-            module.log_dict(means, on_step=False, on_epoch=True, batch_size=1)
-            self._told = here
+            self._told, self._said = here, {**own.logged_in_epoch(), **_columns(meter)}
+            _log(module, self._said)
+
+    def end_epoch(self, module: L.LightningModule, meter: LossMeter, logged: Mapping[str, float]) -> None:
+        """The same at an epoch's end, which a model of the user's own has seen: it may log something then, too.
+
+        Args:
+            module: the client.
+            meter: of the fit's losses.
+            logged: what the model has logged in the epoch.
+
+        Raises:
+            ConfigError: if Lightning's EarlyStopping watches what nothing has logged.
+        """
+        trainer = module.trainer
+        if not trainer.callbacks:  # type: ignore[attr-defined]
+            return
+        said = self._said if self._told == (meter, module.current_epoch) else {}
+        losses = set(map(loss_column, meter.losses))
+        late = {name: value for name, value in logged.items() if name not in losses and said.get(name) != value}
+        _log(module, late if said else {**late, **_columns(meter)})
+        _check_watched(trainer.callbacks, trainer)  # type: ignore[attr-defined]
+        meter.end_epoch()
 
     def end(self, module: L.LightningModule, meter: LossMeter, own: Mapping[str, float]) -> None:
         """The fit has ended: take down what was logged in it.
@@ -45,3 +80,20 @@ class FitLog:
             logged = module.trainer.callback_metrics
             self.values = {name: float(value) for name, value in logged.items() if name not in losses}
         self.values |= own
+
+
+def _columns(meter: LossMeter) -> dict[str, float]:
+    return {loss_column(name): value for name, value in meter.epoch_means().items()}
+
+
+def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
+    if values:
+        module.log_dict(dict(values), on_step=False, on_epoch=True, batch_size=1)
+
+
+def _check_watched(callbacks: Iterable[L.Callback], trainer: L.Trainer) -> None:
+    for each in callbacks:
+        if isinstance(each, EarlyStopping) and each.strict:
+            logged = trainer.callback_metrics
+            rule = f"{type(each).__name__} watches what no fit logs; this one has {', '.join(logged)}"
+            require(each.monitor in logged, "trainer.callbacks", rule, each.monitor)

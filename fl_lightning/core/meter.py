@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class LossMeter:
         self._steps: dict[str, list[int]] = {}
         self.num_steps = 0
         """Steps that were taken down."""
+        self._before: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Tensor], batch_size: int) -> None:
         """Take down one step's losses.
@@ -85,29 +86,41 @@ class LossMeter:
     def means(self) -> dict[str, float]:
         """Mean over the samples of all steps, by name."""
         if self._means is None:
-            read = self._read()
-            self._means = {name: self._mean(name, read[name]) for name in self.losses if self._counts(name)}
+            self._means = self._means_of(self.losses)
         return dict(self._means)
 
-    def _read(self) -> dict[str, Tensor]:
+    def end_epoch(self) -> None:
+        """What is taken down from here on is the next epoch's."""
+        self._before = {name: len(own) for name, own in self.losses.items()}
+
+    def epoch_means(self) -> dict[str, float]:
+        """Mean over the samples of the present epoch's steps, by name, of what was taken down in it."""
+        own = {name: taken[self._before.get(name, 0) :] for name, taken in self.losses.items()}
+        return self._means_of({name: taken for name, taken in own.items() if taken})
+
+    def _means_of(self, losses: Mapping[str, Sequence[tuple[Tensor, int]]]) -> dict[str, float]:
+        read = self._read(losses)
+        return {name: self._mean(read[name], own) for name, own in losses.items() if self._counts(own)}
+
+    def _read(self, losses: Mapping[str, Sequence[tuple[Tensor, int]]]) -> dict[str, Tensor]:
         """All values by name, on the CPU: one wait for the device."""
-        if not self.losses:
+        if not losses:
             return {}
-        values = [value for own in self.losses.values() for value, _ in own]
+        values = [value for own in losses.values() for value, _ in own]
         if len({value.device for value in values}) > 1:  # a term's own zero may lie on the CPU
             values = [value.cpu() for value in values]
         if any(map(Tensor.dim, values)):
-            values = [as_scalar(name, value).cpu() for name, own in self.losses.items() for value, _ in own]
+            values = [as_scalar(name, value).cpu() for name, own in losses.items() for value, _ in own]
         every = torch.stack(values).cpu()
-        return dict(zip(self.losses, every.split([len(own) for own in self.losses.values()]), strict=True))
+        return dict(zip(losses, every.split([len(own) for own in losses.values()]), strict=True))
 
-    def _counts(self, name: str) -> bool:
+    def _counts(self, taken: Sequence[tuple[Tensor, int]]) -> bool:
         """Whether there was any sample; of several devices some may have none, and have to be there for the sum."""
-        return self.devices is not None or any(size for _, size in self.losses[name])
+        return self.devices is not None or any(size for _, size in taken)
 
-    def _mean(self, name: str, values: Tensor) -> float:
+    def _mean(self, values: Tensor, taken: Sequence[tuple[Tensor, int]]) -> float:
         values = values.double()
-        sizes = torch.tensor([size for _, size in self.losses[name]], dtype=torch.float64)
+        sizes = torch.tensor([size for _, size in taken], dtype=torch.float64)
         sums = torch.stack([(values * sizes).sum(), sizes.sum()])
         sums = sums if self.devices is None else self.devices.total(sums)
         return float(sums[0] / sums[1])
@@ -124,7 +137,7 @@ class LossMeter:
         for name, mean in self.means().items():
             if name not in names or math.isfinite(mean):
                 continue
-            values = self._read()[name]
+            values = self._read(self.losses)[name]
             index = int(torch.isfinite(values).logical_not().int().argmax())
             found = Broken(name, self._steps[name][index] + 1, float(values[index]))
             # several devices: it may have been another one's part

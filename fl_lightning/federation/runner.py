@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fl_lightning.core.client import ClientModule, FitSettings
 from fl_lightning.core.facts import Facts, OptimizerFactory
-from fl_lightning.core.fit_log import FitLog
+from fl_lightning.core.fit_log import FitLog, logged_names
 from fl_lightning.core.freezing import Trained, set_mode
 from fl_lightning.core.message import Message
-from fl_lightning.core.meter import LossMeter, loss_column
+from fl_lightning.core.meter import LossMeter
 from fl_lightning.core.method import Method
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError
@@ -107,7 +107,7 @@ class Runner:
         self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         check_interfaces(self.modules, self.architecture)
         make_alike(self.modules)
-        check_callbacks(self.trainer, [loss_column(name) for name in self.modules[0].loss_names])
+        check_callbacks(self.trainer, *logged_names(self.modules[0].loss_names, self.modules[0].own))
         check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]

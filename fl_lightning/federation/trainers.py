@@ -183,12 +183,13 @@ def check_kinds(given: Sequence[Any]) -> None:
         require(not why, "trainer.callbacks", f"{name} {why}", name)
 
 
-def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
+def check_callbacks(trainer: L.Trainer, logged: Collection[str], others: bool = False) -> None:
     """Refuse callbacks that would fail in every client's fit.
 
     Args:
         trainer: of the fits.
         logged: names of the values that a fit logs.
+        others: whether it may log others, too.
 
     Raises:
         ConfigError: for one of Lightning's that no client's fit can do with, that watches a value that no fit has, or
@@ -196,7 +197,7 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str]) -> None:
     """
     given = trainer.callbacks  # type: ignore[attr-defined]
     check_kinds(given)
-    own = any(not type(each).__module__.startswith("lightning.") for each in given)  # it may log what it likes
+    own = others or any(not type(each).__module__.startswith("lightning.") for each in given)  # who may log anything
     for each in given:
         name, watched = type(each).__name__, getattr(each, "monitor", None)
         known = own or watched is None or watched in logged or not getattr(each, "strict", True)

@@ -19,6 +19,8 @@ CALLED = (
 """Hooks that are called in a local fit; `setup` and `configure_model` are once, before it."""
 STEPS = CALLED[-4:]
 """Those around a backward pass and an optimizer's step."""
+UNTRIED = frozenset({"on_train_batch_end", "on_train_epoch_end", *STEPS})
+"""Those that may log something, and that nothing calls before the first fit."""
 
 _STEPS_BY_HAND = "on_before_optimizer_step is called, and manual optimization steps by itself"
 REFUSED: Mapping[str, str] = {

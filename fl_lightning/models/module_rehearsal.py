@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.module_hooks import UNTRIED
 from fl_lightning.models.module_optimizers import KEY
 from fl_lightning.models.module_training import ModuleTraining
 from fl_lightning.models.own_training import SkippedBatch
@@ -43,6 +44,7 @@ def rehearse(training: ModuleTraining, x: Tensor, y: Tensor) -> None:
             double.start_epoch(0, 0)
             loss = _loss(double, x, y)
             double.logged.check()
+            training.logs = None if training.hooks & UNTRIED else frozenset(double.logged.names())
     except ConfigError:
         raise
     except Exception as error:  # whatever a module of the user's own raises

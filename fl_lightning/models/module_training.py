@@ -177,18 +177,27 @@ class ModuleTraining(OwnTraining):
         self._call("on_train_epoch_start")
 
     @override
-    def end_epoch(self) -> None:
+    def logged_in_epoch(self) -> dict[str, float]:
+        return self.logged.means(self._on_all_devices())
+
+    def _on_all_devices(self) -> list[Any]:
+        """What each device that shares the fit has logged in the epoch, by rank; nothing for a fit on one."""
+        return [] if self.devices is None else self.devices.gather(self.logged.numbers())
+
+    @override
+    def end_epoch(self) -> Mapping[str, float]:
         self._end_batch()
         self.logged.counts = True
         self._call("on_train_epoch_end")
-        if self.devices is not None:
-            self.logged.merge(self.devices.gather(self.logged.numbers()))
-        self.logged_in_fit |= self.logged.means()
-        self.logged_for_run |= self.logged.means(for_run=True)
+        parts = self._on_all_devices()
+        logged = self.logged.means(parts)
+        self.logged_in_fit |= logged
+        self.logged_for_run |= self.logged.means(parts, for_run=True)
         if not self.steps_itself:
             self.present.end_epoch(self.epoch, self.logged_in_fit)
         self._reset_metrics()
         self.logged = Logged()
+        return logged
 
     def _reset_metrics(self) -> None:
         reset_metrics(self.joined.module)
@@ -234,7 +243,7 @@ class ModuleTraining(OwnTraining):
             self._end_batch()
             self.batch += 1
         self.logged.batch_size, self.logged.counts = len(y), self.counts
-        batch, index = self._transferred([x, y]), self.batch
+        batch, index = _transferred(self, [x, y]), self.batch
         self._skips = self._skips or (not again and self._call("on_train_batch_start", batch, index) == -1)
         if self._skips:
             raise SkippedBatch
@@ -260,12 +269,6 @@ class ModuleTraining(OwnTraining):
                 z = self.joined.embed(x)
                 logits = self.joined.head(z)
         return Pass(z, logits, loss)
-
-    def _transferred(self, batch: Any) -> Any:
-        """A mini-batch as the module's hooks of the transfer make it; it is on the training device already."""
-        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            batch = self._call(hook, batch, 0) if hook in self.hooks else batch
-        return batch
 
     # --- what the module calls ----------------------------------------------------------------------------------------
 
@@ -368,7 +371,7 @@ class Together(OwnTraining):
     def __init__(self, homes: Sequence[ModuleTraining]) -> None:
         self.homes = list(homes)
         self.has_optimizer, self.steps_itself = homes[0].has_optimizer, homes[0].steps_itself
-        self.watches = homes[0].watches
+        self.watches, self.logs = homes[0].watches, homes[0].logs
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -399,16 +402,23 @@ class Together(OwnTraining):
             home.start_epoch(phase, epoch)
 
     @override
-    def end_epoch(self) -> None:
-        for home in self.homes:
-            home.end_epoch()
+    def logged_in_epoch(self) -> Mapping[str, float]:
+        return self._shown([home.logged_in_epoch() for home in self.homes])
+
+    @override
+    def end_epoch(self) -> Mapping[str, float]:
+        return self._shown([home.end_epoch() for home in self.homes])
+
+    def _shown(self, each: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+        """Of what each home has logged, that of the first that trains."""
+        return next((own for own, home in zip(each, self.homes, strict=True) if home.trains), each[0])
 
     @override
     def end_fit(self) -> None:
         for home in self.homes:
             home.end_fit()
         self.machine = None
-        self.logged_for_run = next((home for home in self.homes if home.trains), self.homes[0]).logged_for_run
+        self.logged_for_run = self._shown([home.logged_for_run for home in self.homes])
 
     @override
     def watched(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -428,6 +438,13 @@ class Together(OwnTraining):
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _transferred(training: ModuleTraining, batch: Any) -> Any:
+    """A mini-batch as a module's hooks of the transfer make it; it is on the training device already."""
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        batch = training._call(hook, batch, 0) if hook in training.hooks else batch
+    return batch
 
 
 def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[ModuleTraining]) -> ModuleTraining:

@@ -125,16 +125,23 @@ class Logged:
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
-    def means(self, for_run: bool = False) -> dict[str, float]:
+    def names(self) -> Iterator[str]:
+        """What was logged in the present epoch, each name that it goes by."""
+        for (_, name), entry in self._entries.items():
+            yield from (name, f"{name}_step", f"{name}_epoch") if entry.forked else (name,)
+
+    def means(self, parts: Sequence[Mapping[tuple[str, str], Entry]] = (), for_run: bool = False) -> dict[str, float]:
         """What was logged in the present epoch; of a name that several hooks log, the last one's.
 
         What was logged by the step and by the epoch is there under Lightning's three names.
 
         Args:
+            parts: what every device that shares the fit has logged of its part of the mini-batches, this one among
+                them: their `numbers`, by rank; none for a fit on one.
             for_run: leave out what is kept from loggers: ``logger=False``, or neither by the step nor by the epoch.
         """
         found: dict[str, float | None] = {}
-        for (_, name), entry in self._entries.items():
+        for (_, name), entry in {**self._entries, **_merged(parts)}.items():
             own = {name: entry.of_epoch()}
             if entry.forked:
                 own |= {f"{name}_step": entry.of_step(), f"{name}_epoch": own[name]}
@@ -161,23 +168,22 @@ class Logged:
         """What was logged beside metrics, which add up over devices by themselves."""
         return {key: entry for key, entry in self._entries.items() if entry.metric is None}
 
-    def merge(self, parts: Sequence[Mapping[tuple[str, str], Entry]]) -> None:
-        """Take what every device that shares the fit has logged of its part of the mini-batches.
-
-        Args:
-            parts: their `numbers`, by rank; this device's among them.
-        """
-        for key in dict.fromkeys(key for part in parts for key in part):
-            logged = [part[key] for part in parts if key in part]
-            whole = self._entries[key] = Entry(logged[0].reduction, logged[0].forked, logged[0].hidden)
-            whole.values = [value for entry in logged for value in entry.values]
-            whole.weights = [weight for entry in logged for weight in entry.weights]
-
     def reset_metrics(self) -> None:
         """Let metrics that were logged start anew, those that are no part of the module, too."""
         for entry in self._entries.values():
             if entry.metric is not None:
                 entry.metric.reset()
+
+
+def _merged(parts: Sequence[Mapping[tuple[str, str], Entry]]) -> dict[tuple[str, str], Entry]:
+    """What several devices have logged, as one's."""
+    found = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        logged = [part[key] for part in parts if key in part]
+        whole = found[key] = Entry(logged[0].reduction, logged[0].forked, logged[0].hidden)
+        whole.values = [value for entry in logged for value in entry.values]
+        whole.weights = [weight for entry in logged for weight in entry.weights]
+    return found
 
 
 def _number(value: Any) -> float | None:

@@ -59,6 +59,8 @@ class OwnTraining:
     """What a mean over those samples is worth, so that the average over devices is the whole mini-batch's mean."""
     logged_for_run: Mapping[str, float] = MappingProxyType({})
     """What the model has logged for loggers in the present fit, or in the last one: of each name its last epoch's."""
+    logs: frozenset[str] | None = frozenset()
+    """Names that a training pass logs; None where hooks that are not tried out beforehand may log others."""
 
     def beside(self, copies: Sequence[OwnTraining]) -> OwnTraining:
         """The share of the model and of further copies of it, which a method trains beside it.
@@ -106,8 +108,13 @@ class OwnTraining:
     def start_epoch(self, phase: int, epoch: int) -> None:
         """An epoch of a phase begins; both count from 0."""
 
-    def end_epoch(self) -> None:
-        """An epoch ends."""
+    def logged_in_epoch(self) -> Mapping[str, float]:
+        """What the model has logged in the present epoch so far, on all devices: they wait for one another."""
+        return {}
+
+    def end_epoch(self) -> Mapping[str, float]:
+        """An epoch ends; what the model has logged in it."""
+        return {}
 
     def end_fit(self) -> None:
         """The fit ends."""

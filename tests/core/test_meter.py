@@ -20,6 +20,18 @@ def test_a_loss_that_only_some_steps_have_is_a_mean_over_those():
     assert meter.means() == {"loss": 2.0, "rare": 8.0}
 
 
+def test_an_epochs_means_are_of_its_own_steps():
+    meter = LossMeter()
+    meter.add({"loss": torch.tensor(1.0), "early": torch.tensor(8.0)}, 4)
+    assert meter.epoch_means() == {"loss": 1.0, "early": 8.0}
+    meter.end_epoch()
+    assert meter.epoch_means() == {}
+    meter.add({"loss": torch.tensor(5.0)}, 1)
+    meter.add({"loss": torch.tensor(2.0)}, 2)
+    assert meter.epoch_means() == {"loss": 3.0}
+    assert meter.means() == {"loss": 13 / 7, "early": 8.0}
+
+
 def test_means_are_taken_in_double_precision():
     meter = LossMeter()
     for _ in range(3):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from tutorial_modules import Tabular
 
 from fl_lightning.errors import ConfigError
@@ -377,6 +377,68 @@ def test_an_epoch_that_a_limit_of_steps_cuts_has_its_loss_too(beyond, run_federa
     trainer = {"callbacks": [own], "max_steps": steps + beyond}
     run_federation(lambda: FedAvg(mlp()), 1, data=data, local_epochs=2, trainer=trainer)
     assert len(own.losses) == len(set(own.losses)) == (2 if beyond < 0 else 4)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+def test_a_callback_reads_the_loss_of_the_epoch_and_not_of_the_fit_so_far(method, run_federation, mlp):
+    """It stopped, or lowered a rate, by a mean that the first epochs still were in."""
+    own = Reads()
+    loop = run_federation(lambda: method(mlp()), 1, local_epochs=3, trainer={"callbacks": [own]})
+    fits = len(own.losses) // len(loop.data.clients)
+    of_fits = [report.losses["loss"] for report in loop.diary.reports.values()]
+    means = [sum(own.losses[at : at + fits]) / fits for at in range(0, len(own.losses), fits)]
+    assert sorted(means) == pytest.approx(sorted(of_fits))  # of as many samples each
+
+
+class LogsLoss(Tabular):
+    """Logs its loss, by the step and by the epoch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class LogsLate(LogsLoss):
+    """Logs the epoch's number when it ends."""
+
+    def on_train_epoch_end(self):
+        self.log("late", float(self.current_epoch))
+
+
+class Notes(Callback):
+    """What is there to read when an epoch ends."""
+
+    def __init__(self):
+        self.read = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.read.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize(("monitor", "epochs"), [("train_loss", 1), ("both_epoch", 1), ("late", 2)])
+def test_early_stopping_watches_what_a_module_logs(monitor, epochs, run_federation):
+    """It was refused, or failed in the first fit."""
+    notes, limit = Notes(), 0.5 if monitor == "late" else 0.0
+    stops = EarlyStopping(monitor, mode="max", stopping_threshold=limit)
+    trainer = {"callbacks": [stops, notes]}
+    make = lambda: FedAvg(WrappedLightningModule((1, 8, 8), 4, LogsLate()))  # noqa: E731
+    run_federation(make, 1, local_epochs=3, trainer=trainer)
+    assert len(notes.read) == 4 * epochs
+    for own in notes.read:
+        assert own["train_loss"] == own["both_epoch"] == pytest.approx(own["loss"])
+    assert [own.get("late") for own in notes.read[:epochs]] == [None, 0.0][:epochs]
+
+
+def test_early_stopping_of_what_nothing_logs_is_refused_in_one_line(run_federation):
+    model = lambda kind: FedAvg(WrappedLightningModule((1, 8, 8), 4, kind()))  # noqa: E731
+    rule = r"EarlyStopping can watch what a client's fit logs: loss, loss/cross_entropy, both, both_epoch, both_step, "
+    with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}train_loss, got 'val_loss'"):
+        run_federation(lambda: model(LogsLoss), 1, trainer={"callbacks": [EarlyStopping("val_loss")]})
+    rule = "EarlyStopping watches what no fit logs; this one has .*train_loss.*late, got 'val_loss'$"
+    with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}"):
+        run_federation(lambda: model(LogsLate), 1, trainer={"callbacks": [EarlyStopping("val_loss")]})
 
 
 def with_hook(name, hook):
