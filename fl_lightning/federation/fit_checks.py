@@ -19,7 +19,7 @@ from fl_lightning.core.method import Method, Seen
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
-from fl_lightning.federation.trainers import most_batches
+from fl_lightning.federation.trainers import most_batches, tries_out
 from fl_lightning.federation.workloads import cuts_epochs, workload_of
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
@@ -140,12 +140,25 @@ def plan_shortest(
         data: the clients'.
         of: [N] bool; nobody stands for everybody.
         seed: the run's.
+
+    Raises:
+        ConfigError: if the trainer's `max_steps` would keep some of its phases from training.
     """
     mine = np.flatnonzero(of) if of.any() else np.arange(len(of))
     client = int(mine[data.num_train[mine].argmin()])
     batches = fewest_batches(data, mine)
-    module.workload = workload_of(settings.local_epochs, settings.local_steps, seed, 1, client, batches)
+    workload = workload_of(settings.local_epochs, settings.local_steps, seed, 1, client, batches)
+    module.workload = workload._replace(tries=tries_out(trainer))
+    _check_limit(module, trainer.max_steps)
     module.own.steps, module.own.most_steps = most_batches(trainer, batches), trainer.max_steps
+
+
+def _check_limit(module: ClientModule, max_steps: int) -> None:
+    """Refuse a number of steps that would end every fit before some of a method's phases."""
+    later = [planned.phase.name for planned in module.plan()][1:]
+    rule = f"would end fits before later phases of {type(module.method).__name__} ({', '.join(later)}) have their steps"
+    rule += "; use federation.local_steps, which counts mini-batches by the phase"
+    require(max_steps == -1 or not later, "trainer.max_steps", rule, max_steps)
 
 
 def check_optimizer(module: ClientModule, device: torch.device, max_steps: int | None = -1) -> None:

@@ -48,7 +48,14 @@ from fl_lightning.federation.reports import ClientReport
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stopwatch import Stopwatch
-from fl_lightning.federation.trainers import check_callbacks, clip_last, make_trainer, most_batches, sees_batches
+from fl_lightning.federation.trainers import (
+    check_callbacks,
+    clip_last,
+    make_trainer,
+    most_batches,
+    sees_batches,
+    tries_out,
+)
 from fl_lightning.federation.visits import Job, KnownScores, Visit
 from fl_lightning.federation.wire import MEMORY, Wire
 from fl_lightning.federation.workloads import workload_of
@@ -294,10 +301,10 @@ class Runner:
     def workload(self, client: int, round: int) -> Workload:
         """How much a client trains in a round in phases that do not say."""
         settings, single = self.settings, self._has_batch_norm[self.architecture[client]]
-        samples = self.attackers.samples[client]
         drops = (False, False) if self.private is not None else (self.data.drop_last, single)
-        batches = samples.num_steps(self.data.batch_size, *drops)
-        return workload_of(settings.local_epochs, settings.local_steps, self.seed, round, client, batches)
+        batches = self.attackers.samples[client].num_steps(self.data.batch_size, *drops)
+        own = workload_of(settings.local_epochs, settings.local_steps, self.seed, round, client, batches)
+        return own._replace(tries=tries_out(self.trainer))
 
     def passes(self, client: int, round: int) -> float:
         """How often a client's fit passes over its training part in a round."""

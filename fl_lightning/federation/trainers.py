@@ -69,6 +69,8 @@ def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
         raise ConfigError(f"trainer.{named}" if named else "trainer", str(error)) from error
     _leave_files_and_signals_alone(trainer)
     _report_once(trainer)
+    if tries_out(trainer):  # Lightning's own limit of steps would end a fit in its first phase
+        trainer.fit_loop.epoch_loop.max_steps = flags.get("max_steps", -1)
     strategy = trainer.strategy
     here = strategy.root_device.type
     synced = bool(flags.get("sync_batchnorm")) and here == "cpu" and not isinstance(strategy, SingleDeviceStrategy)
@@ -255,6 +257,11 @@ def clip_last(trainer: L.Trainer, settings: FitSettings) -> FitSettings:
         return settings
     callbacks.append(ClipsLast(settings))
     return replace(settings, clips_itself=False)
+
+
+def tries_out(trainer: L.Trainer) -> bool:
+    """Whether fits are tried out: one epoch of every phase, of so many mini-batches as `fast_dev_run` says."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def most_batches(trainer: L.Trainer, batches: int) -> int:

@@ -1,6 +1,7 @@
 """Local fits of whole and fractional passes, of counted mini-batches, and of numbers that are drawn."""
 
 import pytest
+import torch
 
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError
@@ -181,6 +182,24 @@ def test_what_is_no_amount_is_refused_in_one_line(mlp, set_up_federation, option
     with pytest.raises(ConfigError) as caught:
         set_up_federation(lambda: FedAvg(mlp()), **options)
     assert str(caught.value).startswith(line)
+
+
+def test_a_limit_of_steps_is_refused_where_later_phases_would_never_come(mlp, set_up_federation):
+    rule = r"^trainer\.max_steps: would end fits before later phases of FedRep \(body\) .* use federation\.local_steps"
+    with pytest.raises(ConfigError, match=rule):
+        set_up_federation(lambda: FedRep(mlp()), trainer={"max_steps": 2})
+
+
+@pytest.mark.parametrize("batches", [True, 2])
+def test_a_trial_run_comes_to_every_phase(batches, mlp, run_federation):
+    """It trained the head alone."""
+    options = {"local_epochs": 3, "trainer": {"fast_dev_run": batches}}
+    loop = run_federation(lambda: FedRep(mlp(), head_epochs=2), 2, **options)
+    assert {report.num_steps for report in loop.diary.reports.values()} == {2 * batches}
+    sent, received = (own[1, 0].weights for own in (loop.diary.sent, loop.diary.received))
+    assert not any(torch.equal(sent[name], received[name]) for name in sent)
+    alone = run_federation(lambda: FedAvg(mlp()), 2, **options)
+    assert {report.num_steps for report in alone.diary.reports.values()} == {int(batches)}
 
 
 def test_flags_that_take_every_mini_batch_cut_nothing(mlp, set_up_federation):
