@@ -33,9 +33,18 @@ MOST_DEVICES = 256
 MOST_NODES = 10_000
 _AT_LEAST = {
     "accumulate_grad_batches": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,
-    "reload_dataloaders_every_n_epochs": 0, "check_val_every_n_epoch": 1, "num_sanity_val_steps": -1,
+    "reload_dataloaders_every_n_epochs": 0, "check_val_every_n_epoch": 1,
 }  # fmt: skip
-_SHARES = ("limit_train_batches", "overfit_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_SHARES = ("limit_train_batches", "overfit_batches")
+_TESTED = "clients are tested on all of their test parts; federation.evaluate_every says how often"
+_UNHEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "limit_val_batches": ((None, 0, 0.0, 1.0), "a fit validates nothing; data.validation_fraction sets parts aside"),
+    "limit_test_batches": ((None, 1.0), _TESTED),
+    "limit_predict_batches": ((None, 1.0), _TESTED),
+    "num_sanity_val_steps": ((None, 0), "a fit validates nothing; every model is tried out before the first one"),
+    "inference_mode": ((None, True), "it is of Lightning's own tests, and the federation tests by itself"),
+}
+"""Flags of what no client's Trainer does: the values that change nothing, and what there is instead."""
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
@@ -49,6 +58,10 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         require(value is None or value >= least, f"trainer.{name}", f"must be >= {least}", value)
     for name in _SHARES:
         _check_share(f"trainer.{name}", flags.get(name), name == "limit_train_batches")
+    for name, (idle, instead) in _UNHEEDED.items():
+        value = flags.get(name)
+        same = any(type(value) is type(own) and value == own for own in idle)  # 1 is one mini-batch, 1.0 are all
+        require(same, f"trainer.{name}", f"must be left out: {instead}", value)
     clip = flags.get("gradient_clip_val")
     require(clip is None or clip > 0, "trainer.gradient_clip_val", "must be above 0; null clips nothing", clip)
     algorithm = flags.get("gradient_clip_algorithm")

@@ -1,7 +1,9 @@
 """What a beginner mistypes or misplaces is answered with what to do instead, and nothing is left behind."""
 
+import inspect
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import ModelSummary
@@ -165,6 +167,25 @@ def test_epochs_between_validations_are_refused():
     """Early stopping, which Lightning lets look at validations then, never looked."""
     with pytest.raises(ConfigError, match=r"^trainer\.check_val_every_n_epoch: a fit validates nothing"):
         check_flags({"check_val_every_n_epoch": 2})
+
+
+UNHEEDED = [
+    ("limit_val_batches", 2), ("limit_test_batches", 1), ("limit_predict_batches", 0.5), ("num_sanity_val_steps", 2),
+    ("inference_mode", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), UNHEEDED)
+def test_flags_of_what_no_fit_does_are_refused_with_what_there_is_instead(name, value):
+    """They were taken, and did nothing."""
+    with pytest.raises(ConfigError, match=rf"^trainer\.{name}: must be left out: .*(federat|validat).*, got {value}$"):
+        check_flags({name: value})
+
+
+def test_lightnings_own_defaults_are_no_such_flags():
+    usual = inspect.signature(L.Trainer.__init__).parameters
+    check_flags({name: usual[name].default for name, _ in UNHEEDED})
+    check_flags({"limit_val_batches": 0, "limit_test_batches": 1.0, "num_sanity_val_steps": 0, "log_every_n_steps": 1})
 
 
 def test_batch_norm_is_not_synchronised_on_cpus():
