@@ -86,10 +86,10 @@ class Augmentation:
         )
         try:
             running_on.begin()
-            augmented = self(x, 0)
+            augmented = self(x.clone(), 0)  # which a transform may change in place
             running_on.end()
             running_on.begin()
-            again = self(x, 0)
+            again = self(x.clone(), 0)
             running_on.end()
             running_on.begin()
         except Exception as error:  # whatever a transform raises

@@ -8,7 +8,7 @@ import numpy as np
 
 from fl_lightning.archives import free_memory
 from fl_lightning.data.arrays import KEY
-from fl_lightning.errors import require
+from fl_lightning.errors import ConfigError, require
 
 _NOTHING = {"", "?", ".", "-", "na", "nan", "n/a", "#n/a", "n.a.", "null", "nil", "none", "missing", "unknown"}
 """What tables write, in small letters, where there is no number."""
@@ -38,8 +38,13 @@ def require_filled(
 
 
 def require_one_kind(name: str, cells: Sequence[str], places: Sequence[tuple[str, int]]) -> None:
-    """Refuse some names among many numbers: a slip in one cell would make a column of numbers one of names."""
+    """Refuse some names among many numbers, and numbers with decimal commas: they would make a column one of names."""
     odd = [row for row, cell in enumerate(cells) if not are_numbers([cell])]
+    commas = [row for row in odd if "," in cells[row] and are_numbers([cells[row].replace(",", ".")])]
+    if 2 * len(commas) > len(odd):
+        path, line = places[commas[0]]
+        rule = f"{path}: line {line} has {cells[commas[0]]!r} under {name!r}; write a decimal point"
+        raise ConfigError(KEY, f"{rule}, or say {KEY}.names: [{name}] if all of them are names")
     path, line = places[odd[0]]
     rule = (
         f"{path}: line {line} has {cells[odd[0]]!r} under {name!r}, where most are numbers; mend it, leave the column "

@@ -82,7 +82,9 @@ def deal(indices: np.ndarray, shares: np.ndarray, parts: list[list[np.ndarray]])
 
 
 def largest_remainders(total: int, weights: np.ndarray) -> np.ndarray:
-    """Share `total` out in proportion to `weights` as whole numbers; earlier entries win ties.
+    """Share `total` out in proportion to `weights` as whole numbers.
+
+    Of equal remainders, as floating point has them, the earlier wins.
 
     >>> largest_remainders(7, np.array([1, 1, 2])).tolist()
     [2, 2, 3]

@@ -28,9 +28,13 @@ _WORD = re.compile(r"[a-z0-9']+")
 
 @cache
 def _any_word() -> re.Pattern[str]:
-    """Letters, digits and marks: vowel signs are no letters to `re`, and part words from words."""
+    """Letters, digits and marks: vowel signs are no letters to `re`, and part words from words.
+
+    Joiners inside a word, of Persian and Sinhala, say, are part of it.
+    """
     marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
-    return re.compile(rf"(?:[^\W_]+|['{marks}]+)+")
+    part = rf"(?:[^\W_]+|['{marks}]+)+"
+    return re.compile(rf"{part}(?:[\u200c\u200d]+{part})*")
 
 
 def tokenise(text: str, ascii_only: bool = False) -> list[str]:

@@ -70,7 +70,8 @@ def read_unlabelled(path: Path, dataset: Dataset, arrays: Arrays) -> Unlabelled:
 def _images(path: Path, dataset: Dataset, arrays: Arrays) -> tuple[Tensor, list[str]]:
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ImageFolder.SUFFIXES)
+        there = (file for file in path.rglob("*") if file.suffix.lower() in ImageFolder.SUFFIXES)
+        files = sorted(file for file in there if not _is_hidden(file.relative_to(path)))
     require(bool(files), KEY, "there is no image in that folder", str(path))
     with streams():
         x = dataset.pictures(files, arrays.x.shape[1:])
@@ -80,6 +81,11 @@ def _images(path: Path, dataset: Dataset, arrays: Arrays) -> tuple[Tensor, list[
         channels, height, width = arrays.x.shape[1:]
         x = ImageFolder(str(path), [height, width], grayscale=channels == 1, normalize="half").decode(files)
     return x, [str(file.relative_to(path)) if path.is_dir() else file.name for file in files]
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether a file, or a folder that it lies in, is hidden: what a system puts beside images is none."""
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _array(path: Path) -> Tensor:

@@ -321,6 +321,14 @@ def test_arrays_are_not_touched(augmented):
     assert torch.equal(data.arrays.x, before)
 
 
+def test_trying_transforms_out_leaves_the_images_as_they_are():
+    """The first three of the data set, test samples among them, were erased for the length of the run."""
+    x = images(3)
+    before = x.clone()
+    Augmentation([v2.RandomErasing(1.0, scale=(0.5, 0.5), inplace=True)]).check(x)
+    assert torch.equal(x, before)
+
+
 # --- images of floats -------------------------------------------
 
 

@@ -265,6 +265,15 @@ def test_tables_that_are_none(tmp_path, text, arguments, said):
         CSVTable(str(tmp_path / "t.csv"), **arguments).arrays()
 
 
+def test_decimal_commas_are_no_names(tmp_path):
+    """Of 120 weights, each was a feature of its own."""
+    rows = [f"{50 + n},5\t{n % 2}" for n in range(6)]
+    (tmp_path / "table.tsv").write_text("\n".join(["weight\tlabel", "7\t0", *rows, ""]))
+    with pytest.raises(ConfigError, match=r"line 3 has '50,5' under 'weight'; write a decimal point, or say .*names:"):
+        CSVTable(str(tmp_path / "table.tsv"), label="label").arrays()
+    assert CSVTable(str(tmp_path / "table.tsv"), label="label", names=["weight"]).arrays().x.shape == (7, 7)
+
+
 def test_a_name_among_numbers_is_a_slip_unless_all_are_names(tmp_path):
     """One cell of 40 made a column of numbers one of 40 features, a feature each of its values, in silence."""
     path = tmp_path / "t.csv"

@@ -1,6 +1,7 @@
 import pytest
 
 from fl_lightning.data.datasets import IMDB
+from fl_lightning.data.text import tokenise
 from fl_lightning.errors import ConfigError
 
 
@@ -67,3 +68,12 @@ def test_imdb_names_a_file_that_is_no_text(reviews):
 def test_imdb_refuses_bad_values(wrong, message):
     with pytest.raises(ConfigError, match=message):
         IMDB(**wrong)
+
+
+def test_joiners_inside_words_part_no_words():
+    """One Persian word was two, and two Sinhala words three."""
+    assert tokenise("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645") == [
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
+    ]
+    assert len(tokenise("\u0dc1\u0dca\u200d\u0dbb\u0dd3 \u0dbd\u0d82\u0d9a\u0dcf")) == 2
+    assert tokenise("\u200cno\u00ebl\u200d \u200c") == ["no\u00ebl"]  # at its ends they are none of its letters

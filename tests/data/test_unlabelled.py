@@ -55,6 +55,17 @@ def test_images_in_folders(images, tmp_path):
     assert one.names == ["2.png"]
 
 
+def test_hidden_files_are_no_images(images, tmp_path):
+    """A system's own notes beside the images, which a fit leaves out, ended the command."""
+    folder = tmp_path / "images" / "test"
+    (folder / "cat" / "._0.png").write_bytes(b"note")
+    (folder / ".thumbnails").mkdir()
+    (folder / ".thumbnails" / "0.png").write_bytes((folder / "cat" / "0.png").read_bytes())
+    arrays = images.arrays()
+    found = read_unlabelled(folder, images, arrays)
+    assert torch.equal(found.x, arrays.x[arrays.num_train :])
+
+
 def test_images_of_another_size_are_scaled_to_the_runs(images, tmp_path):
     Image.fromarray(np.zeros((40, 30), dtype=np.uint8)).save(tmp_path / "large.jpg")
     assert read_unlabelled(tmp_path / "large.jpg", images, images.arrays()).x.shape == (1, 3, 6, 5)
