@@ -228,7 +228,7 @@ def require_choices(owner: str, **options: tuple[object, Any]) -> None:
 
 def refuse(message: str) -> NoReturn:
     """Say what is wrong, once for all processes that torchrun or SLURM started, and exit with code 2."""
-    if is_first_process():
+    if is_first_process() and sys.stderr is not None:
         line = f"fl-lightning: error: {shortened(message, 278)}\n"
         sys.stderr.write(line.encode("utf-8", "backslashreplace").decode())
     sys.exit(2)

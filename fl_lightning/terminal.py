@@ -59,10 +59,11 @@ def outlived() -> Iterator[None]:
     """Let nothing that is printed in a block end the process, whoever has stopped reading, whatever he can read."""
     _open_all()
     before = sys.stdout, sys.stderr
-    for stream in before:
+    there = [open(os.devnull, "w") if stream is None else stream for stream in before]  # noqa: SIM115 - it was closed
+    for stream in there:
         with suppress(AttributeError, OSError, ValueError):  # a letter that its encoding lacks is spelled out
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.stdout, sys.stderr = (stream and OutlivedStream(stream) for stream in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (OutlivedStream(stream) for stream in there)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -119,6 +120,6 @@ def say(text: str) -> None:
 
     It is written at once: the text and its end in two would let a second signal, or another process, come in between.
     """
-    with suppress(OSError, RuntimeError, ValueError):
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # the first where it was closed from the start
         sys.stderr.write(f"{printable(text, chr(10))}\n")
         sys.stderr.flush()

@@ -62,6 +62,14 @@ def test_command_outlives_its_reader(streams):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="closes descriptors by a shell")
+def test_a_refusal_that_nobody_hears_has_its_exit_code(monkeypatch):
+    command = f"{sys.executable} -m fl_lightning fit --config nowhere.yaml 2>&-"
+    assert subprocess.run(["bash", "-c", command], timeout=60).returncode == 2
+    monkeypatch.setattr(sys, "stderr", None)
+    say("a remark")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has such a device")
 @pytest.mark.parametrize("command", ["--help", "list methods", "fit --help", "predict --help"])
 def test_output_cut_by_a_full_disk_is_no_success(command):

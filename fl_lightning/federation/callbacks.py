@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -83,12 +84,26 @@ def never_called(callbacks: Iterable[FederationCallback]) -> Iterator[str]:
 
 
 def tell(callbacks: Iterable[FederationCallback], hook: str, loop: Loop, *arguments: Any) -> None:
-    """Call a hook of all; figures come as copies, of which a change is said."""
+    """Call a hook of all; figures come as copies, of which a change is said. So is another working directory.
+
+    What the run writes may be named from there.
+    """
     for callback in callbacks:
-        given = list(map(_copy, arguments))
+        given, here = list(map(_copy, arguments)), _working_directory()
         getattr(callback, hook)(loop, *given)
+        if here and _working_directory() != here:
+            os.chdir(here)
+            say(f"fl-lightning: {type(callback).__name__}.{hook} changes the working directory, which is set back")
         if any(_figures(own) != _figures(was) for own, was in zip(given, arguments, strict=True)):
             say(f"fl-lightning: {type(callback).__name__}.{hook} changes what it is given, which stays as it was")
+
+
+def _working_directory() -> str:
+    """Where relative names begin; empty where somebody has deleted it."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _copy(argument: Any) -> Any:

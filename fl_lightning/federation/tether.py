@@ -83,6 +83,7 @@ def _answer_only(starter: int) -> None:
     if not hasattr(signal, "sigwaitinfo"):
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.register_at_fork(after_in_child=_hear_everybody)
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != starter:
@@ -90,6 +91,11 @@ def _answer_only(starter: int) -> None:
         os._exit(exit_code(signal.SIGTERM))
 
     threading.Thread(target=wait, daemon=True, name="order-to-end").start()
+
+
+def _hear_everybody() -> None:
+    """Let processes that a worker forks, as a pool of its own does, end by a SIGTERM: what is blocked is inherited."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _leave(*_: object) -> None:

@@ -178,18 +178,14 @@ class ModuleTraining(OwnTraining):
 
     @override
     def logged_in_epoch(self) -> dict[str, float]:
-        return self.logged.means(self._on_all_devices())
-
-    def _on_all_devices(self) -> list[Any]:
-        """What each device that shares the fit has logged in the epoch, by rank; nothing for a fit on one."""
-        return [] if self.devices is None else self.devices.gather(self.logged.numbers())
+        return self.logged.means(_on_all_devices(self))
 
     @override
     def end_epoch(self) -> Mapping[str, float]:
         self._end_batch()
         self.logged.counts = True
         self._call("on_train_epoch_end")
-        parts = self._on_all_devices()
+        parts = _on_all_devices(self)
         logged = self.logged.means(parts)
         self.logged_in_fit |= logged
         self.logged_for_run |= self.logged.means(parts, for_run=True)
@@ -298,6 +294,11 @@ class ModuleTraining(OwnTraining):
             if found is not None:
                 gradient = found if scaler is None else scaler.scale(found)  # a step divides again
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad  # it may be sparse
+
+
+def _on_all_devices(training: ModuleTraining) -> list[Any]:
+    """What each device that shares a fit has logged in the epoch, by rank; nothing for a fit on one."""
+    return [] if training.devices is None else training.devices.gather(training.logged.numbers())
 
 
 def _outputs(said: Any, loss: Any, accumulate: int) -> Any:

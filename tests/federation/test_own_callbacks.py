@@ -1,5 +1,6 @@
 """Lightning callbacks of a user's own in clients' fits: what they see of a mini-batch, what state they start from."""
 
+import os
 from functools import partial
 
 import pytest
@@ -224,6 +225,22 @@ def test_what_a_callback_makes_of_participants_and_reports_reaches_nobody(run_fe
     said = capsys.readouterr().err
     assert "Meddles.on_round_start changes what it is given" in said
     assert "Meddles.on_client_fit_end changes what it is given" in said
+
+
+class Wanders(FederationCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_round_end(self, loop, row):
+        os.chdir(self.folder)
+
+
+def test_a_callback_that_leaves_the_working_directory_is_brought_back(run_federation, mlp, tmp_path, capsys):
+    """The run, whose folder is named from there, died of it."""
+    here = os.getcwd()
+    run_federation(lambda: FedAvg(mlp()), rounds=1, callbacks=[Wanders(tmp_path)])
+    assert os.getcwd() == here
+    assert "Wanders.on_round_end changes the working directory, which is set back" in capsys.readouterr().err
 
 
 class FreezesFirst(Callback):

@@ -134,3 +134,19 @@ def test_process_ends_with_its_parent(monkeypatch, platform):
 
 def test_process_whose_parent_is_gone_already_does_not_begin():
     assert in_a_child(lambda: tether.end_with(os.getpid())) == 137
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="nothing is blocked there")
+def test_what_a_worker_forks_ends_by_a_signal():
+    """A pool of a callback's own was never joined, as its processes had blocked the signal that ends them."""
+
+    def fork_and_end():
+        tether._answer_only(os.getppid())
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        os._exit(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    assert in_a_child(fork_and_end) == signal.SIGTERM
