@@ -52,6 +52,15 @@ def test_a_class_that_is_named_after_its_arguments_keeps_them(said):
     assert said().config["method"]["init_args"]["mu"] == 0.5
 
 
+@pytest.mark.parametrize(("named", "lr"), [("AdamW", 0.001), ("SGD", 0.01), ("RMSprop", 0.01), ("Adam", 0.5)])
+def test_an_optimizer_that_is_named_after_another_takes_nothing_of_it(named, lr):
+    """It had the learning rate that was tuned for the other one; SGD lost that, and kept the weight decay."""
+    first = {"optimizer": {"class_path": "Adam", "init_args": {"lr": 0.5, "weight_decay": 0.25}}}
+    found = Experiment("quickstart", first, optimizer=named).config["optimizer"]["init_args"]
+    assert found["lr"] == lr
+    assert (found["weight_decay"] == 0.25) == (named == "Adam")
+
+
 def test_nothing_is_no_name_of_a_folder():
     """Runs went into a folder called null."""
     with pytest.raises(ConfigError, match=r"^output: must be str, got None$"):

@@ -320,16 +320,6 @@ def test_an_optimizer_that_is_named_has_defaults_of_its_own(argv, arguments):
     }
 
 
-@pytest.mark.parametrize("named", ["AdamW", "SGD", "RMSprop"])
-def test_an_optimizer_named_after_another_takes_nothing_of_it(named):
-    """It had the learning rate that was tuned for the other one; SGD lost that, and kept the weight decay."""
-    first = {"optimizer": {"class_path": "Adam", "init_args": {"lr": 0.5, "weight_decay": 0.5}}}
-    found = CommandLine([first, "--optimizer", named]).tree["optimizer"]
-    assert found == CommandLine(["--optimizer", named]).tree["optimizer"]
-    again = CommandLine([first, "--optimizer", "Adam"]).tree["optimizer"]
-    assert again["init_args"] == {"lr": 0.5, "weight_decay": 0.5}
-
-
 QUANTIZE = {"class_path": "Quantize", "init_args": {"bits": "8"}}
 
 
