@@ -39,6 +39,7 @@ from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
 from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.threads import choose_threads
+from fl_lightning.federation.trainers import for_reading
 from fl_lightning.files import WriteError, write_text
 from fl_lightning.identity import CODE, own_files
 from fl_lightning.metrics import build_metrics
@@ -101,14 +102,15 @@ class BuiltExperiment:
         Args:
             in_memory: keep the loop out of the run's folder, too, when it runs, and so clients' states off the disk.
             anew: whether a run that the folder holds is replaced, not continued.
-            fits: whether clients are fitted; otherwise nothing is said of what their steps could not be.
+            fits: whether clients are fitted; otherwise nothing is said of what their steps could not be, and the CPU
+                does where the run's GPU is not there.
         """
         self.data.setup(self.seed)
         if not fits:
             self.loop.settings = replace(self.loop.settings, cohort=None, graph=None, compile=False)
         if in_memory:
             self.loop.settings = replace(self.loop.settings, pool="memory")
-        trainer = {"default_root_dir": str(self.folder), **self.trainer}
+        trainer = {"default_root_dir": str(self.folder), **(self.trainer if fits else for_reading(self.trainer))}
         self.loop.setup(
             self._make_method,
             self.data,

@@ -4,16 +4,26 @@ import io
 
 import pytest
 import torch
+import yaml
 from every_method import METHODS
 from tiny_optimizers import adam
 
 import fl_lightning
 from fl_lightning.classifier import classifier_of
 from fl_lightning.errors import ConfigError
+from fl_lightning.federation import saving
 from fl_lightning.federation.attacks import Attack
 from fl_lightning.report.page.classifier import heads_of
 from fl_lightning.report.recorded_run import read_run
 from fl_lightning.sealed import load_tensors, save_tensors
+
+PLUGINS = "lightning.pytorch.plugins.precision."
+SCALER = {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu"}}
+MIXED = {
+    "class_path": f"{PLUGINS}MixedPrecision",
+    "init_args": {"precision": "16-mixed", "device": "cpu", "scaler": SCALER},
+}
+HALF = {"class_path": f"{PLUGINS}HalfPrecision", "init_args": {"precision": "16-true"}}
 
 
 def accuracy(model, data, indices):
@@ -98,6 +108,30 @@ def test_what_fits_nobody_says_nothing_of_fits(way, trial, capsys):
         run.model(client=client)
     assert run.evaluate()["Local-T"] == run.summary["last"]["Local-T"]
     assert capsys.readouterr().err == ""
+
+
+GPU = {"accelerator": "gpu", "devices": [1], "strategy": "ddp", "plugins": None}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "16-true"])
+def test_a_gpus_run_is_read_on_a_machine_without_one(precision, trial, monkeypatch, capsys):
+    """It was refused: there was no GPU for a Trainer that fits nobody."""
+    plugin = {"16-mixed": MIXED, "16-true": HALF}.get(precision)  # a flag would be refused without a GPU
+    trainer = {"trainer__plugins": [plugin] if plugin else None}
+    run = trial(name=f"gpus-{precision}", method="FedBABU", federation__rounds=1, **trainer).fit()
+    config = {**run.config, "trainer": {**run.config["trainer"], **GPU, "precision": precision}}
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(saving, "check_identity", lambda *_: None)  # to which the plugin belongs
+    capsys.readouterr()
+    model = fl_lightning.load(run.folder, client=1)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    float16 = "" if precision == "32-true" else ", float16 as float32"
+    said = f"trainer: there is no GPU on this machine, so the CPU reads the run{float16}\n"
+    assert capsys.readouterr().err == said
+    figures = fl_lightning.Run.load(run.folder).evaluate()
+    assert figures["Local-T"] == pytest.approx(run.summary["last"]["Local-T"], abs=0.02)
+    assert capsys.readouterr().err == said
 
 
 def test_load_refuses_what_is_no_run(tmp_path):

@@ -193,6 +193,15 @@ class HalfLayers(CarefulSteps, HalfPrecision):
         return result
 
 
+class ReadsWide(Precision):
+    """Float32 for clients that were trained in float16: their loss scale is a part of their state, and does nothing."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give a client's method the place of its loss scale."""
+        getattr(module, "method", module).register_buffer("loss_scale", torch.zeros(2))
+        return module
+
+
 def careful(plugin: Precision, device: str) -> Precision:
     """Lightning's mixed or half precision with steps that are right for clients; any other plugin as it is.
 

@@ -32,11 +32,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fl_lightning.core.descent import FitSettings, clip
-from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, careful, keeps_casts
+from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, ReadsWide, careful, keeps_casts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
 from fl_lightning.heap import keep_freed_memory
+from fl_lightning.terminal import say
 
 
 def make_trainer(flags: Mapping[str, Any]) -> L.Trainer:
@@ -294,11 +295,40 @@ def _precision(precision: Any, accelerator: Any) -> Any:
     named = SHORT_PRECISIONS.get(str(precision), precision)
     known = precision is None or named in PRECISIONS
     require(known, "trainer.precision", f"must be one of {', '.join(PRECISIONS)}", precision)
-    gpu = accelerator != "cpu" and (torch.cuda.is_available() or torch.backends.mps.is_available())
+    gpu = _has_gpu(accelerator)
     narrow = str(named).replace("16", "bf16", 1)
     rule = f"float16 needs a GPU, and this run has none; use {narrow}"
     require(gpu or not str(named).startswith("16"), "trainer.precision", rule, precision)
     return named
+
+
+def _has_gpu(accelerator: Any) -> bool:
+    """Whether a Trainer of this accelerator would work on a GPU of this machine."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    return {"cpu": False, "gpu": cuda, "cuda": cuda, "mps": mps}.get(accelerator, cuda or mps)
+
+
+def for_reading(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of a Trainer that fits nobody: a run's own, or the CPU's where they need a GPU that is not there.
+
+    The CPU reads float16 as float32. A line says so.
+
+    Args:
+        flags: of the run's Trainer.
+    """
+    accelerator, devices = flags.get("accelerator", "auto"), flags.get("devices", 1)
+    half = str(flags.get("precision")).startswith("16")
+    names_gpus = devices != "auto" and not (isinstance(devices, int) and devices > 0)
+    needs_gpu = half or accelerator in ("gpu", "cuda", "mps") or (accelerator == "auto" and names_gpus)
+    if not needs_gpu or _has_gpu(accelerator):
+        return dict(flags)
+    say(f"trainer: there is no GPU on this machine, so the CPU reads the run{', float16 as float32' if half else ''}")
+    place = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "sync_batchnorm": False}
+    if not half:
+        return {**flags, **place}
+    plugins = flags.get("plugins") or []
+    plugins = plugins if isinstance(plugins, list) else [plugins]
+    return {**flags, **place, "precision": None, "plugins": [*plugins, ReadsWide()]}
 
 
 def _place_among_workers(flags: Mapping[str, Any]) -> dict[str, Any]:
