@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.classifier import Classifier, classifier_of, without_model
 from fl_lightning.data.unlabelled import read_unlabelled
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_text
 from fl_lightning.rebuilding import rebuilt
@@ -50,16 +50,23 @@ def predict_run(
 
 
 def models_of(loop: FederatedLoop, folder: Path, client: str) -> Iterator[Classifier]:
-    """The models that ``--client`` means, one after another."""
+    """The models that ``--client`` means, one after another.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     if client != "all":
         yield classifier_of(loop, folder, None if client == "global" else int(client))
         return
+    found = False
     for index in range(loop.num_clients):
         lacks = without_model(loop, folder, index)
         if lacks is None:
+            found = True
             yield classifier_of(loop, folder, index)
         else:
             say(f"fl-lightning: left out: {lacks}")
+    require(found, "--client", "there is no client's model to predict by; nothing is written", "all")
 
 
 def probabilities(model: Classifier, x: Tensor, batch_size: int = 512) -> Tensor:

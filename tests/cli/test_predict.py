@@ -88,6 +88,18 @@ def test_who_fell_sick_in_its_last_round_is_left_out_of_all(trial, own, tmp_path
         run.model(client=2)
 
 
+def test_without_any_clients_model_a_good_file_stays(trial, own, tmp_path):
+    """It became an empty one, of "-1 predictions"."""
+    run = trial(name="all-sick", federation__rounds=1, federation__on_client_error="skip").fit()
+    for file in (run.folder / "models").iterdir():
+        file.unlink()
+    output = tmp_path / "all.csv"
+    output.write_text("good")
+    with pytest.raises(ConfigError, match="--client: there is no client's model to predict by; nothing is written"):
+        predict([str(run.folder), own, "--client", "all", "--output", str(output)])
+    assert output.read_text() == "good"
+
+
 def test_command_line_says_it_in_one_line(workplace):
     code, out, err = workplace.call("predict", "nowhere", "x.npz")
     assert (code, out) == (2, "")
