@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -142,8 +143,12 @@ def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Clas
     Args:
         loop: a run's, as `rebuilt` gives it; of use for one model an architecture.
         folder: the run's.
-        client: 0-based; None for the global model.
+        client: 0-based, a whole number of any type; None for the global model.
+
+    Raises:
+        ConfigError: if there is no such client or model, or its file is damaged.
     """
+    client = None if client is None else _number(client, loop.num_clients)
     module, figure = (_global(loop), "Server-T") if client is None else (_own(loop, folder, client), "Local-T")
     way = headline(module.predictors, figure)  # type: ignore[arg-type]
     require(way is not None, "client", f"{type(module.method).__name__} predicts nothing that counts for {figure}")
@@ -151,6 +156,16 @@ def classifier_of(loop: FederatedLoop, folder: Path, client: int | None) -> Clas
     context = loop.runner.trainer.precision_plugin.forward_context
     data = loop.data
     return Classifier(module.method, str(way), data.store, data.spec, data.arrays.classes, context, client).eval()
+
+
+def _number(client: Any, num_clients: int) -> int:
+    """A client's number as Python's own: NumPy's come out of every search for the worst client."""
+    try:
+        number = -1 if isinstance(client, bool) else operator.index(client)
+    except TypeError:
+        number = -1
+    require(0 <= number < num_clients, "client", f"must be from 0 to {num_clients - 1}", client)
+    return number
 
 
 def _global(loop: FederatedLoop) -> ClientModule:
@@ -162,8 +177,6 @@ def _global(loop: FederatedLoop) -> ClientModule:
 
 
 def _own(loop: FederatedLoop, folder: Path, client: int) -> ClientModule:
-    known = type(client) is int and 0 <= client < loop.num_clients
-    require(known, "client", f"must be from 0 to {loop.num_clients - 1}", client)
     file = folder / "models" / f"{client:05d}.pt"
     module, samples = loop.runner.load(client), loop.runner.attackers.samples[client]  # which an attack may change
     if file.is_file():

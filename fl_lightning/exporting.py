@@ -51,8 +51,8 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
     with undisturbed(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch calls both exporters old, and says what a trace may miss: it is checked
         loop = rebuilt(folder, trust)
-        x = _samples(loop, client)
         model = classifier_of(loop, folder, client)
+        x = _samples(loop, model.client)
         _require_alike(model, x)
         try:
             content, written = makers[path.suffix](model.in_one(), x[:2])
@@ -77,8 +77,8 @@ def _samples(loop: FederatedLoop, client: int | None) -> Tensor:
 
     A file may be in the order of its texts' lengths. The last of tokens is without padding.
     """
-    known = client is not None and 0 <= client < loop.num_clients and len(loop.data.clients[client].test)
-    indices = loop.data.clients[client or 0].test if known else loop.data.server_test
+    indices = loop.data.server_test if client is None else loop.data.clients[client].test
+    indices = indices if len(indices) else loop.data.server_test
     indices = indices if len(indices) else torch.arange(len(loop.data.store.x))
     indices = torch.as_tensor(indices)
     spread = torch.linspace(0, len(indices) - 1, SAMPLES).long()  # a batch of one or two samples proves nothing

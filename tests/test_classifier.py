@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -86,11 +87,28 @@ def test_load_gives_every_client_its_own(run):
 
 @pytest.mark.parametrize(
     ("client", "said"),
-    [(99, "client: must be from 0 to 3, got 99"), (-1, "client: must be from 0 to 3, got -1"), ("3", "must be from 0")],
+    [
+        (99, "client: must be from 0 to 3, got 99"),
+        (-1, "client: must be from 0 to 3, got -1"),
+        ("3", "must be from 0"),
+        (True, "client: must be from 0 to 3, got True"),
+        (np.int64(4), "client: must be from 0 to 3, got "),
+    ],
 )
 def test_load_refuses_a_client_that_is_not_there(run, client, said):
     with pytest.raises(ConfigError, match=said):
         fl_lightning.load(run.folder, client=client)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_client_may_be_numpys_number(run, tmp_path):
+    """It was refused: "must be from 0 to 3, got np.int64(2)"."""
+    model = run.model(client=np.argmax([0, 0, 1]))
+    assert type(model.client) is int
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(model(x), run.model(client=2)(x))
+    file = run.export(tmp_path / "model.pt", client=np.int32(2))
+    assert torch.allclose(torch.jit.load(file)(x), model(x))
 
 
 def test_load_refuses_a_global_model_where_there_is_none(run):
