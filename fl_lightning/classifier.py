@@ -6,7 +6,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Seen, headline
+from fl_lightning.core.steps import HALF
 from fl_lightning.data.arrays import DataSpec
 from fl_lightning.data.store import TensorStore
 from fl_lightning.errors import ConfigError, require
@@ -71,6 +72,7 @@ class Classifier(nn.Module):
         self.vocabulary_size = spec.vocabulary_size
         self._dtype, self._channels_last = store.dtype, store.channels_last
         self._context = context
+        self._autocasts = True
         for name, values in zip(("scale", "shift"), store.scale_and_shift(), strict=True):
             self.register_buffer(name, values.cpu(), persistent=False)
 
@@ -84,10 +86,15 @@ class Classifier(nn.Module):
             x = x.to(self._dtype)
         if self._channels_last and x.ndim == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        with self._context():
+        with self._context(), nullcontext() if self._autocasts else torch.autocast("cpu", enabled=False):
             if self.alone is not None:
                 return self.alone(x)
             return self.method.predictors()[self.predictor].scores(Seen(x))
+
+    def widen(self) -> None:
+        """Take float32 where the run has half precision: for weights, inputs and passes; wider ones stay."""
+        self._autocasts, self._dtype = False, torch.promote_types(self._dtype, torch.float32)
+        self._apply(lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 
     def in_one(self) -> Classifier:
         """A copy that holds one network instead of the models whose weights make it; itself where it mixes none.
@@ -103,12 +110,16 @@ class Classifier(nn.Module):
         return own
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Images uint8 [N, C, H, W] as `forward` takes them, normalised as in training; other inputs as they are."""
+        """Images uint8 [N, C, H, W] as `forward` takes them, normalised as in training; other inputs as they are.
+
+        They are float32, or float64 under ``64-true``, which a file of the model takes; `forward` makes them narrower.
+        """
         if images.dtype != torch.uint8:
             return images
         rule = f"must be uint8 images [N, {', '.join(map(str, self.input_shape))}]"
         require(images.shape[1:] == self.input_shape, "images", rule, tuple(images.shape))
-        return images.float().mul_(self.scale).add_(self.shift)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        return images.float().mul_(self.scale).add_(self.shift).to(wide)
 
 
 def load(run: str | os.PathLike[str], client: int | None = None, trust: Trust | str | Sequence[str] = ()) -> Classifier:

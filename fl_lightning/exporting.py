@@ -16,10 +16,12 @@ from lightning.pytorch.core.module import _jit_is_scripting
 from torch import Tensor
 
 from fl_lightning.classifier import Classifier, classifier_of, rebuilt
+from fl_lightning.core.steps import HALF
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.files import write_atomically
 from fl_lightning.models.encoders import attention_step_by_step
+from fl_lightning.terminal import say
 from fl_lightning.trust import Trust
 from fl_lightning.undisturbed import undisturbed
 
@@ -54,6 +56,8 @@ def export_model(folder: Path, path: Path, client: int | None, trust: Trust) -> 
         model = classifier_of(loop, folder, client)
         x = _samples(loop, model.client)
         _require_alike(model, x)
+        if path.suffix == ".onnx":
+            x = _widen(model, x)
         try:
             content, written = makers[path.suffix](model.in_one(), x[:2])
             difference = None if written is None else _difference(written(x), model(x))
@@ -94,6 +98,25 @@ def _require_alike(model: Classifier, x: Tensor) -> None:
     require(not scores.isnan().any(), "export", f"{_name(model)} gives NaN as scores of test samples")
     rule = f"{_name(model)} draws random numbers when it predicts, so no file can give its scores"
     require(torch.equal(scores, model(x)), "export", rule)
+
+
+def _widen(model: Classifier, x: Tensor) -> Tensor:
+    """Let a model compute in float32 where it has half precision, which ONNX has not for all that a network does.
+
+    A line says how far that moves scores.
+
+    Returns:
+        The samples, as the model now takes them.
+    """
+    own = model(x)
+    model.widen()
+    x = x.float() if x.dtype in HALF else x
+    moved = _difference(own, model(x))
+    if moved:
+        say(
+            f"fl-lightning: note: ONNX has the model in float32; the run's precision rounds scores by up to {moved:.1e}"
+        )
+    return x
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

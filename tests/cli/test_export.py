@@ -107,6 +107,18 @@ def test_a_network_that_cuts_padding_away_is_refused_whatever_order_the_texts_ar
         run.export(tmp_path / f"model{ending}")
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_onnx_has_what_half_precision_trained_in_float32(precision, runs, tmp_path, capsys):
+    """Autocast was traced, too: no runtime read the file, which was written where none was there to try it."""
+    run = runs("FedProto", trainer={"accelerator": "cpu", "precision": precision})
+    path, model = run.export(tmp_path / "model.onnx", client=1), run.model(client=1)
+    moved = "note: ONNX has the model in float32; the run's precision rounds scores by up to "
+    assert (moved in capsys.readouterr().err) is (precision != "64-true")
+    x = model.normalise(torch.randint(0, 255, (5, 1, 8, 8), dtype=torch.uint8))
+    assert x.dtype == (torch.float64 if precision == "64-true" else torch.float32)
+    assert torch.allclose(scores_of(path, x)[0], model(x).to(x), atol=1e-6 if precision == "64-true" else 0.01)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
