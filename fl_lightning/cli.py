@@ -264,10 +264,7 @@ def _evaluate(argv: list[str]) -> int:
     trust = Trust(tuple(options.trust))
     experiment = BuiltExperiment(resolve(read_config(folder / "config.yaml"), trust))
     experiment.folder = folder
-    try:
-        figures = experiment.evaluate(options.checkpoint)
-    except ConfigError as error:
-        raise error.at("--checkpoint") if error.key == "--resume" else error from error
+    figures = experiment.evaluate(options.checkpoint)
     equal = print_evaluation(f"{experiment.name}, round {experiment.loop.round}", figures)
     summary = read_json(folder / "summary.json", "evaluate") if (folder / "summary.json").is_file() else {}
     altered = altered_tables(folder, rows_of(folder / "metrics.csv"), summary)
@@ -409,9 +406,10 @@ def _list(argv: list[str]) -> int:
     from fl_lightning.report.console import print_list
 
     kind = argv[0] if argv else ""
-    if kind in ("-h", "--help"):
+    if any(word in ("-h", "--help") for word in argv):
         print(COMMANDS["list"])
         return 0
     require(kind in catalog.KINDS, "list", f"say what to list; {suggest(kind, catalog.KINDS)}", kind)
+    require(len(argv) == 1, "list", f"takes one word; {kind} is one, and then came", " ".join(argv[1:]))
     print_list([(entry.name, entry.summary, entry.paper) for entry in catalog.entries(kind)])
     return 0

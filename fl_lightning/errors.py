@@ -50,6 +50,22 @@ class ConfigError(ValueError):
         return ConfigError, (self.key, self.allowed, self.value)
 
 
+@contextmanager
+def renamed(key: str, here: str) -> Iterator[None]:
+    """Say by a key that the user has given what errors inside say of another.
+
+    Args:
+        key: theirs.
+        here: that key.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != key:
+            raise
+        raise error.at(here) from error
+
+
 def shortened(text: str, limit: int) -> str:
     """A text in one line of at most `limit` printable characters; what is too long loses its middle."""
     text = text if len(text) <= 20 * limit else f"{text[: 10 * limit]}…{text[-10 * limit :]}"

@@ -25,7 +25,7 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.method import Method
 from fl_lightning.data.cache import streams
 from fl_lightning.data.module import FederatedData
-from fl_lightning.errors import TRACEBACK, ConfigError, place_of, require, shortened
+from fl_lightning.errors import TRACEBACK, ConfigError, place_of, renamed, require, shortened
 from fl_lightning.federation.calendar import number_drawn
 from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loggers import Loggers
@@ -326,9 +326,13 @@ class BuiltExperiment:
 
         Args:
             checkpoint: which checkpoint; ``auto`` takes the newest.
+
+        Raises:
+            ConfigError: if it is none, or of another run or other data.
         """
         self.setup(fits=False)
-        return reexamine(self.loop, self.folder, checkpoint)
+        with renamed("--resume", "--checkpoint"):
+            return reexamine(self.loop, self.folder, checkpoint)
 
 
 def build_data(section: Mapping[str, Any]) -> FederatedData:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fl_lightning.configuration import read_config
 from fl_lightning.core.predictor import headline
-from fl_lightning.errors import require
+from fl_lightning.errors import renamed, require
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.model_files import load_model
 from fl_lightning.parser import resolve
@@ -40,9 +40,10 @@ def rebuilt(folder: Path, trust: Trust) -> FederatedLoop:
     experiment.folder = folder
     experiment.setup(fits=False)
     checkpoints = Checkpoints(folder / "checkpoints")
-    path = checkpoints.find("auto")
-    if path is not None:
-        experiment.loop.load_state_dict(checkpoints.load(path))
+    with renamed("--resume", str(folder)):
+        path = checkpoints.find("auto")
+        if path is not None:
+            experiment.loop.load_state_dict(checkpoints.load(path))
     loop, rounds = experiment.loop, (row["round"] for row in read_metrics(folder))
     done = max((round for round in rounds if isinstance(round, int)), default=0)
     finished = (folder / "summary.json").is_file()

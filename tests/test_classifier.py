@@ -1,6 +1,8 @@
 """A run's models on their own: `fl_lightning.load` and what it gives."""
 
 import io
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -155,6 +157,17 @@ def test_a_gpus_run_is_read_on_a_machine_without_one(precision, trial, monkeypat
 def test_load_refuses_what_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="run: there is no run in that folder"):
         fl_lightning.load(tmp_path, client=0)
+
+
+def test_another_data_set_is_blamed_on_no_option_of_fit(run, tmp_path):
+    """`predict` and `export` named "--resume", which they have not."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    for file in (folder / "checkpoints").glob("*.ckpt"):
+        save_tensors(file, {**load_tensors(file, "file"), "data": "others"})
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(folder))}: the data are not those that the run began with"):
+        fl_lightning.load(folder, client=1)
+    with pytest.raises(ConfigError, match=r"^--checkpoint: the data are not those"):
+        fl_lightning.Run.load(folder).evaluate()
 
 
 def test_load_imports_nothing_that_is_not_trusted(run, tmp_path, monkeypatch):

@@ -226,7 +226,9 @@ def test_file_that_is_no_configuration_is_refused(workplace, content, said):
     assert [part for part in said if part not in line] == [], line
 
 
-@pytest.mark.parametrize("argv", [["fitt"], ["evaluate", "nowhere"], ["list", "method"], ["list"]])
+@pytest.mark.parametrize(
+    "argv", [["fitt"], ["evaluate", "nowhere"], ["list", "method"], ["list"], ["list", "methods", "--bogus", "zzz"]]
+)
 def test_wrong_command_is_refused(workplace, argv):
     code, _, err = workplace.call(*argv)
     assert code == 2
@@ -235,6 +237,8 @@ def test_wrong_command_is_refused(workplace, argv):
         assert "did you mean fit?" in err
     if argv == ["list", "method"]:
         assert "did you mean methods?" in err
+    if "--bogus" in argv:
+        assert err.endswith("list: takes one word; methods is one, and then came, got '--bogus zzz'\n")
 
 
 # --- data sets ----------------------------------------------------------------------------------------------------

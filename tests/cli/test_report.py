@@ -50,6 +50,14 @@ def test_mistake_is_one_line(workplace, argv, said):
     assert workplace.files() == before
 
 
+def test_a_file_in_place_of_the_folder_of_figures_is_said_before_the_page_is_written(finished, workplace):
+    place = workplace.write("afile", "mine")
+    code, out, err = workplace.call("report", finished.run, "--output", "early.html", "--figures", place)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--figures: must be a folder: " in err
+    assert not (workplace.path / "early.html").exists()
+
+
 def test_embeddings_without_models_are_refused(finished, workplace):
     run = workplace.path / "bare"
     shutil.copytree(finished.run, run, ignore=shutil.ignore_patterns("models"))

@@ -60,7 +60,7 @@ def write_page(
         What was written, the page first.
 
     Raises:
-        ConfigError: if Vega-Lite is not installed, or the file cannot be written.
+        ConfigError: if Vega-Lite is not installed, or the file or the folder cannot be written.
     """
     bundle.renderer()
     lines = series_of(members)
@@ -68,6 +68,11 @@ def write_page(
     figures = [*rankings(lines, ranked), *figures_of(lines), *more(lines)]
     notes = [*notes, *(f"{name}: {note}" for name, run in _named(_runs(lines)) for note in run.notes), *_uneven(lines)]
     text = document(title, lines, figures, table, notes)
+    if pictures is not None:
+        try:
+            pictures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # said before the page is written
+            raise ConfigError("--figures", f"must be a folder: {error}") from error
     try:
         write_text(path, text)
     except OSError as error:
