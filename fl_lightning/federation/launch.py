@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import platform
-import re
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import active_children
+from multiprocessing import Process, active_children
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -246,6 +245,46 @@ def use_threads(team: Team) -> None:
         torch.set_num_threads(team.threads)
 
 
+class _Started:
+    """The processes that one launch starts. What else the caller has started is none of them.
+
+    Python numbers the processes that it starts, and the launch starts one after another: theirs are the next numbers.
+
+    Args:
+        size: how many it starts.
+    """
+
+    def __init__(self, size: int) -> None:
+        first = Process()._identity[-1] + 1
+        self._numbers = range(first, first + size)
+
+    def alive(self) -> list[BaseProcess]:
+        """Those that have not ended, in the order in which they were started, which the system's ids need not keep."""
+        own = {child._identity[-1]: child for child in active_children()}
+        return [own[number] for number in self._numbers if number in own]
+
+    def ask_main(self, number: int) -> None:
+        """Let the main worker stop after the round, or end where there is none yet."""
+        children = self.alive()
+        if not children:
+            raise StoppedAtOnce(number)
+        os.kill(children[0].pid or 0, signal.SIGINT)
+
+    def end_at_once(self, number: int) -> None:
+        """The answer to a second signal."""
+        self.kill()
+        say("stopped at once; what is saved stays, and --resume auto goes on from it")
+        raise StoppedAtOnce(number)
+
+    def kill(self) -> None:
+        """End those that are left."""
+        children = self.alive()
+        for child in children:
+            child.kill()
+        for child in children:
+            child.join(GRACE)
+
+
 def launch(
     function: Callable[..., int],
     team: Team,
@@ -255,7 +294,8 @@ def launch(
 ) -> int:
     """Run a function in every process of a team that is started here, and return what the main one returns.
 
-    The first signal that asks to stop goes on to the main process, as a SIGINT; a second one ends all at once.
+    The first signal that asks to stop goes on to the main process, as a SIGINT; a second one ends all at once, and so
+    does an exception.
 
     Args:
         function: a module's function; in each process the others are reached through `torch.distributed`.
@@ -268,7 +308,8 @@ def launch(
         An exit code: the function's own, 2 after bad input, 1 if a process was lost, 128 + the signal that stopped it.
     """
     start_method = start_method or best_start_method(team)
-    with StopSignals(_ask_main, _kill_all) as signals:
+    started = _Started(team.size)
+    with StopSignals(started.ask_main, started.end_at_once) as signals:
         try:
             code = _fabric(team, start_method).launch(_enter, team, function, arguments)
             return exit_code(signals.first) if signals.first and code == exit_code(signal.SIGINT) else code
@@ -287,28 +328,10 @@ def launch(
             how = f"was killed by {name}" if name else f"ended with exit code {error.exit_code}"
             pid = getattr(error, "error_pid", None) or getattr(error, "pid", None)  # called so by older torch
             who = f"worker {error.error_index} of {team.size} (process {pid}) {how}"
+        finally:
+            started.kill()  # whatever ends this, nobody writes the run's folder any more
     say(f"\nfl-lightning: error: {who}; {advice()}")
     return 1
-
-
-def _ask_main(number: int) -> None:
-    """Let the main worker stop after the round, or end where there is none yet."""
-    children = sorted(active_children(), key=_place)
-    if not children:
-        raise StoppedAtOnce(number)
-    os.kill(children[0].pid or 0, signal.SIGINT)
-
-
-def _kill_all(number: int) -> None:
-    for child in active_children():
-        child.kill()
-    say("stopped at once; what is saved stays, and --resume auto goes on from it")
-    raise StoppedAtOnce(number)
-
-
-def _place(process: BaseProcess) -> int:
-    """The order in which processes were started, which their ids need not keep: ``ForkProcess-2``."""
-    return int(re.split("[-:]", process.name)[-1])
 
 
 def best_start_method(team: Team) -> str:

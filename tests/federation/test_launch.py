@@ -6,8 +6,10 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -250,6 +252,51 @@ def end_with_a_message() -> int:
 def test_processes_end_right_after_a_message():
     """Under torch 2.6 and 2.7, whose groups end while they keep Python's lock, they waited for ever."""
     assert launch(end_with_a_message, Team(2, threads=1)) == 2
+
+
+def send_to_the_starter(numbers) -> int:
+    """Signals, from the main process; no process ends by itself."""
+    if len(numbers) == 2:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # busy until the second one
+    gather("here")
+    for number in numbers if dist.get_rank() == 0 else ():
+        os.kill(os.getppid(), number)
+        time.sleep(0.1)
+    time.sleep(60)
+    return 0
+
+
+@pytest.fixture(params=[None, "reader"])
+def own_child(request):
+    """A process that the caller has started for a purpose of its own."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name=request.param)
+    child.start()
+    yield child
+    child.kill()
+    child.join()
+
+
+def times_out(*_):
+    raise TimeoutError
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGUSR2]], ids=["once", "twice", "an exception"]
+)
+def test_whatever_ends_a_launch_ends_its_own_processes_alone(numbers, own_child):
+    """The caller's own child was interrupted or killed, or its name came out as an error and the workers ran on."""
+    before = signal.signal(signal.SIGUSR2, times_out)
+    try:
+        with pytest.raises(TimeoutError) if numbers == [signal.SIGUSR2] else nullcontext():
+            assert launch(send_to_the_starter, Team(2, threads=1), numbers) == 130
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        left = multiprocessing.active_children()
+        for child in left:
+            child.kill()  # what fails here must not run on
+    assert left == [own_child]
 
 
 def test_cores_are_those_of_the_container(monkeypatch):
