@@ -539,6 +539,38 @@ def test_a_callback_comes_back_from_a_run_that_was_stopped(trial, capfd):
     assert watch.best[1] > 0
 
 
+class Within(FederationCallback):
+    """Fits once more, within the run."""
+
+    def __init__(self, trial, **options):
+        self.config = trial(name="within", seed=5, federation__rounds=1, **options).config
+        self.seen = None
+
+    def on_round_end(self, loop, row):
+        run = Experiment(self.config).fit(overwrite=True)
+        self.seen = run.metrics["Local-T"].tolist(), run.evaluate()
+
+
+def test_a_fit_in_a_callback_is_of_one_process(trial):
+    """It took the run's other processes for its own: that ended the run, with a false reason."""
+    seen = []
+    for workers in (1, 2):
+        own = Within(trial)
+        outer = trial(name=f"around-{workers}", federation__rounds=1, federation__workers=workers).fit(callbacks=[own])
+        seen.append((own.seen, outer.metrics["Local-T"].tolist()))
+    assert seen[0][0] is not None
+    assert seen[0] == seen[1]
+
+
+def test_a_fit_in_a_callback_refuses_several_processes(trial, capfd):
+    with pytest.raises(ConfigError, match="a worker met bad input"):
+        trial(name="around", federation__rounds=1, federation__workers=2).fit(
+            callbacks=[Within(trial, federation__workers=2)]
+        )
+    line = "federation.workers: must be 1 for a fit in a callback of a run of several processes, got 2"
+    assert line in capfd.readouterr().err
+
+
 class NearlyTold(FederationCallback):
     def on_rounds_end(self, loop, row):
         raise AssertionError("nobody calls it")

@@ -63,18 +63,25 @@ def plan(
     """Decide on a run's processes.
 
     Args:
-        workers: as configured: a number, ``auto``, or None for one, or for all that torchrun or SLURM started.
+        workers: as configured: a number, ``auto``, or None for one, or for all that torchrun or SLURM started. Inside a
+            run of several processes there is one.
         threads: as configured.
         participants: clients of a round.
         trainer: the Trainer's flags.
         in_turn: whether clients must wait for each other, so that there is no use for more than one.
 
     Raises:
-        ConfigError: if there are fewer clients of a round than workers, or the number is not the one that was started.
+        ConfigError: if there are fewer clients of a round than workers, or the number is not the one that was started,
+            or is not one inside a run of several processes.
     """
     cuda = trainer.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     size, nodes = started_outside()
     devices = num_devices(trainer)
+    if transport.in_a_run():
+        alone = "must be 1 for a fit in a callback of a run of several processes"
+        require(workers in (None, "auto", 1), "federation.workers", alone, workers)
+        require(devices == 1, "trainer.devices", alone, devices)
+        return Team(threads=threads, cuda=cuda)
     if devices > 1:
         one = "must be 1 where trainer.devices spreads one client over several devices"
         require(workers in (None, "auto", 1), "federation.workers", one, workers)

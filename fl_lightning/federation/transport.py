@@ -27,6 +27,16 @@ class Waiting:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+def in_a_run() -> bool:
+    """Whether a run of several processes is under way in this one: what somebody's code begins there is its own."""
+    return Waiting.context is not nullcontext
+
+
+def has_others() -> bool:
+    """Whether what this process begins now is done together with others."""
+    return dist.is_available() and dist.is_initialized() and not in_a_run()
+
+
 class Wire:
     """How tensors travel; set by whoever starts the processes."""
 

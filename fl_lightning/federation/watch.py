@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fl_lightning.federation.transport import Waiting, gather, together
+from fl_lightning.federation.transport import Waiting, gather, has_others, together
 from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
@@ -143,7 +143,7 @@ class Watch(threading.Thread):
 @contextmanager
 def watched(limit: float, advice: Callable[[], str]) -> Iterator[Watch | None]:
     """Watch the other processes for the length of a run, where there are any; all leave it together."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_others():
         yield None
         return
     with together():

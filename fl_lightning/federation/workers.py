@@ -37,13 +37,13 @@ class Workers:
 
     @classmethod
     def present(cls, spread: bool = True) -> Workers:
-        """The processes that were started.
+        """The processes that were started; this one alone inside a run of theirs, as for a fit in a callback.
 
         Args:
             spread: share clients out among them; otherwise each runs the whole federation, because their Trainers
                 share every fit.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if not transport.has_others():
             return cls()
         rank, size = dist.get_rank(), dist.get_world_size()
         workers = cls(rank, size, rank == MAIN) if spread else cls(is_main=rank == MAIN)

@@ -192,6 +192,18 @@ def test_torchrun_decides_how_many(monkeypatch):
         planned(2)
 
 
+def test_a_fit_inside_a_run_of_several_processes_is_of_one(monkeypatch):
+    """Whoever has started them: the others would have to take part in it, and do not know of it."""
+    monkeypatch.setattr(transport.Waiting, "context", lambda: nullcontext())
+    for name, value in (TORCHRUN | {"TORCHELASTIC_RUN_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    assert planned() == planned(workers="auto") == planned(workers=1) == Team()
+    with pytest.raises(ConfigError, match=r"federation\.workers: must be 1 for a fit in a callback .*, got 4"):
+        planned(workers=4)
+    with pytest.raises(ConfigError, match=r"trainer\.devices: must be 1 for a fit in a callback .*, got 2"):
+        planned(trainer={"accelerator": "cpu", "devices": 2})
+
+
 def test_slurm_decides_how_many(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
