@@ -318,7 +318,7 @@ def for_reading(flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     accelerator, devices = flags.get("accelerator", "auto"), flags.get("devices", 1)
     half = str(flags.get("precision")).startswith("16")
-    names_gpus = devices != "auto" and not (isinstance(devices, int) and devices > 0)
+    names_gpus = devices != "auto" and not (str(devices).isdigit() and int(devices) > 0)
     needs_gpu = half or accelerator in ("gpu", "cuda", "mps") or (accelerator == "auto" and names_gpus)
     if not needs_gpu or _has_gpu(accelerator):
         return dict(flags)

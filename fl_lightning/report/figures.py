@@ -196,7 +196,6 @@ def save(figure: Figure, path: Path) -> Path:
         ConfigError: if there is no format of that ending, or matplotlib cannot draw it.
         WriteError: if the system refuses.
     """
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     check_ending(Path(path), "picture")
@@ -204,10 +203,9 @@ def save(figure: Figure, path: Path) -> Path:
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     canvas = FigureCanvasAgg(figure)
     try:
-        with rc_context({"svg.hashsalt": "fl-lightning"}):
-            write_atomically(
-                Path(path), lambda file: canvas.print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
-            )
+        write_atomically(
+            Path(path), lambda file: canvas.print_figure(file, format=kind, metadata=undated, dpi=figure.dpi)
+        )
     except OSError:
         raise
     except Exception as error:  # fonts, memory, an installation that is broken: of matplotlib's anything may come

@@ -1,4 +1,7 @@
 import io
+import os
+import subprocess
+import sys
 
 import matplotlib.image
 import numpy as np
@@ -282,3 +285,19 @@ def test_projection_draws_the_classes_that_somebody_holds(tmp_path, there):
     image = pixels(class_projection(rows, tmp_path / "points.png", list("abcde"), "prototypes"))
     assert has(image, (230, 159, 0)) is (there > 0)
     assert has(image, ORANGE) is (there == 5)
+
+
+def test_a_picture_is_the_same_file_every_time(tmp_path):
+    rows = [{"round": round, "Local-T": 0.1 * round, "loss": 1.0 / round} for round in (1, 2, 3)]
+    first, second = (learning_curves(rows, tmp_path / f"{name}.svg", "twice").read_bytes() for name in "ab")
+    assert first == second
+
+
+def test_a_backend_that_matplotlib_does_not_know_is_not_asked():
+    """It ended `Run.plot` in a process of one's own, which draws into files."""
+    code = "from fl_lightning.report.drawing import as_shipped\nwith as_shipped(): pass\nimport os\n"
+    code += "print(os.environ['MPLBACKEND'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "MPLBACKEND": "nonsense"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "nonsense\n"), done.stderr

@@ -426,7 +426,7 @@ def test_page_names_runs_that_are_not_finished(tmp_path):
     assert len(Page(path).content["lines"]) == 1
     assert path.read_text().count("not finished") == 2  # above the figures, and where it is said how it is run again
     assert "<li>1: it is not finished: 3 of its 6 rounds are done</li>" in path.read_text()
-    assert "its runs ended after 3 to 6 rounds; from round 4 on its curves are the means of those" in path.read_text()
+    assert "its runs have 3 to 6 rounds; from round 4 on its curves are the means of those" in path.read_text()
 
 
 def test_a_run_that_goes_on_has_no_last_round_beside_finished_ones(tmp_path):

@@ -92,13 +92,13 @@ def _named(runs: Iterable[RecordedRun]) -> Iterator[tuple[str, RecordedRun]]:
 
 
 def _uneven(lines: Sequence[Series]) -> Iterator[str]:
-    """A line on each whose runs all ended, after different rounds, by early stopping or as they were asked to."""
+    """A line on each whose runs have different rounds, by early stopping or because some are not finished."""
     for line in lines:
-        ends = sorted({run.rows[-1]["round"] for run in line.over})
+        ends = sorted({run.rows[-1]["round"] for run in line.runs})
         if len(ends) > 1:
             yield (
-                f"{line.label}: its runs ended after {ends[0]} to {ends[-1]} rounds; from round {ends[0] + 1} on its "
-                "curves are the means of those that went on"
+                f"{line.label}: its runs have {ends[0]} to {ends[-1]} rounds; from round {ends[0] + 1} on its curves "
+                "are the means of those that have more"
             )
 
 
