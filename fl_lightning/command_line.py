@@ -167,6 +167,8 @@ class CommandLine:
                 self._named[part.section] = name
                 if part.section == "model":
                     self._is_list = isinstance(named, list)
+            elif part.section == "optimizer" and not isinstance(part.content, Brief):
+                self._named.setdefault("optimizer", _path(OPTIMIZER))  # of whom a file speaks that names none
             elif part.section == "model" and self._is_list and part.settings:
                 rule = "`model` is a list here; change its entries, or say --model NAME for one model"
                 raise ConfigError(part.settings[0][0], rule)
@@ -227,8 +229,8 @@ def variables(prefix: str = VARIABLES) -> Iterator[str]:
 def said_around() -> str:
     """A sentence on what they say; empty where there are none."""
     words = list(variables())
-    gone = any(word.startswith(("--method.", "--model.")) for word in words)
-    more = " What is said of a method or a model holds until another one is named." if gone else ""
+    gone = any(word.startswith(tuple(f"--{section}." for section in _ANEW)) for word in words)
+    more = " What is said of a method, a model or an optimizer holds until another one is named." if gone else ""
     return f"Variables of the environment said {shlex.join(words)} where no file did.{more}" if words else ""
 
 

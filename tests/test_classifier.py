@@ -154,6 +154,15 @@ def test_a_gpus_run_is_read_on_a_machine_without_one(precision, trial, monkeypat
     assert capsys.readouterr().err == said
 
 
+def test_a_run_with_flags_that_are_refused_by_now_is_read(run, tmp_path):
+    """They changed nothing when it was made."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    idle = {"num_sanity_val_steps": 2, "limit_val_batches": 0.5, "inference_mode": False}
+    config = {**run.config, "trainer": {**run.config["trainer"], **idle}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert fl_lightning.load(folder, client=1).num_classes == 10
+
+
 def test_load_refuses_what_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match="run: there is no run in that folder"):
         fl_lightning.load(tmp_path, client=0)

@@ -8,7 +8,7 @@ step where parameters of a group are not alike.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers_of_torch
 from typing_extensions import override
+
+from fl_lightning.models.own_training import Counter
 
 if TYPE_CHECKING:
     from fl_lightning.core.facts import Fit
@@ -25,18 +27,20 @@ def bare_step(optimizer: Optimizer, fit: Fit, changes: bool = False) -> Callable
     """A step of an optimizer and the clearing of its gradients; None for one that is not stepped here.
 
     Args:
-        optimizer: of a fit, with the one hook that counts its steps.
+        optimizer: of a fit, with the one hook that counts its steps; a `Counter` may stand beside it.
         fit: whose steps are counted.
         changes: whether somebody may change its groups in the fit otherwise than a schedule does: add one, say.
     """
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    after: Any = optimizer._optimizer_step_post_hooks.values()
+    also = [hook for hook in after if isinstance(hook, Counter)]
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(after) - len(also)
     hooks += len(optimizers_of_torch._global_optimizer_pre_hooks)
     hooks += len(optimizers_of_torch._global_optimizer_post_hooks)
     kind, options = _KINDS.get(type(optimizer)), optimizer.param_groups
     if kind is None or hooks != 1 or "step" in vars(optimizer) or not all(map(kind.takes, options)):
         return None
     if kind is _SGD and not any(own["momentum"] for own in options):
-        return _without_state(optimizer, fit, changes)
+        return _without_state(optimizer, fit, changes, also)
     groups = [kind(optimizer, own) for own in options]
 
     @torch.no_grad()
@@ -53,6 +57,8 @@ def bare_step(optimizer: Optimizer, fit: Fit, changes: bool = False) -> Callable
             for parameter in group.there:
                 parameter.grad = None
         fit.num_steps += 1
+        for hook in also:
+            hook(optimizer)
 
     return step
 
@@ -62,7 +68,7 @@ def _as_ever(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _without_state(optimizer: Optimizer, fit: Fit, changes: bool) -> Callable[[], None]:
+def _without_state(optimizer: Optimizer, fit: Fit, changes: bool, also: Sequence[Counter]) -> Callable[[], None]:
     """SGD without momentum, for which no two parameters are unlike."""
 
     @torch.no_grad()
@@ -80,6 +86,8 @@ def _without_state(optimizer: Optimizer, fit: Fit, changes: bool) -> Callable[[]
             for parameter in there:
                 parameter.grad = None
         fit.num_steps += 1
+        for hook in also:
+            hook(optimizer)
 
     return step
 

@@ -12,14 +12,15 @@ from fl_lightning.errors import require
 from fl_lightning.models.own_training import OwnTraining
 
 
-def logged_names(losses: Iterable[str], own: OwnTraining) -> tuple[list[str], bool]:
-    """Names of what a fit logs for callbacks, and whether it may log others.
+def logged_names(fits: Iterable[tuple[Iterable[str], OwnTraining]]) -> tuple[list[str], bool]:
+    """Names of what all fits log for callbacks, and whether all may log others.
 
     Args:
-        losses: names of those that are taken down.
-        own: the model's share in the fit.
+        fits: of each kind of client the names of the losses that are taken down, and the model's share in the fit.
     """
-    return [*map(loss_column, losses), *sorted(own.logs or ())], own.logs is None
+    known = [([*map(loss_column, losses), *sorted(own.logs or ())], own.logs is None) for losses, own in fits]
+    sure = [names for names, others in known if not others] or [names for names, _ in known]
+    return [name for name in sure[0] if all(name in names for names in sure)], all(others for _, others in known)
 
 
 class FitLog:
@@ -30,6 +31,7 @@ class FitLog:
         """What callbacks and a model of the user's own have logged in the last fit: of each name its last epoch's."""
         self._told: tuple[LossMeter | None, int] = None, 0
         self._said: Mapping[str, float] = {}
+        self._of_model: set[str] = set()
 
     def tell(self, module: L.LightningModule, meter: LossMeter, own: OwnTraining, is_last: bool) -> None:
         """Hand an epoch's mean losses to the trainer, for callbacks that read `callback_metrics`; it takes a while.
@@ -42,7 +44,9 @@ class FitLog:
         if not trainer.callbacks or self._told == here:  # type: ignore[attr-defined]
             return
         if is_last or 0 < trainer.max_steps <= trainer.global_step:
-            self._told, self._said = here, {**own.logged_in_epoch(), **_columns(meter)}
+            logged = own.logged_in_epoch()
+            self._told, self._said = here, {**logged, **_columns(meter)}
+            self._of_model |= logged.keys()
             _log(module, self._said)
 
     def end_epoch(self, module: L.LightningModule, meter: LossMeter, logged: Mapping[str, float]) -> None:
@@ -62,6 +66,7 @@ class FitLog:
         said = self._said if self._told == (meter, module.current_epoch) else {}
         losses = set(map(loss_column, meter.losses))
         late = {name: value for name, value in logged.items() if name not in losses and said.get(name) != value}
+        self._of_model |= logged.keys()
         _log(module, late if said else {**late, **_columns(meter)})
         _check_watched(trainer.callbacks, trainer)  # type: ignore[attr-defined]
         meter.end_epoch()
@@ -72,13 +77,13 @@ class FitLog:
         Args:
             module: the client.
             meter: of the fit's losses, which stand elsewhere.
-            own: what a model of the user's own has logged.
+            own: what a model of the user's own has logged for the run; the rest of it is at hand in the fit alone.
         """
-        self.values = {}
+        self.values, of_model, self._of_model = {}, self._of_model, set()
         if module.trainer.callbacks:  # type: ignore[attr-defined]
-            losses = set(map(loss_column, meter.losses))
+            elsewhere = {*map(loss_column, meter.losses), *of_model}
             logged = module.trainer.callback_metrics
-            self.values = {name: float(value) for name, value in logged.items() if name not in losses}
+            self.values = {name: float(value) for name, value in logged.items() if name not in elsewhere}
         self.values |= own
 
 
@@ -95,5 +100,5 @@ def _check_watched(callbacks: Iterable[L.Callback], trainer: L.Trainer) -> None:
     for each in callbacks:
         if isinstance(each, EarlyStopping) and each.strict:
             logged = trainer.callback_metrics
-            rule = f"{type(each).__name__} watches what no fit logs; this one has {', '.join(logged)}"
+            rule = f"{type(each).__name__} watches what this client's fit does not log; it has {', '.join(logged)}"
             require(each.monitor in logged, "trainer.callbacks", rule, each.monitor)

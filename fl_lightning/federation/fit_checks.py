@@ -16,11 +16,13 @@ from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
 from fl_lightning.core.message import version_of
 from fl_lightning.core.method import Method, Seen
+from fl_lightning.core.planning import plan_of
+from fl_lightning.core.workload import Workload
 from fl_lightning.errors import ConfigError, own_code, require
 from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.trainers import most_batches, tries_out
-from fl_lightning.federation.workloads import cuts_epochs, workload_of
+from fl_lightning.federation.workloads import Draw, cuts_epochs, workload_of
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 
@@ -149,13 +151,24 @@ def plan_shortest(
     batches = fewest_batches(data, mine)
     workload = workload_of(settings.local_epochs, settings.local_steps, seed, 1, client, batches)
     module.workload = workload._replace(tries=tries_out(trainer))
-    _check_limit(module, trainer.max_steps)
+    _check_limit(module, trainer.max_steps, settings, int(data.num_train[mine].max()) / data.batch_size)
     module.own.steps, module.own.most_steps = most_batches(trainer, batches), trainer.max_steps
 
 
-def _check_limit(module: ClientModule, max_steps: int) -> None:
-    """Refuse a number of steps that would end every fit before some of a method's phases."""
-    later = [planned.phase.name for planned in module.plan()][1:]
+def _check_limit(module: ClientModule, max_steps: int, settings: Federation, batches: float) -> None:
+    """Refuse a number of steps that would end fits before some of a method's phases, where the longest has more.
+
+    Args:
+        module: of some clients.
+        max_steps: the trainer's.
+        settings: say how long fits are.
+        batches: of the largest client's epoch.
+    """
+    later, most = [planned.phase.name for planned in module.plan()][1:], math.ceil(batches)
+    drawn = settings.local_epochs, settings.local_steps
+    epochs, steps = (max(own.values) if isinstance(own, Draw) else own for own in drawn)
+    longest = plan_of(module.method, Workload(epochs or 1, None if steps is None else int(steps), most))
+    later = [] if max_steps >= longest.passes(most) * most else later
     rule = f"would end fits before later phases of {type(module.method).__name__} ({', '.join(later)}) have their steps"
     rule += "; use federation.local_steps, which counts mini-batches by the phase"
     require(max_steps == -1 or not later, "trainer.max_steps", rule, max_steps)

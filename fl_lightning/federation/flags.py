@@ -37,7 +37,7 @@ _AT_LEAST = {
 }  # fmt: skip
 _SHARES = ("limit_train_batches", "overfit_batches")
 _TESTED = "clients are tested on all of their test parts; federation.evaluate_every says how often"
-_UNHEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNHEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "limit_val_batches": ((None, 0, 0.0, 1.0), "a fit validates nothing; data.validation_fraction sets parts aside"),
     "limit_test_batches": ((None, 1.0), _TESTED),
     "limit_predict_batches": ((None, 1.0), _TESTED),
@@ -58,7 +58,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         require(value is None or value >= least, f"trainer.{name}", f"must be >= {least}", value)
     for name in _SHARES:
         _check_share(f"trainer.{name}", flags.get(name), name == "limit_train_batches")
-    for name, (idle, instead) in _UNHEEDED.items():
+    for name, (idle, instead) in UNHEEDED.items():
         value = flags.get(name)
         same = any(type(value) is type(own) and value == own for own in idle)  # 1 is one mini-batch, 1.0 are all
         require(same, f"trainer.{name}", f"must be left out: {instead}", value)

@@ -114,7 +114,7 @@ class Runner:
         self.modules = [self._new_module(a, fit_settings) for a in range(self.architecture.max() + 1)]
         check_interfaces(self.modules, self.architecture)
         make_alike(self.modules)
-        check_callbacks(self.trainer, *logged_names(self.modules[0].loss_names, self.modules[0].own))
+        check_callbacks(self.trainer, *logged_names((module.loss_names, module.own) for module in self.modules))
         check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from fl_lightning.core.descent import FitSettings, clip
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, ReadsWide, careful, keeps_casts
 from fl_lightning.errors import ConfigError, require
-from fl_lightning.federation.flags import TRAINER_DEFAULTS
+from fl_lightning.federation.flags import TRAINER_DEFAULTS, UNHEEDED
 from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
 from fl_lightning.heap import keep_freed_memory
 from fl_lightning.terminal import say
@@ -311,11 +311,13 @@ def _has_gpu(accelerator: Any) -> bool:
 def for_reading(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of a Trainer that fits nobody: a run's own, or the CPU's where they need a GPU that is not there.
 
-    The CPU reads float16 as float32. A line says so.
+    The CPU reads float16 as float32. A line says so. What is of fits alone is left out, which is refused by now where
+    it does not fit, and was not when the run was made.
 
     Args:
         flags: of the run's Trainer.
     """
+    flags = {name: value for name, value in flags.items() if name not in (*UNHEEDED, "max_steps")}
     accelerator, devices = flags.get("accelerator", "auto"), flags.get("devices", 1)
     half = str(flags.get("precision")).startswith("16")
     names_gpus = devices != "auto" and not (str(devices).isdigit() and int(devices) > 0)

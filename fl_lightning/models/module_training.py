@@ -16,7 +16,7 @@ from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
 from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
-from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
+from fl_lightning.models.own_training import Counter, MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
 _REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward")
@@ -356,7 +356,7 @@ class ConfiguredOptimizers:
         own = list(parameters)
         made, home = self.outside(own), _home_of(own, self.homes)
         if home.stretches:
-            home.present.add([made], home.after_step)
+            home.present.add([made], home.after_step if home.watches else Counter(home.after_step))
         return made
 
 

@@ -16,6 +16,21 @@ Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Parameters -> the gradient that the method's terms add to the model's own; None where they add none."""
 
 
+class Counter:
+    """A hook of an optimizer that looks at no gradient, so that it may be called once they are cleared.
+
+    Args:
+        count: called with the optimizer that has stepped.
+    """
+
+    def __init__(self, count: Callable[[Any], object]) -> None:
+        self.count = count
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        """Count a step."""
+        self.count(optimizer)
+
+
 class SkippedBatch(Exception):
     """A model that has a loss of its own leaves a mini-batch out: nothing is trained on it, nothing is taken down."""
 

@@ -320,6 +320,14 @@ def test_an_optimizer_that_is_named_has_defaults_of_its_own(argv, arguments):
     }
 
 
+def test_an_optimizer_of_a_file_that_names_no_class_is_the_usual_one():
+    """Adam took over the learning rate that a file gives SGD."""
+    usual = {"optimizer": {"init_args": {"lr": 0.3}}}
+    assert CommandLine([usual, "--optimizer", "Adam"]).tree["optimizer"] == {"class_path": "Adam"}
+    assert CommandLine([usual]).tree["optimizer"]["init_args"] == {"lr": 0.3}
+    assert CommandLine([usual, "--optimizer", "SGD"]).tree["optimizer"]["init_args"] == {"lr": 0.3}
+
+
 QUANTIZE = {"class_path": "Quantize", "init_args": {"bits": "8"}}
 
 

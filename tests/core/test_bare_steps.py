@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from fl_lightning.core.bare_steps import bare_step
 from fl_lightning.core.facts import Fit
+from fl_lightning.models.own_training import Counter
 
 OPTIMIZERS = {
     "sgd": lambda own: SGD(own, lr=0.1),
@@ -134,3 +135,18 @@ def test_sparse_gradients_are_steps_of_torchs_own():
         step()
         theirs.step()
     assert torch.equal(tables[0].weight, tables[1].weight)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+def test_a_counter_beside_is_called_and_any_other_hook_takes_the_whole_step(name):
+    """A configured optimizer of a user's module took a quarter longer for its count of steps."""
+    own, seen = parameters(), []
+    optimizer = made(name, own)
+    optimizer.register_step_post_hook(Counter(seen.append))
+    step = bare_step(optimizer, Fit())
+    for number in range(3):
+        with_gradients(own, (0, 1, 2), number)
+        step()
+    assert seen == [optimizer] * 3
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert bare_step(optimizer, Fit()) is None

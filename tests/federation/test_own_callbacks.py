@@ -13,7 +13,9 @@ from fl_lightning.federation.callbacks import FederationCallback, never_called
 from fl_lightning.federation.settings import Federation
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
+from fl_lightning.methods.local import Local
 from fl_lightning.models.lightning_module import WrappedLightningModule
+from fl_lightning.models.mlp import MLP
 
 
 class Decays(Callback):
@@ -453,9 +455,17 @@ def test_early_stopping_of_what_nothing_logs_is_refused_in_one_line(run_federati
     rule = r"EarlyStopping can watch what a client's fit logs: loss, loss/cross_entropy, both, both_epoch, both_step, "
     with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}train_loss, got 'val_loss'"):
         run_federation(lambda: model(LogsLoss), 1, trainer={"callbacks": [EarlyStopping("val_loss")]})
-    rule = "EarlyStopping watches what no fit logs; this one has .*train_loss.*late, got 'val_loss'$"
+    rule = "EarlyStopping watches what this client's fit does not log; it has .*train_loss.*late, got 'val_loss'$"
     with pytest.raises(ConfigError, match=rf"^trainer\.callbacks: {rule}"):
         run_federation(lambda: model(LogsLate), 1, trainer={"callbacks": [EarlyStopping("val_loss")]})
+
+
+def test_what_is_watched_is_logged_by_clients_of_every_model(set_up_federation):
+    """Only the first model was asked, and the run ended in its first round."""
+    models = [lambda: WrappedLightningModule((1, 8, 8), 4, LogsLoss()), lambda: MLP((1, 8, 8), 4, [8])]
+    options = {"architecture": [0, 0, 1, 1], "trainer": {"callbacks": [EarlyStopping("train_loss")]}}
+    with pytest.raises(ConfigError, match=r"EarlyStopping can watch what a client's fit logs: loss, .*'train_loss'"):
+        set_up_federation(lambda kind: Local(models[kind]()), **options)
 
 
 def with_hook(name, hook):

@@ -188,6 +188,8 @@ def test_a_limit_of_steps_is_refused_where_later_phases_would_never_come(mlp, se
     rule = r"^trainer\.max_steps: would end fits before later phases of FedRep \(body\) .* use federation\.local_steps"
     with pytest.raises(ConfigError, match=rule):
         set_up_federation(lambda: FedRep(mlp()), trainer={"max_steps": 2})
+    longest = {"local_epochs": 2, "trainer": {"max_steps": 1000}}  # which ends nothing
+    assert set_up_federation(lambda: FedRep(mlp()), **longest).runner.trainer.max_steps == 1000
 
 
 @pytest.mark.parametrize("batches", [True, 2])
