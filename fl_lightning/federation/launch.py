@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import Process, active_children
+from multiprocessing import Process, active_children, current_process
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from typing_extensions import override
 
 from fl_lightning.errors import ConfigError, line_of, require
 from fl_lightning.federation import transport
@@ -95,10 +97,12 @@ def plan(
         return Team(threads=threads)
     gpus = torch.cuda.device_count() if cuda else 0
     if workers == "auto":
-        number = 1 if in_turn else min(participants, gpus if cuda else num_cores())
+        number = 1 if in_turn or current_process().daemon else min(participants, gpus if cuda else num_cores())
         return Team(number, threads or (None if cuda else share(number)), cuda=cuda)
     number = int(workers)
     _check_use(number, participants)
+    daemon = "must be 1 in a daemonic process (of a multiprocessing.Pool, say), which may start none"
+    require(number == 1 or not current_process().daemon, "federation.workers", daemon, number)
     if cuda and number > gpus:
         return Team(number, threads or share(number), cuda=True, shares_gpus=True)
     return Team(number, threads or (None if cuda else 1), cuda=cuda)
@@ -139,7 +143,7 @@ def started_outside() -> tuple[int, int]:
     if TorchElasticEnvironment.detect():
         size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         return size, max(1, size // local)
-    if SLURMEnvironment.detect():
+    if _by_slurm():
         try:
             size = SLURMEnvironment().world_size()
         except RuntimeError as error:  # Lightning's word on how the job was asked for
@@ -158,7 +162,12 @@ def is_main() -> bool:
     """Whether this process is the run's only or first one; known before the processes have met."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment().global_rank() == 0
-    return not SLURMEnvironment.detect() or SLURMEnvironment().global_rank() == 0
+    return not _by_slurm() or SLURMEnvironment().global_rank() == 0
+
+
+def _by_slurm() -> bool:
+    """Whether SLURM started this process as a task, which a shell in its allocation is not."""
+    return SLURMEnvironment.detect() and "SLURM_PROCID" in os.environ
 
 
 def _quiet() -> None:
@@ -168,12 +177,34 @@ def _quiet() -> None:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # whom it ends, when one has ended
 
 
+class OnThisMachine(LightningEnvironment):
+    """Processes that are started here meet here, whatever variables a job of several machines has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._port = find_free_network_port()
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self._port
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+
 def _fabric(team: Team, start_method: str) -> Fabric:
     _quiet()
     backend = "cpu:gloo,cuda:nccl" if team.cuda and not team.shares_gpus else "gloo"
     strategy = TetheredDDP(process_group_backend=backend, timeout=NEVER, start_method=start_method)  # type: ignore[arg-type]
     strategy.starter = None if team.outside else os.getpid()
-    here = None if team.outside else LightningEnvironment()
+    here = None if team.outside else OnThisMachine()
     devices = team.size // team.nodes
     sees_few = team.outside and torch.cuda.device_count() < devices
     lightning_chooses = team.cuda and not (sees_few or team.shares_gpus)  # it would look for a GPU for each process
@@ -322,6 +353,12 @@ def launch(
             return exit_code(signals.first) if signals.first and code == exit_code(signal.SIGINT) else code
         except StoppedAtOnce as stopped:
             return exit_code(stopped.number)
+        except OSError as error:  # of the system that starts them: no more processes, no memory to share
+            if error.errno is None:  # somebody else's, in a signal handler
+                raise
+            why = f"processes cannot be started here ({error.strerror or error})"
+            say(f"fl-lightning: error: federation.workers: {why}; one needs none")
+            return 2
         except ProcessRaisedException as error:
             say(str(error))
             who = f"worker {error.error_index} of {team.size} failed"

@@ -59,6 +59,39 @@ def planned(workers=None, threads=None, participants=20, trainer=CPU, in_turn=Fa
     return plan(workers, threads, participants, trainer, in_turn)
 
 
+def test_a_shell_in_slurms_allocation_is_no_task_of_its_own(monkeypatch):
+    """Asking for its rank ended in a KeyError."""
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NAME", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, SLURM[name])
+    assert started_outside() == (1, 1)
+    assert is_main()
+
+
+def test_a_pools_process_has_no_workers(monkeypatch):
+    """It ended in an AssertionError: daemonic processes are not allowed to have children."""
+    monkeypatch.setattr(launching, "current_process", lambda: SimpleNamespace(daemon=True))
+    assert planned("auto").size == planned(1).size == 1
+    with pytest.raises(ConfigError, match=r"^federation.workers: must be 1 in a daemonic process"):
+        planned(2)
+
+
+def test_processes_that_cannot_be_started_end_in_one_line(monkeypatch, capsys):
+    def refused(team, start_method):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(launching, "_fabric", refused)
+    assert launch(end_with_a_message, Team(2, threads=1)) == 2
+    said = "fl-lightning: error: federation.workers: processes cannot be started here (Read-only file system)"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_what_a_job_of_several_machines_left_is_not_asked(monkeypatch):
+    """Workers waited for ever for a first machine that there is not."""
+    for name, value in {"NODE_RANK": "1", "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(end_with_a_message, Team(2, threads=1)) == 2
+
+
 def test_one_process_unless_told_otherwise():
     assert planned() == Team(1)
 
