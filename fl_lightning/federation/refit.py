@@ -35,7 +35,7 @@ _BY_FIT = {"logger", "profiler", "barebones", "reload_dataloaders_every_n_epochs
 
 
 _TAKEN_OUT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-"""What the method's steps do by themselves."""
+"""What the method's steps do by themselves. Lightning refuses a fit that begins with them; callbacks read them."""
 
 
 class Fits:
@@ -43,7 +43,7 @@ class Fits:
 
     Args:
         trainer: of all fits.
-        flags: that it was made of.
+        flags: that the configuration says, also of what the method's steps do by themselves.
     """
 
     def __init__(self, trainer: L.Trainer, flags: Mapping[str, Any]) -> None:
@@ -59,6 +59,10 @@ class Fits:
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
         timers = (each for each in trainer.callbacks if isinstance(each, Timer))  # type: ignore[attr-defined]
         self._timers = [(each, copy.deepcopy(vars(each))) for each in timers]
+        self._without = {name: getattr(trainer, name) for name in _TAKEN_OUT}
+        self._told = {name: flags.get(name, value) for name, value in self._without.items()}
+        if trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, _Tells(self._told))  # type: ignore[attr-defined]
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0.
@@ -84,12 +88,15 @@ class Fits:
     @contextmanager
     def _unset(self) -> Iterator[None]:
         """A stretch in which callbacks may not set what of the Trainer local fits do not follow."""
-        before = {name: getattr(self.trainer, name) for name in _TAKEN_OUT}
-        yield
-        for name, value in before.items():
-            found = getattr(self.trainer, name)
-            rule = f"a callback set it to {found} in a fit, which does not follow that; say it in the configuration"
-            require(found == value, f"trainer.{name}", rule)
+        try:
+            yield
+            found = {name: getattr(self.trainer, name) for name in _TAKEN_OUT}
+        finally:  # for the next fit to begin with
+            _set(self.trainer, self._without)
+        for name, value in self._told.items():
+            own = found[name]
+            rule = f"a callback set it to {own} in a fit, which does not follow that; say it in the configuration"
+            require(own == value, f"trainer.{name}", rule)
         rule = (
             "a callback set trainer.strategy.lr_scheduler_configs, which no fit follows; say them in a LightningModule"
         )
@@ -155,6 +162,26 @@ class Fits:
         iter(loop._data_fetcher)
         loop.max_batches = trainer.val_check_batch = length
         loop._last_train_dl_reload_epoch = 0
+
+
+class _Tells(Callback):
+    """Lets callbacks, which come after it, read what the configuration says and Lightning must not see before.
+
+    Args:
+        told: values of the Trainer's attributes.
+    """
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.told = told
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """A fit begins."""
+        _set(trainer, self.told)
+
+
+def _set(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(trainer, name, value)
 
 
 def _has_state(callback: Callback) -> bool:

@@ -104,7 +104,6 @@ class Runner:
         check_workload(settings, flags)
         self.trainer = make_trainer(flags)
         fit_settings = clip_last(self.trainer, fit_settings)
-        self.fits = Fits(self.trainer, flags)
         self.single_device = isinstance(self.trainer.strategy, SingleDeviceStrategy)
         by_batch = not self.single_device or bool(limits(flags)) or sees_batches(self.trainer)
         check_batches(flags, fewest_batches(data))
@@ -115,6 +114,7 @@ class Runner:
         check_interfaces(self.modules, self.architecture)
         make_alike(self.modules)
         check_callbacks(self.trainer, *logged_names((module.loss_names, module.own) for module in self.modules))
+        self.fits = Fits(self.trainer, self.flags)
         check_whole_epochs(self.modules, settings)
         self._initial = [_copy(module, module.division.kept) for module in self.modules]
         self._initial_shared = [_copy(module, module.division.shared) for module in self.modules]

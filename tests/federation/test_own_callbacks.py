@@ -185,6 +185,34 @@ def test_what_a_callback_sets_and_no_fit_follows_is_refused(hook, change, said, 
         run_federation(lambda: FedAvg(mlp()), 1, trainer={"callbacks": [Sets(hook, change)]})
 
 
+class ReadsFlags(Callback):
+    """Writes down what the Trainer says of accumulation and clipping."""
+
+    def __init__(self):
+        self.said = set()
+
+    def setup(self, trainer, pl_module, stage):
+        clips = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        self.said.add((trainer.accumulate_grad_batches, *clips))
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.setup(trainer, pl_module, "fit")
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.steps = trainer.estimated_stepping_batches
+
+
+@pytest.mark.parametrize("architecture", [[0, 0, 0, 0], [0, 1, 0, 1]])
+def test_a_callback_reads_what_the_configuration_says_of_steps(architecture, run_federation, mlp):
+    """It read 1 and None, and as many optimizer steps as there were mini-batches."""
+    own = ReadsFlags()
+    flags = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    trainer = {**flags, "callbacks": [own]}
+    loop = run_federation(lambda _=0: FedAvg(mlp()), 1, trainer=trainer, architecture=architecture)
+    assert own.said == {(2, 0.5, "value")}
+    assert own.steps == -(-loop.data.clients[3].num_steps(4) // 2)
+
+
 class Embellishes(FederationCallback):
     def on_round_end(self, loop, row):
         row["Local-T"] = 1.0
