@@ -1,4 +1,4 @@
-"""What ties a worker to the process that started it: it ends when that one does, and takes signals from nobody else."""
+"""What ties a worker to the process that started it: it ends when that one does, and leaves signals to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tether(starter: int) -> None:
     global _tethered
     _tethered = True
     os.setpgid(0, 0)  # the terminal's signals go to the starter alone, which hands the first one on
-    _answer_only(starter)  # first, for threads take over what is blocked
+    _answer_only()
     end_with(starter)
 
 
@@ -68,34 +68,34 @@ def end_with(starter: int) -> None:
     threading.Thread(target=look, daemon=True, name="parent").start()
 
 
-def _answer_only(starter: int) -> None:
-    """Take SIGTERM from `starter` alone, as the order to end at once, and leave the other signals to it.
+def _answer_only() -> None:
+    """Leave signals to the starter, which ends its workers by a SIGKILL (`launch`).
 
     Schedulers send a signal to every process of a job. The starter gets it, too, and asks the first worker to stop
-    after the round, with a SIGINT: so the workers must not end by themselves before that.
+    after the round, with a SIGINT: so the workers must not end by themselves before that. Nothing is blocked, for that
+    would be inherited by every program that a worker starts.
     """
     asked = os.environ.get("LOCAL_RANK", "0") == "0"  # the others would only die of it
     signal.signal(signal.SIGINT, signal.SIG_DFL if asked else _leave)
-    for name in ("SIGHUP", "SIGUSR1"):
+    for name in ("SIGHUP", "SIGUSR1", "SIGTERM"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not hasattr(signal, "sigwaitinfo"):
-        return
+    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_everybody)
+
+
+def _hold_back() -> None:
+    """Let a SIGTERM wait: one that a forked process gets before it hears everybody would be left alone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.register_at_fork(after_in_child=_hear_everybody)
 
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != starter:
-            pass
-        os._exit(exit_code(signal.SIGTERM))
 
-    threading.Thread(target=wait, daemon=True, name="order-to-end").start()
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _hear_everybody() -> None:
-    """Let processes that a worker forks, as a pool of its own does, end by a SIGTERM: what is blocked is inherited."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    """Let processes that a worker forks, as a pool of its own does, end by a SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_through()
 
 
 def _leave(*_: object) -> None:

@@ -4,6 +4,7 @@ import io
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -136,12 +137,11 @@ def test_process_whose_parent_is_gone_already_does_not_begin():
     assert in_a_child(lambda: tether.end_with(os.getpid())) == 137
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="nothing is blocked there")
 def test_what_a_worker_forks_ends_by_a_signal():
     """A pool of a callback's own was never joined, as its processes had blocked the signal that ends them."""
 
     def fork_and_end():
-        tether._answer_only(os.getppid())
+        tether._answer_only()
         child = os.fork()
         if child == 0:
             time.sleep(20)
@@ -150,3 +150,25 @@ def test_what_a_worker_forks_ends_by_a_signal():
         os._exit(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     assert in_a_child(fork_and_end) == signal.SIGTERM
+
+
+def test_a_program_that_a_worker_starts_ends_by_a_signal():
+    """It had inherited that SIGTERM is blocked, and went on after `Popen.terminate`."""
+
+    def start_and_end():
+        tether._answer_only()
+        program = subprocess.Popen(["sleep", "20"])
+        program.terminate()
+        os._exit(-program.wait(5))
+
+    assert in_a_child(start_and_end) == signal.SIGTERM
+
+
+def test_a_worker_leaves_a_schedulers_signal_to_its_starter():
+    def hear():
+        tether._answer_only()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.raise_signal(number)
+        os._exit(3)
+
+    assert in_a_child(hear) == 3
