@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fl_lightning.errors import require
+from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.reports import ClientReport
 from fl_lightning.terminal import say
 
@@ -89,21 +90,11 @@ def tell(callbacks: Iterable[FederationCallback], hook: str, loop: Loop, *argume
     What the run writes may be named from there.
     """
     for callback in callbacks:
-        given, here = list(map(_copy, arguments)), _working_directory()
-        getattr(callback, hook)(loop, *given)
-        if here and _working_directory() != here:
-            os.chdir(here)
-            say(f"fl-lightning: {type(callback).__name__}.{hook} changes the working directory, which is set back")
+        given, name = list(map(_copy, arguments)), f"{type(callback).__name__}.{hook}"
+        with directory_kept(partial(say, f"fl-lightning: {name} changes the working directory, which is set back")):
+            getattr(callback, hook)(loop, *given)
         if any(_figures(own) != _figures(was) for own, was in zip(given, arguments, strict=True)):
-            say(f"fl-lightning: {type(callback).__name__}.{hook} changes what it is given, which stays as it was")
-
-
-def _working_directory() -> str:
-    """Where relative names begin; empty where somebody has deleted it."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
+            say(f"fl-lightning: {name} changes what it is given, which stays as it was")
 
 
 def _copy(argument: Any) -> Any:

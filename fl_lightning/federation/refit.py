@@ -26,7 +26,9 @@ from torch import Tensor
 
 from fl_lightning.core.message import version_of
 from fl_lightning.errors import require
+from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.flags import limits, told
+from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
@@ -54,6 +56,7 @@ class Fits:
         self.shortens = plain and not limits(flags) and not others
         """Whether fits after a module's first one are shortened."""
         self._entered: set[int] = set()
+        self._wanders = False
         self._known: dict[int, dict[str, tuple[int, Tensor]]] = {}
         own = (each for each in trainer.callbacks if _has_state(each))  # type: ignore[attr-defined]
         self._callbacks = [(each, copy.deepcopy(each.state_dict())) for each in own]
@@ -78,12 +81,19 @@ class Fits:
         self.trainer.fit_loop.max_epochs = epochs
         known = self.shortens and id(module) in self._entered
         self._entered.discard(id(module))  # a fit that breaks off leaves nothing to start from
-        with self._untouched(module), self._unset() if self.trainer.callbacks else nullcontext():
+        unset = self._unset() if self.trainer.callbacks else nullcontext()  # type: ignore[attr-defined]
+        with self._untouched(module), directory_kept(self._say_of_directory), unset:
             if known:
                 self._fit_again(module, bundles)
             else:
                 self.trainer.fit(module, train_dataloaders=bundles)
         self._entered.add(id(module))
+
+    def _say_of_directory(self) -> None:
+        """Once, for it may be so in every fit."""
+        if not self._wanders:
+            say("fl-lightning: a callback or model changes the working directory in its fits; it is set back each time")
+        self._wanders = True
 
     @contextmanager
     def _unset(self) -> Iterator[None]:

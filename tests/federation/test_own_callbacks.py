@@ -273,6 +273,22 @@ def test_a_callback_that_leaves_the_working_directory_is_brought_back(run_federa
     assert "Wanders.on_round_end changes the working directory, which is set back" in capsys.readouterr().err
 
 
+class Strays(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        os.chdir(self.folder)
+
+
+def test_a_fit_that_leaves_the_working_directory_is_brought_back(run_federation, mlp, tmp_path, capsys):
+    """The run ended as its folder was found no more."""
+    here = os.getcwd()
+    run_federation(lambda: FedAvg(mlp()), rounds=1, trainer={"callbacks": [Strays(tmp_path)]})
+    assert os.getcwd() == here
+    assert capsys.readouterr().err.count("changes the working directory in its fits; it is set back") == 1
+
+
 class FreezesFirst(Callback):
     """Freezes the body before a fit of the first round begins, and thaws nothing."""
 
