@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures.thread import _threads_queues
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import Process, active_children, current_process
@@ -403,6 +404,8 @@ def best_start_method(team: Team) -> str:
 
 def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     """What a started process does."""
+    # Its one thread may be one of a pool's in the process that it was forked from; it would wait for itself as it ends.
+    _threads_queues.pop(threading.current_thread(), None)  # type: ignore[attr-defined]
     _take_gpu(team)
     use_threads(team)
     with outlived(), speak_for_the_team(fabric.global_rank == 0):

@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -283,6 +284,28 @@ def test_spawned_processes_meet_and_end_as_forked_ones_do(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_forked_processes_meet():
     assert launch(sum_of_ranks, Team(3, threads=1)) == 6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_pools_thread_starts_processes(capfd):
+    """Their one thread was in the pool's list, and waited for itself as they ended: exit code 1 after a whole run."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(launch, sum_of_ranks, Team(2, threads=1)).result() == 3
+    assert "cannot join" not in capfd.readouterr().err
+
+
+def fail_or_wait() -> int:
+    """The second process fails, the first one would go on."""
+    os._exit(3) if dist.get_rank() == 1 else time.sleep(60)
+    return 0
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_process_that_fails_ends_the_others(capfd):
+    """They leave a SIGTERM alone, which is torch's way to end them."""
+    assert launch(fail_or_wait, Team(2, threads=1)) == 1
+    assert "ended with exit code 3" in capfd.readouterr().err
 
 
 def end_with_a_message() -> int:
