@@ -50,13 +50,17 @@ class Sizes(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         pl_module.log("size", float(len(batch[1])), on_step=False, on_epoch=True, batch_size=1)
+        pl_module.log("both", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+        pl_module.log("hidden_both", 1.0, logger=False, on_step=True, on_epoch=True, batch_size=1)
+        pl_module.log("by_step", 1.0, batch_size=1)
         self.largest.update(len(batch[1]))
 
     def on_train_epoch_end(self, trainer, pl_module):
-        assert {"loss", "loss/cross_entropy", "size"} <= trainer.callback_metrics.keys()
+        assert {"loss", "loss/cross_entropy", "size", "hidden_both_epoch"} <= trainer.callback_metrics.keys()
         assert "epoch" not in trainer.callback_metrics or trainer.current_epoch == 1
         pl_module.log("epoch", float(trainer.current_epoch))
         pl_module.log("largest", self.largest.compute())
+        pl_module.log("hidden", 1.0, logger=False)
         self.largest.reset()
 
 
@@ -88,6 +92,10 @@ def test_what_fits_log_is_written_by_client_and_as_the_mean(own):
         'a "quoted", name',
         "broken",
         "size",
+        "both",
+        "both_step",
+        "both_epoch",
+        "by_step",
         "epoch",
         "largest",
     }

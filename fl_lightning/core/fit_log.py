@@ -28,7 +28,7 @@ class FitLog:
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
-        """What callbacks and a model of the user's own have logged in the last fit: of each name its last epoch's."""
+        """What callbacks and a model of the user's own have logged for loggers in the last fit: its last epoch's."""
         self._told: tuple[LossMeter | None, int] = None, 0
         self._said: Mapping[str, float] = {}
         self._of_model: set[str] = set()
@@ -82,8 +82,9 @@ class FitLog:
         self.values, of_model, self._of_model = {}, self._of_model, set()
         if module.trainer.callbacks:  # type: ignore[attr-defined]
             elsewhere = {*map(loss_column, meter.losses), *of_model}
-            logged = module.trainer.callback_metrics
-            self.values = {name: float(value) for name, value in logged.items() if name not in elsewhere}
+            known, shown = module.trainer.callback_metrics, module.trainer.logged_metrics
+            own_names = (name for name in known if name in shown or f"{name}_epoch" in shown)  # of both levels, three
+            self.values = {name: float(known[name]) for name in own_names if name not in elsewhere}
         self.values |= own
 
 
