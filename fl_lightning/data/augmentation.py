@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -104,9 +105,13 @@ class Augmentation:
     def check_scale(self, x: Tensor) -> None:
         """Refuse transforms that would cut images off below 0 and above 1, where torchvision takes floats to lie.
 
+        And those that erase images of bytes with what is no byte: noise around 0, or a colour of floats.
+
         Args:
             x: [N, ...] all of the inputs, as clients have them.
         """
+        if x.dtype == torch.uint8:
+            self._check_erased()
         parts = (part for own in self.transforms for part in _parts(own))
         cuts = next((part for part in parts if type(part).__module__.startswith(_CUT)), None)
         if cuts is None or not x.is_floating_point() or not len(x):
@@ -115,6 +120,16 @@ class Augmentation:
         rule = f"{type(cuts).__name__} takes images of floats from 0 to 1, and these go from {least:.3g} to {most:.3g}"
         advice = "give bytes (PILToTensor), or data.dataset.normalize: none, and no data.shift that leads beyond"
         require(least >= 0 and most <= 1, KEY, f"{rule}: {advice}")
+
+    def _check_erased(self) -> None:
+        parts = (part for own in self.transforms for part in _parts(own))
+        for part in itertools.takewhile(_keeps_type, parts):
+            if type(part).__name__ != "RandomErasing":
+                continue
+            value = "random" if part.value is None else part.value  # which is how v2 keeps noise
+            fits = value != "random" and all(0 <= own <= 255 and own == int(own) for own in _listed(value))
+            rule = "RandomErasing on images of bytes fills with whole numbers from 0 to 255; `value` must be one, or"
+            require(fits, KEY, f"{rule} one a channel (random is noise around 0, for images of floats)", value)
 
     def __str__(self) -> str:
         return ", ".join(getattr(t, "__name__", type(t).__name__) for t in self.transforms)
@@ -126,6 +141,16 @@ def _parts(transform: Any) -> Iterator[Any]:
         yield part
         inner = getattr(part, "transforms", ())
         yield from (own for each in (inner if isinstance(inner, (list, tuple)) else ()) for own in _parts(each))
+
+
+def _keeps_type(transform: Any) -> bool:
+    """Whether it is known to: a class of one's own may turn bytes into floats, and back at the end."""
+    ours = type(transform).__module__.startswith("torchvision.") or isinstance(transform, nn.ModuleList)
+    return ours and type(transform).__name__ not in ("ConvertImageDtype", "Lambda", "ToDtype")
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _kind(x: Tensor) -> str:

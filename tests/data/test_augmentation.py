@@ -329,6 +329,33 @@ def test_trying_transforms_out_leaves_the_images_as_they_are():
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("value", ["random", 300, -3.5, [0.5, 0.25, 0.125]])
+@pytest.mark.parametrize("inside", [False, True])
+def test_bytes_are_not_erased_with_what_is_no_byte(value, inside):
+    """Noise around 0 became 0, 1 and 255, 300 became 44, half a grey black."""
+    erasing = {"class_path": "RandomErasing", "init_args": {"value": value}}
+    given = {"class_path": "RandomApply", "init_args": {"transforms": [erasing]}} if inside else erasing
+    own = build_augmentation(["RandomHorizontalFlip", given])
+    with pytest.raises(ConfigError, match=r"^data\.augmentation: RandomErasing on images of bytes .* 0 to 255"):
+        own.check(images(3))
+    own.check(images(3).float() / 127.5 - 1)
+
+
+@pytest.mark.parametrize("value", [0, 124, [124, 116, 104]])
+def test_bytes_are_erased_with_bytes(value):
+    erasing = {"class_path": "RandomErasing", "init_args": {"p": 1.0, "scale": [0.3, 0.3], "value": value}}
+    own, x = build_augmentation([erasing]), images(4)
+    own.check(x)
+    out = own(x, 0)
+    channels = value if isinstance(value, list) else [value] * 3
+    assert [out[:, c][out[:, c] != x[:, c]].unique().tolist() for c in range(3)] == [[each] for each in channels]
+
+
+def test_noise_where_bytes_become_floats_before_is_taken():
+    turned = [v2.ToDtype(torch.float32), v2.RandomErasing(value="random"), v2.ToDtype(torch.uint8)]
+    Augmentation(turned).check(images(3))
+
+
 # --- images of floats -------------------------------------------
 
 
