@@ -29,7 +29,7 @@ from fl_lightning.terminal import say
 
 ABSENT = "absent"
 """The stamp of a file that is not there."""
-FORMAT = 8
+FORMAT = 9
 """Version of the file and of this package's decoders; raise it whenever a decoder gives other tensors,
 or refuses what it took."""
 _FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)

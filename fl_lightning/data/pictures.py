@@ -25,6 +25,7 @@ def as_shown(image: Image) -> Image:
     """
     from PIL.Image import Transpose
 
+    _scale_transparency(image)
     image.load()  # of TIFF files, this turns it
     turns = {
         2: Transpose.FLIP_LEFT_RIGHT,
@@ -39,8 +40,30 @@ def as_shown(image: Image) -> Image:
         turn = turns.get(image.getexif().get(_ORIENTATION, 1))
     except (KeyError, OSError, SyntaxError, TypeError, ValueError, struct.error):  # the pixels are whole all the same
         turn = None
-    flat = on_white(as_bytes(image))
+    flat = on_white(as_bytes(_grey_on_white(image)))
     return flat if turn is None else flat.transpose(turn)
+
+
+def _scale_transparency(image: Image) -> None:
+    """Bring the value that a PNG says is transparent to the pixels' scale: PIL scales the pixels alone."""
+    given = image.info.get("transparency")
+    raw = image.tile[0][3] if image.format == "PNG" and image.tile else None  # type: ignore[attr-defined]
+    if raw in ("L;2", "L;4"):
+        given = given if given is None else given * (85 if raw == "L;2" else 17)
+    elif raw == "RGB;16B" and given is not None:
+        given = tuple(value >> 8 for value in given)  # PIL keeps the upper byte
+    if given is not None:
+        image.info["transparency"] = given
+
+
+def _grey_on_white(image: Image) -> Image:
+    """A grey PNG of 16 bits is white where it is transparent, for which PIL has no alpha; another one as it is."""
+    from PIL import Image as images
+
+    if not image.mode.startswith("I") or "transparency" not in image.info:
+        return image
+    grey = np.asarray(image)
+    return images.fromarray(np.where(grey == image.info["transparency"], 65535, grey).astype(np.uint16))
 
 
 def on_white(image: Image) -> Image:
