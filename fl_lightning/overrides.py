@@ -17,6 +17,9 @@ from fl_lightning.precheck import check_names
 Source = str | Path | Mapping[str, Any]
 """A YAML file, the name of one of ours (``quickstart``), or what such a file would hold."""
 
+_TEXTS = ("name", "output")
+"""Keys whose text stays as it is: on a command line `null` and what begins with # are YAML's null."""
+
 
 def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine:
     """Read what sources and overrides say, later ones over earlier ones.
@@ -38,8 +41,10 @@ def said(sources: Sequence[Source], overrides: Mapping[str, Any]) -> CommandLine
         else:
             words.append(f"--config={os.fspath(source)}")
     given = {name.replace("__", "."): value for name, value in overrides.items()}
-    words += [{name: None} for name, value in given.items() if value is None and "." not in name]  # no text of a name
-    words += _options({name: value for name, value in given.items() if value is not None or "." in name})
+    texts = {name for name in _TEXTS if isinstance(given.get(name), (str, os.PathLike))}
+    whole = {name: value for name, value in given.items() if name in texts or (value is None and "." not in name)}
+    words += [{name: plain(value, name)} for name, value in whole.items()]
+    words += _options({name: value for name, value in given.items() if name not in whole})
     said = CommandLine(words)
     for word in said.words:
         raise no_section(word.partition("=")[0].removeprefix("--"))

@@ -23,6 +23,7 @@ from fl_lightning.command_line import CommandLine
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.methods.fedprox import FedProx
 from fl_lightning.parser import resolve
+from fl_lightning.reading import dump_yaml
 from fl_lightning.trust import Trust
 
 
@@ -66,6 +67,15 @@ def test_nothing_is_no_name_of_a_folder():
     with pytest.raises(ConfigError, match=r"^output: must be str, got None$"):
         Experiment("quickstart", output=None)
     assert Experiment("quickstart", name=None).config["name"] is None
+
+
+@pytest.mark.parametrize("text", ["null", "~", "Null", "#1", "true", "12"])
+def test_a_name_of_python_stays_what_it_is(text, tmp_path):
+    """Runs called "null" or "#1" went into the folder of their method, data set and seed."""
+    own = Experiment("quickstart", name=text)
+    assert (own.name, own.config["name"]) == (text, text)
+    (tmp_path / "config.yaml").write_text(dump_yaml(own.config))
+    assert Experiment(tmp_path / "config.yaml").name == text
 
 
 def test_what_options_say_inside_what_has_no_type_is_yaml_too():
