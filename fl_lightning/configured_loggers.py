@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def build_loggers(nodes: Sequence[Node], folder: Path, resumed: bool) -> Loggers
             given["version"] = kept[index]
         own = node.get("init_args") or {}
         said = {name: value for name, value in own.items() if value is not None}
+        if isinstance(said.get("save_dir"), str):  # TensorBoard's looks for versions in a folder that is called "$HOME"
+            said["save_dir"] = os.path.expanduser(os.path.expandvars(said["save_dir"]))
         loggers.append(build({**node, "init_args": {**own, **given, **said}}, f"logger.{index}"))
     return Loggers(loggers, kept)
 

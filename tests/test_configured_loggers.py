@@ -44,6 +44,24 @@ def test_another_logger_at_its_place_has_a_version_of_its_own(begun, other):
     assert run(begun, other) == ({0: 0} if other is ELSEWHERE else {0: 2})
 
 
+@pytest.mark.parametrize("node", [CSV, TENSORBOARD])
+@pytest.mark.parametrize("said", ["$LOGS/own", "${LOGS}/own", "~/own"])
+def test_versions_are_looked_for_where_the_logger_writes(tmp_path, monkeypatch, node, said):
+    """Every run's TensorBoard in "$LOGS" had version 0, in one another's folder; a CSVLogger's folder was "$LOGS"."""
+    if node is TENSORBOARD:
+        pytest.importorskip("tensorboard")
+    for name in ("LOGS", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    own = {**node, "init_args": {"save_dir": said, "name": ""}}
+    for version in (0, 1):
+        run_folder = tmp_path / f"run{version}"
+        run_folder.mkdir()
+        assert run(run_folder, own, resumed=False) == {0: version}
+        assert (tmp_path / "own" / f"version_{version}").is_dir()
+    assert not [*tmp_path.glob("$*")]
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_wandb_takes_no_version_of_another_logger(begun, old):
     """W&B refused the number, which it takes for its id, in this resumption and all later ones."""
