@@ -108,8 +108,7 @@ def _draw_panel(axes: Axes, columns: Sequence[str], runs: Sequence[Series], fact
     curves = {(place, name): line.curve(name) for place, line in enumerate(runs) for name in names}
     curves = {key: curve for key, curve in curves.items() if len(curve.rounds)}
     for (place, name), curve in curves.items():
-        if len(names) == 1:
-            _draw_band(axes, curve, runs[place], factor)
+        _draw_band(axes, curve, runs[place], factor, 1.0 if len(names) == 1 else 0.6)  # where bands lie over others
         _draw_curve(axes, curve, runs[place], factor, names.index(name), len(names))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.grid(color=GRID, linewidth=0.7)
@@ -143,14 +142,14 @@ def _draw_curve(axes: Axes, curve: Curve, line: Series, factor: float, place: in
     axes.plot(curve.rounds, factor * curve.mean, markevery=(place % step, step), **look)
 
 
-def _draw_band(axes: Axes, curve: Curve, line: Series, factor: float) -> None:
-    """Draw a curve's ± std over seeds: a band, or a bar where one round has it."""
+def _draw_band(axes: Axes, curve: Curve, line: Series, factor: float, strength: float) -> None:
+    """Draw a curve's ± std over seeds: a band, or a bar where one round has it; fainter below a strength of 1."""
     known = np.isfinite(curve.std)
     rounds, mean, std = curve.rounds[known], factor * curve.mean[known], factor * curve.std[known]
     if len(rounds) == 1:
-        axes.errorbar(rounds, mean, std, fmt="none", ecolor=line.light, alpha=0.5, capsize=4)
+        axes.errorbar(rounds, mean, std, fmt="none", ecolor=line.light, alpha=0.5 * strength, capsize=4)
     elif len(rounds):
-        axes.fill_between(rounds, mean - std, mean + std, color=line.light, alpha=0.15, linewidth=0)
+        axes.fill_between(rounds, mean - std, mean + std, color=line.light, alpha=0.15 * strength, linewidth=0)
 
 
 def _of_line(line: Series, marked: bool) -> dict[str, Any]:

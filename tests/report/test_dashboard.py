@@ -195,6 +195,18 @@ def test_one_round_of_several_seeds_has_its_spread(tmp_path):
     assert axes.get_ylim()[1] > 1.5 + 0.5**0.5
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_panel_of_several_columns_has_their_spread_over_seeds(tmp_path, rounds):
+    """The title speaks of ± std, and such panels had none."""
+    seeds = [
+        [{"round": n + 1, "loss": 1.0 + seed, "loss/a": 4.0 + 2 * seed} for n in range(rounds)] for seed in range(2)
+    ]
+    (axes,) = draw_panel_grid([("Losses", ("loss", "loss/a"), False)], of_seeds(tmp_path, *seeds), "Runs").axes
+    reach = [np.ptp(band.get_datalim(axes.transData).intervaly) for band in axes.collections]
+    np.testing.assert_allclose(reach, [2**0.5, 2 * 2**0.5])
+    assert axes.get_ylim()[1] > 5 + 2**0.5
+
+
 def test_lines_of_one_colour_that_are_points_differ_in_their_mark(tmp_path):
     runs = [make_run(tmp_path / str(place), name, [{"round": 1, "loss": 1.0}]) for place, name in enumerate("AAB")]
     lines = series_of(Member(read_run(run, "test")) for run in runs)
