@@ -122,13 +122,13 @@ def _files(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
             with suppress(OSError, ValueError, RuntimeError):  # no file's name
                 if path.is_file():
                     status = path.stat()
-                    found[key] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns)
+                    found[key] = _digest(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return found
 
 
 @lru_cache
 def _digest(path: str, *_: int) -> str:
-    """Of a file as it is at that size and time of change; data may be large, so that it is not read at once."""
+    """Of a file as it is at that size and those times of change; data may be large, so that it is not read at once."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):

@@ -44,10 +44,11 @@ def streams() -> AbstractContextManager[None]:
 def load(dataset: Dataset, cache_dir: Path | None = None) -> Arrays:
     """Return the data set's arrays, decoded now or read (memory-mapped) from the cache.
 
-    The cache's key is made of the class, its attributes, the sources' full paths, sizes and times of change and, for a
-    class of the user's own, the text of its module, of those of its bases and of what they import of the user's own. A
-    cached file that is damaged is made again, with a line. Where no key can be made (a class typed into a console, an
-    attribute that is no plain value, `sources` that are unknown) the data set is decoded every time.
+    The cache's key is made of the class, its attributes, the sources' full paths, sizes and both times of change
+    (`mtime`, and `ctime`, which moves with any copy or rename) and, for a class of the user's own, the text of its
+    module, of those of its bases and of what they import of the user's own. A cached file that is damaged is made
+    again, with a line. Where no key can be made (a class typed into a console, an attribute that is no plain value,
+    `sources` that are unknown) the data set is decoded every time.
 
     Args:
         dataset: what to load.
@@ -140,12 +141,16 @@ def _file_name(name: str, identity: str, stamps: Mapping[str, str]) -> str:
 
 
 def _stamps(dataset: Dataset) -> dict[str, str]:
-    """Size and time of change of each of its files, in order."""
+    """Size and times of change of each of its files, in order.
+
+    One that takes another's place may have its size and its mtime (tar, cp -p and rsync keep that, mv does, too), but a
+    ctime of its own. Inode numbers are not looked at: they may be others in every container.
+    """
     found = {}
     for source in _sources(dataset) or ():
         try:
             status = os.stat(source)
-            found[source] = f"{status.st_size}/{status.st_mtime_ns}"
+            found[source] = f"{status.st_size}/{status.st_mtime_ns}/{status.st_ctime_ns}"
         except OSError:
             found[source] = ABSENT
     return found

@@ -1,5 +1,6 @@
 import importlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from fl_lightning.data.dataset import Dataset, default_data_dir
 from fl_lightning.data.own_files import CSVTable
 from fl_lightning.data.sample import Sample
 from fl_lightning.errors import ConfigError
-from fl_lightning.identity import last_change
+from fl_lightning.identity import data_files, last_change
 
 
 class Counted(Dataset):
@@ -94,6 +95,30 @@ def test_changed_file_in_a_folder_is_decoded_anew(tmp_path):
     assert os.stat(folder).st_mtime_ns == time_before
     load(Counted(path=folder), tmp_path / "cache")
     assert Counted.decoded == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a system whose ctime is the time of creation")
+@pytest.mark.parametrize("how", [os.replace, shutil.copy2])
+def test_file_that_takes_anothers_place_with_its_size_and_mtime_is_decoded_anew(tmp_path, how):
+    """As after mv, cp -p, rsync -t and tar: what had been in the old file was trained on."""
+    table, other = tmp_path / "t.csv", tmp_path / "other.csv"
+    for value, path in enumerate((table, other)):
+        path.write_text(f"x,y\n{value},0\n5,1\n")
+        os.utime(path, (1, 1))
+    dataset = CSVTable(str(table), "y", normalize="none")
+    assert load(dataset, tmp_path / "cache").x.tolist() == [[0], [5]]
+    before = _digest_of(table)
+    time.sleep(0.02)  # a file system's clock goes in steps of some milliseconds
+    how(other, table)
+    assert (table.stat().st_size, table.stat().st_mtime) == (12, 1)
+    assert load(dataset, tmp_path / "cache").x.tolist() == [[1], [5]]
+    assert _digest_of(table) != before
+
+
+def _digest_of(path):
+    """What a run's configuration keeps of its files, to tell runs on other data apart."""
+    dataset = {"class_path": "CSVTable", "init_args": {"path": str(path)}}
+    return data_files({"data": {"dataset": dataset}})
 
 
 @pytest.mark.parametrize(
