@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fl_lightning import __version__
+from fl_lightning.catalog import KINDS
 from fl_lightning.errors import TRACEBACK, ConfigError, line_of, refuse, require, suggest
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
 from fl_lightning.files import WriteError
@@ -37,7 +38,7 @@ COMMANDS = {
     "predict": "classes of new samples by a run's models: fl-lightning predict runs/a --client 3 DATA",
     "export": "a run's model as ONNX or TorchScript: fl-lightning export runs/a --client 3 --output model.onnx",
     "audit": "what runs give away: fl-lightning audit runs/a runs/b --output FOLDER [--canaries 1000]",
-    "list": "what there is: fl-lightning list methods|models|datasets|partitions|shifts|exchanges|terms",
+    "list": f"what there is: fl-lightning list {'|'.join(KINDS)}",
 }
 
 TRUST = "a package of your own that the run's configuration may import; may be given several times"

@@ -14,6 +14,7 @@ from fl_lightning import catalog, static
 from fl_lightning.class_names import find_class
 from fl_lightning.command_line import CLASS_KEYS
 from fl_lightning.errors import ConfigError, refuse
+from fl_lightning.federation.flags import IDLE, TRAINER_DEFAULTS
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, trainer_skips
 from fl_lightning.schema import Parameter, classes_of, dataclass_of, parameters
 from fl_lightning.source import UnreadableError
@@ -105,13 +106,17 @@ def help_parser(command: str, description: str, own: Mapping[str, Mapping[str, A
     for section, path in catalog.GROUPS.items():
         group = parser.add_argument_group(section)
         _add(group, section, parameters(_read(path)), ())
-    _add(parser.add_argument_group("trainer"), "trainer", _trainer(), trainer_skips())
+    _add(parser.add_argument_group("trainer"), "trainer", trainer_flags(), ())
     return parser
 
 
-def _trainer() -> Mapping[str, Parameter]:
-    known = dict(parameters(_read("lightning.Trainer")))
-    return {**known, "devices": known["devices"]._replace(default=1)}
+def trainer_flags() -> Mapping[str, Parameter]:
+    """Flags of Lightning's Trainer that change something in a federation, with the federation's own defaults."""
+    known = parameters(_read("lightning.Trainer"))
+    shown = {name: known[name] for name in known if name not in trainer_skips() | IDLE}
+    devices = shown["devices"]
+    said = devices.doc.rpartition(" Default:")[0] or devices.doc  # Lightning's, which is another
+    return {**shown, "devices": devices._replace(default=TRAINER_DEFAULTS["devices"], doc=said)}
 
 
 def _valued(takes: bool) -> dict[str, Any]:

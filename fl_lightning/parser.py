@@ -14,6 +14,7 @@ from fl_lightning import catalog, static
 from fl_lightning.command_line import OPTIMIZER, SECTIONS, CommandLine, Text
 from fl_lightning.errors import ConfigError, refuse, require, suggest
 from fl_lightning.explained import add_own, explain
+from fl_lightning.federation.flags import TRAINER_DEFAULTS
 from fl_lightning.homes import no_option, no_section
 from fl_lightning.precheck import METHOD_SKIPS, METRIC_SKIPS, MODEL_SKIPS, check_names, trainer_skips
 from fl_lightning.reading import dump_yaml
@@ -220,10 +221,9 @@ def _data(checker: Checker, given: Any) -> dict[str, Any]:
 
 
 def _trainer(checker: Checker, given: Any) -> dict[str, Any]:
-    # Lightning's "auto" would give one client all devices.
-    return checker.arguments(
-        _class(checker, "lightning.Trainer"), {"devices": 1, **_section("trainer", given)}, "trainer", trainer_skips()
-    )
+    devices = TRAINER_DEFAULTS["devices"]  # Lightning's "auto" would give one client all of them
+    flags = {"devices": devices, **_section("trainer", given)}
+    return checker.arguments(_class(checker, "lightning.Trainer"), flags, "trainer", trainer_skips())
 
 
 def _metrics(checker: Checker, given: Any) -> list[dict[str, Any]]:

@@ -28,9 +28,12 @@ class Option(NamedTuple):
 
 def options(cls: Callable[..., Any], prefix: str = "", skip: Collection[str] = SKIPPED) -> Iterator[Option]:
     """The options of a constructor, those of its sections behind them with a dot."""
-    for name, parameter in parameters(cls).items():
-        if name in skip:
-            continue
+    return shown({name: each for name, each in parameters(cls).items() if name not in skip}, prefix)
+
+
+def shown(known: Mapping[str, Parameter], prefix: str = "") -> Iterator[Option]:
+    """Parameters as options, those of sections behind them with a dot."""
+    for name, parameter in known.items():
         inside = dataclass_of(parameter.hint)
         yield _option(f"{prefix}{name}", parameter)
         if inside is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from builder import curve, notebook
 from builder.docstrings import is_equation, markdown, of_class, of_module
-from builder.options import options, table
+from builder.options import options, shown, table
 from fl_lightning import catalog
-from fl_lightning.precheck import trainer_skips
+from fl_lightning.explained import trainer_flags
 from fl_lightning.trust import import_name
 
 ROOT = Path(__file__).parents[2]
@@ -174,9 +174,7 @@ def option_table(section: str) -> str:
     """The keys of a section of the configuration."""
     if section in catalog.GROUPS:
         return table(options(import_name(catalog.GROUPS[section]), f"{section}."))
-    import lightning as L
-
-    return table(options(L.Trainer, "trainer.", trainer_skips()))
+    return table(shown(trainer_flags(), "trainer."))
 
 
 # --- files from outside ---------------------------------------------------------------------------------------------

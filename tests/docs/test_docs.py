@@ -19,7 +19,7 @@ from cli.forked import Running, start_server
 import fl_lightning
 from docs.blocks import ROOT, blocks_of, commands_of, own_words
 from fl_lightning import catalog, cli
-from fl_lightning.command_line import CommandLine
+from fl_lightning.command_line import CommandLine, flatten
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.parser import OneLineParser, check_options, resolve
 from fl_lightning.precheck import check_names
@@ -266,3 +266,14 @@ def test_lists_name_every_class():
     text = pages.filled(WRITTEN["docs/reference/options.md"], "reference")
     assert "| `federation.checkpoint.seconds` |" in text
     assert "| `data.batch_size` | int | `10` | samples in a mini-batch. |" in text
+
+
+def test_options_have_the_defaults_of_a_run_that_says_nothing_of_them():
+    """A client's fit was said to take all devices, as in Lightning."""
+    text = pages.filled(WRITTEN["docs/reference/options.md"], "reference")
+    said = dict(re.findall(r"^\| `(\S+)` \| .*? \| `([^`]*)` \| ", text, re.MULTILINE))
+    config = resolved(["--method", "FedAvg", "--model", "MLP", "--data.dataset", "Digits", "--data.partition", "IID"])
+    meant = dict(flatten({section: config[section] for section in ("data", "federation", "trainer")}))
+    shared = said.keys() & meant.keys()
+    assert {"trainer.devices", "federation.rounds", "data.batch_size"} <= shared
+    assert {key: yaml.safe_load(said[key]) for key in shared} == {key: meant[key] for key in shared}
