@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from torch import Tensor
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.module_optimizers import KEY
@@ -80,6 +82,32 @@ def reset_metrics(module: L.LightningModule) -> None:
     for part in module.modules():
         if isinstance(part, Metric):
             part.reset()
+
+
+@contextmanager
+def keeping_metrics(module: L.LightningModule) -> Iterator[None]:
+    """Take back what a module's metrics hear inside: of a sample that another device counts.
+
+    They have heard something all the same: devices wait for one another where a metric is computed, and all must come.
+    """
+    from torchmetrics import Metric
+
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    kept = [(part.update_count, {name: _copied(getattr(part, name)) for name in part._defaults}) for part in metrics]
+    yield
+    for part, (count, state) in zip(metrics, kept, strict=True):
+        for name, before in state.items():
+            setattr(part, name, before or _emptied(getattr(part, name)) if isinstance(before, list) else before)
+        part._update_count, part._computed = max(count, min(part.update_count, 1)), None
+
+
+def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+def _emptied(state: list[Tensor]) -> list[Tensor]:
+    """The same without rows: devices bring together what is of one type and as many axes."""
+    return [(own if own.ndim else own[None])[:0] for own in state]
 
 
 def with_fitting(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

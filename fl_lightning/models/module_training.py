@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
-from fl_lightning.models.module_hooks import STEPS, hooks_of, reset_metrics, with_fitting
+from fl_lightning.models.module_hooks import STEPS, hooks_of, keeping_metrics, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
 from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
 from fl_lightning.models.own_training import Counter, MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
@@ -248,7 +248,8 @@ class ModuleTraining(OwnTraining):
         with self as module:
             handle = self.joined.head.register_forward_hook(lambda head, args, out: seen.append((args[0], out)))
             try:
-                said = with_fitting(module.training_step, (batch, index))
+                with nullcontext() if self.counts else keeping_metrics(module):
+                    said = with_fitting(module.training_step, (batch, index))
             finally:
                 handle.remove()
         self.has_passed = self.trains = True

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torchmetrics import Metric, SumMetric
+from torchmetrics.utilities import dim_zero_cat
 
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.federation import transport
@@ -49,6 +51,35 @@ class Own(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Keeps(Metric):
+    """Sums classes up, at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx="cat")
+
+    def update(self, y):
+        self.kept.append(y)
+
+    def compute(self):
+        return dim_zero_cat(self.kept).sum()
+
+
+class Counts(Own):
+    """Counts samples by metrics, of which one adds up and one keeps all that it hears."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard, self.kept = SumMetric(), Keeps()
+
+    def training_step(self, batch, batch_idx):
+        self.heard(len(batch[1]))
+        self.kept(batch[1] + 1)
+        self.log("heard", self.heard, on_epoch=True, on_step=False)
+        self.log("kept", self.kept, on_epoch=True, on_step=False)
+        return super().training_step(batch, batch_idx)
 
 
 class Steps(Own):
@@ -289,6 +320,30 @@ def test_device_without_a_sample_sees_one_that_does_not_count():
     assert [part.y.tolist() for part in parts] == [[4], [5], [4]]
     assert [part.factor for part in parts] == [1.5, 1.5, 0.0]
     assert [part.counts for part in parts] == [True, True, False]
+
+
+def test_metrics_hear_of_every_sample_once(set_up_federation, make_data, tmp_path):
+    """A sample that does not count, for a device that has none, was counted by the module's own metrics."""
+    method = lambda: FedAvg(WrappedLightningModule((1, 8, 8), 4, Counts()))  # noqa: E731
+
+    def run(**devices):
+        rows = []
+        for batch_size in (1, 5):  # with the first the second device has not a sample
+            loop = set_up_federation(method, rounds=1, data=make_data(batch_size=batch_size), trainer=devices)
+            loop.run()
+            rows += [{name: row[f"log/{name}"] for name in ("heard", "samples", "kept")} for row in loop.diary.rows]
+        return rows
+
+    def run_both():
+        rows = run(**TWO)
+        if torch.distributed.get_rank() == 0:
+            torch.save(rows, tmp_path / "rows.pt")
+        return 0
+
+    assert launch(run_both, Team(2, threads=1)) == 0
+    rows = run()
+    assert torch.load(tmp_path / "rows.pt") == rows
+    assert [row["heard"] for row in rows] == [row["samples"] for row in rows]
 
 
 def test_a_strategy_for_several_devices_leaves_nothing_behind_where_there_is_one(run_federation, mlp, monkeypatch):
