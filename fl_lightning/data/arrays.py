@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,7 @@ class Arrays:
         y: labels, int64 [N], in [0, C).
         num_train: the first `num_train` rows are the official training part, the rest the official test part;
             equal to N where there is no official test part.
-        classes: the names of the C classes, all different.
+        classes: the names of the C classes.
         mean: mean per channel on the [0, 1] scale; used for uint8 images only, empty for none.
         std: standard deviation per channel on the [0, 1] scale; used for uint8 images only, empty for none.
         vocabulary_size: number of token ids, pad and unknown included; 0 where inputs are no tokens.
@@ -100,8 +99,6 @@ class Arrays:
         )
         num_classes = len(self.classes)
         check(num_classes > 0, "classes must name at least one class")
-        first, again = _alike(self.classes)
-        check(first == again, f"classes {first} and {again} are both called {str(self.classes[first])!r}: rename one")
         self._check_range(name, self.y, num_classes, "label")
         if self.groups is not None:
             whole = isinstance(self.groups, Tensor) and self.groups.dtype == torch.int64
@@ -141,17 +138,6 @@ class Arrays:
         raise ConfigError(
             KEY, f"{name}: {what} {value} of sample {index[0]} is out of range; allowed are 0 to {limit - 1}"
         )
-
-
-def _alike(classes: Sequence[str]) -> tuple[int, int]:
-    """The places of the first two of one name, by which predictions and pictures tell classes apart; twice 0 for none.
-
-    >>> _alike(["cat", "crane", "crane"])
-    (1, 2)
-    """
-    places: dict[str, int] = {}
-    pairs = ((places.setdefault(str(own), place), place) for place, own in enumerate(classes))
-    return next((pair for pair in pairs if pair[0] != pair[1]), (0, 0))
 
 
 def require_finite(x: Tensor, owner: str = "") -> None:
