@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,27 @@ def probabilities(model: Classifier, x: Tensor, batch_size: int = 512) -> Tensor
     return torch.cat(parts) if parts else torch.zeros(0, model.num_classes, dtype=torch.float64)
 
 
+def told_apart(classes: Sequence[str]) -> list[str]:
+    """Names of classes, those that are several classes' with their numbers, as ImageNet has two of some.
+
+    >>> told_apart(["cat", "crane", "crane"])
+    ['cat', 'crane (1)', 'crane (2)']
+    """
+    count = Counter(classes)
+    return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(classes)]
+
+
 def _rows(
     models: Iterator[Classifier], x: Tensor, names: Sequence[str], batch_size: int, with_client: bool
 ) -> Iterator[list[Any]]:
     """The head, then a row a sample, model by model."""
     for number, model in enumerate(models):
         if number == 0:
-            head = ["sample", "class", *(f"p({name})" for name in model.classes)]
+            classes = told_apart(model.classes)
+            head = ["sample", "class", *(f"p({name})" for name in classes)]
             yield ["client", *head] if with_client else head
         for name, values in zip(names, probabilities(model, x, batch_size), strict=True):
-            row = [name, model.classes[int(values.argmax())], *(f"{value:.6g}" for value in values.tolist())]
+            row = [name, classes[int(values.argmax())], *(f"{value:.6g}" for value in values.tolist())]
             yield [model.client, *row] if with_client else row
 
 

@@ -195,6 +195,8 @@ def _named(
         return torch.from_numpy(array.astype(np.int64)), classes
     said = [str(label) for label in found.tolist()]  # numbers are names where the classes' are
     if set(said) <= set(classes):
+        twice = next((label for label in said if classes.count(label) > 1), None)
+        require(twice is None, KEY, f"{name}: two classes are called {twice!r}: which one a label is, its number says")
         order = np.array([classes.index(label) for label in said], dtype=np.int64)
         return torch.from_numpy(order[numbers]), classes
     of = f"{found[0]} to {found[-1]}" if len(found) else "nothing"

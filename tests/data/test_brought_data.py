@@ -71,6 +71,13 @@ def test_names_of_other_classes_are_refused_and_those_of_as_many_numbers_taken(t
         ArrayFile(str(tmp_path / "a.npz")).arrays()
 
 
+def test_label_that_names_two_classes_is_refused():
+    """All were the first of them; ImageNet has two cranes."""
+    with pytest.raises(ConfigError, match=r"^data\.dataset: Set: two classes are called 'crane': which one a label is"):
+        as_labels(["cat", "crane"], "Set", ["cat", "crane", "crane"])
+    assert as_labels([0, 2], "Set", ["cat", "crane", "crane"])[0].tolist() == [0, 2]
+
+
 def test_other_names_than_those_of_the_classes_are_refused_and_names_in_bytes_are_names():
     """In sorted order "hund" was called cat, and "katze" dog."""
     with pytest.raises(ConfigError, match=r"Set: names 2 classes, but y holds 2 others \(hund to katze\)"):
