@@ -179,7 +179,8 @@ UNHEEDED = [
 @pytest.mark.parametrize(("name", "value"), UNHEEDED)
 def test_flags_of_what_no_fit_does_are_refused_with_what_there_is_instead(name, value):
     """They were taken, and did nothing."""
-    with pytest.raises(ConfigError, match=rf"^trainer\.{name}: must be left out: .*(federat|validat).*, got {value!r}$"):
+    said = rf"^trainer\.{name}: must be left out: .*(federat|validat).*, got {value!r}$"
+    with pytest.raises(ConfigError, match=said):
         check_flags({name: value})
 
 
