@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
     from torch.optim import Optimizer
 
+    from fl_lightning.core.facts import OptimizerFactory
+    from fl_lightning.models.own_training import OwnTraining
+
 __all__ = ["ClientModule", "FitSettings"]
 
 
@@ -224,7 +227,10 @@ class ClientModule(L.LightningModule):
         return self._plan.at(epoch)[2]
 
     def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
-        """Fresh optimizers, one for each part of each phase: neither momentum nor moments cross a round."""
+        """Fresh optimizers: neither momentum nor moments cross a round.
+
+        One for each part of each phase, and then those that a model which steps by itself has beside them.
+        """
         assert self.settings is not None, "`settings` is set by the runner"
         self._plan, self.planned = self.planned or self.plan(), None
         epochs, own = self._plan.epochs, self.own
@@ -232,15 +238,12 @@ class ClientModule(L.LightningModule):
             self.settings.optimizer, self.settings.accumulate, self.lr_factor, self.settings.clip_value is not None
         )
         fit = self.method.fit = Fit(make, epochs, self.lr_factor, self.settings.accumulate)
-        made: list[Optimizer] = []
-        for planned in self._plan:
-            own.plan(planned.epochs, planned.last)
-            made += [fit.make_optimizer(own, planned.phase, part=part) for part, own in planned.parts.items()]
+        made, further = _optimizers(fit, self._plan, own, make)
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))
         made = made if self.private is None else [self.private.wrap(optimizer) for optimizer in made]
         fit.lr = made[0].param_groups[0]["lr"] if made else 0.0
-        return made
+        return made + further
 
     def on_train_start(self) -> None:
         """Prepare one fit: meter, devices, optimizers by phase and part."""
@@ -362,6 +365,20 @@ class ClientModule(L.LightningModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bundles are gathered on the device already; one of a single mini-batch is ``[x, y]`` to callbacks."""
         return batch.as_batch() if self.trainer.callbacks else batch  # type: ignore[attr-defined]
+
+
+def _optimizers(
+    fit: Fit, plan: Plan, own: OwnTraining, make: OptimizerFactory
+) -> tuple[list[Optimizer], list[Optimizer]]:
+    """One for each part of each phase; and those that a model of the user's own has beside these."""
+    made: list[Optimizer] = []
+    further: list[Optimizer] = []
+    for planned in plan:
+        own.plan(planned.epochs, planned.last)
+        for part, parameters in planned.parts.items():
+            made.append(fit.make_optimizer(parameters, planned.phase, part=part))
+            further += getattr(planned.phase.optimizer or make, "further", ())
+    return made, further
 
 
 def _rests(model: SplitModel, trained: Collection[int]) -> bool:

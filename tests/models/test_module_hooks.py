@@ -292,6 +292,9 @@ class Tells(L.Callback):
     def on_after_backward(self, trainer, pl_module):
         self.called.append("after backward")
 
+    def on_train_start(self, trainer, pl_module):
+        self.called.append([[len(group["params"]) for group in own.param_groups] for own in trainer.optimizers])
+
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.called.append("before step")
         for parameter in optimizer.param_groups[0]["params"] if self.clears else ():
