@@ -25,10 +25,10 @@ LOST = 70  # exit code of a process that gave the run up because another one is 
 class Watch(threading.Thread):
     """Says every second that this process is alive, and ends it when another one has been silent for too long.
 
-    A process counts as alive while its main thread computes or waits for other processes. Silence is counted in seconds
-    in which this process runs, too, so that a job that was suspended as a whole goes on. A thread can be stuck in a
-    message from a process that will never send it, where no exception reaches it: so the end is `os._exit`, after one
-    line. What is on disk is whole at any moment.
+    A process counts as alive while the thread that makes this, and fits, computes or waits for other processes. Silence
+    is counted in seconds in which this process runs, too, so that a job that was suspended as a whole goes on. A thread
+    can be stuck in a message from a process that will never send it, where no exception reaches it: so the end is
+    `os._exit`, after one line. What is on disk is whole at any moment.
 
     Args:
         limit: seconds of silence after which a process counts as lost.
@@ -41,8 +41,7 @@ class Watch(threading.Thread):
         self.advice = advice
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.store = dist.distributed_c10d._get_default_store()
-        main = threading.main_thread().ident
-        self.clock = time.pthread_getcpuclockid(main) if _HAS_CLOCK and main is not None else None
+        self.clock = time.pthread_getcpuclockid(threading.get_ident()) if _HAS_CLOCK else None
         self.parent = os.getppid()
         self._waiting = 0
         self._stopped = threading.Event()
@@ -59,7 +58,7 @@ class Watch(threading.Thread):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The main thread waits for others, or is in somebody else's code: silence means nothing."""
+        """The thread that fits waits for others, or is in somebody else's code: silence means nothing."""
         self._waiting += 1
         try:
             yield

@@ -1,5 +1,7 @@
 """What counts as a sign of life; processes that are lost or suspended are in `tests/cli/test_workers.py`."""
 
+import queue
+import threading
 import time
 from contextlib import contextmanager
 
@@ -55,3 +57,30 @@ def test_processes_tell_each_other_how_many_clients_are_done(monkeypatch):
     assert here.others_done(3) == 5
     assert here.others_done(4) == 0
     assert there.others_done(3) == 0
+
+
+def test_a_fit_that_computes_in_another_thread_is_alive(monkeypatch):
+    """The others ended the run, for the process's main thread, which waits for that one, did nothing."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    made, said, beats = queue.Queue(), threading.Event(), []
+
+    def fit():
+        made.put(watch.Watch(60.0, ""))
+        while not said.is_set():
+            sum(range(1000))
+
+    fitting = threading.Thread(target=fit)
+    fitting.start()
+    own = made.get()
+    for _ in range(2):
+        own._say()
+        beats.append(own._beat)
+        before = time.clock_gettime(own.clock)
+        said.wait(0.1)  # the present thread computes nothing
+        assert time.clock_gettime(own.clock) - before > 0.01
+    said.set()
+    fitting.join()
+    assert beats[1] > beats[0]
