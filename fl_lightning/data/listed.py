@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ Listed = tuple[Any, Any, Any]
 
 
 class ListedPartition(Partition, ABC):
-    """A partition that can say each client's training, validation and test samples (split ``file``)."""
+    """A partition that can say each client's training, validation and test samples (``file``, and ``global``)."""
 
     @abstractmethod
     def listed(self, num_clients: int) -> list[Listed]:
@@ -57,7 +57,8 @@ class FromFile(ListedPartition):
     FL-bench's ``partition.pkl``; of it, too, nothing is run. A run's own file is verified by its ``checksum``, and the
     data set by the file's ``classes`` and ``labels``: take those out of a copy that you edit or mean for other data.
 
-    With the split ``file`` the parts are taken as they are. With another split only lists of indices will do, or
+    With the split ``file`` the parts are taken as they are, and with ``global`` if they are of the official training
+    part and none is a test part: the official one is the server's. With another split only lists of indices will do, or
     ``train`` where that is the only part: the split cuts them.
 
     Args:
@@ -75,22 +76,17 @@ class FromFile(ListedPartition):
         Raises:
             ConfigError: if the file is missing or of another kind, or lists more than one part.
         """
-        clients = self._clients(num_clients)
-        for client, entry in enumerate(clients):
-            others = [own for name, own in entry.items() if name != "train"] if isinstance(entry, Mapping) else []
-            whole = not any(map(np.size, others)) and (not others or {*entry} <= {*PARTS})
-            rule = f"{self.path} lists several parts of client {client}; say data.split: file"
-            require(whole, "data.split", rule)
-        return [entry["train"] if isinstance(entry, Mapping) else entry for entry in clients]
+        clients = self._entries(num_clients)
+        for client, parts in enumerate(clients):
+            others = (own for name, own in parts.items() if name != "train")
+            rule = f"{self.path} lists several parts of client {client}; say data.split: file, or global"
+            require(not any(map(_holds, others)), "data.split", f"{rule} where the server alone has tests")
+        return [parts["train"] for parts in clients]
 
     def listed(self, num_clients: int) -> list[Listed]:
         """Each client's three parts; a list alone is for training."""
         found = []
-        for client, entry in enumerate(self._clients(num_clients)):
-            parts = entry if isinstance(entry, Mapping) else {"train": entry}
-            odd = next((name for name in parts if name not in PARTS), None)
-            rule = f"{self.path}, client {client}: parts are {', '.join(PARTS)}"
-            require(odd is None and "train" in parts, f"{KEY}.path", rule, odd)
+        for client, parts in enumerate(self._entries(num_clients)):
             test, validation = parts.get("test"), parts.get("validation")
             rule = (
                 f"{self.path}, client {client}: its test part is its validation part; runs on validation parts wrote "
@@ -111,6 +107,19 @@ class FromFile(ListedPartition):
         source = f" ({content['dataset']})" if isinstance(content.get("dataset"), str) else ""
         rule = f"{self.path} is of a run on other data{source}: its classes or labels are not those of data.dataset"
         require(same, f"{KEY}.path", f"{rule}; in a copy for other data, leave out checksum, classes and labels")
+
+    def _entries(self, num_clients: int) -> list[Mapping[str, Any]]:
+        """Each client's parts by name; a list alone is for training."""
+        found = []
+        for client, entry in enumerate(self._clients(num_clients)):
+            parts = entry if isinstance(entry, Mapping) else {"train": entry}
+            odd = next((name for name in parts if name not in PARTS), None)
+            rule = f"{self.path}, client {client}: parts are {', '.join(PARTS)}"
+            require(odd is None, f"{KEY}.path", rule, odd)
+            rule = f"{self.path}, client {client}: must list train"
+            require("train" in parts, f"{KEY}.path", rule, ", ".join(parts) or None)
+            found.append(parts)
+        return found
 
     def _clients(self, num_clients: int) -> list[Any]:
         content = self._read()
@@ -145,6 +154,13 @@ class FromFile(ListedPartition):
         rule = f"{self.path} is damaged: its checksum does not fit its content; a copy that you edit goes without one"
         require(not isinstance(content, dict) or fits_checksum(content), f"{KEY}.path", rule)
         return content
+
+
+def _holds(part: Any) -> bool:
+    """Whether a part lists anything, be it nothing that an index may be: lists of several lengths are no array."""
+    if isinstance(part, np.ndarray):
+        return part.size > 0
+    return not isinstance(part, Sequence) or len(part) > 0
 
 
 def _of_fl_bench(content: Any) -> Any:

@@ -16,6 +16,7 @@ from fl_lightning.data.arrays import Arrays, DataSpec
 from fl_lightning.data.augmentation import build_augmentation
 from fl_lightning.data.cache import content_hash, load
 from fl_lightning.data.dataset import Dataset
+from fl_lightning.data.listed import ListedPartition
 from fl_lightning.data.partitions import Partition
 from fl_lightning.data.population import LISTED, LazyClients, Population
 from fl_lightning.data.shifts import KEY as SHIFT
@@ -97,7 +98,8 @@ class FederatedData:
         require(known, "data.split", "must be holdout, matched, global or file", self.split)
         known = self.evaluate_on in ("test", "validation")
         require(known, "data.evaluate_on", "must be test or validation", self.evaluate_on)
-        cut = self.evaluate_on == "test" or self.validation_fraction > 0 or self.split == "file"
+        listed = self.split == "global" and isinstance(self.partition, ListedPartition)
+        cut = self.evaluate_on == "test" or self.validation_fraction > 0 or self.split == "file" or listed
         require(cut, "data.evaluate_on", "validation needs data.validation_fraction > 0", self.evaluate_on)
         require(self.cache != "", "data.cache", "must be a folder, or null for the usual one", self.cache)
         self._augment = build_augmentation(self.augmentation)

@@ -78,10 +78,22 @@ def server_only(
 ) -> list[ClientIndices]:
     """Share the official training part out; the official test part is the server's, clients have none (FedDW).
 
+    A file that lists validation parts and no test part, as a run's own ``partition.json`` of this split does, is taken
+    as it is.
+
     Raises:
         ConfigError: if there is no official test part, or the partition cannot share these labels out.
     """
     require_test_part(arrays, "global")
+    if isinstance(partition, ListedPartition):
+        listed = from_file(partition, arrays, num_clients, seed)
+        if any(len(own.validation) for own in listed) and not any(len(own.test) for own in listed):
+            rule = "must be 0 where the partition's file says what is for validation"
+            require(validation_fraction == 0, "data.validation_fraction", rule, validation_fraction)
+            last = max(int(part.max()) for own in listed for part in (own.train, own.validation) if len(part))
+            rule = f"{type(partition).__name__}'s file: indices must be from 0 to {arrays.num_train - 1} under 'global'"
+            require(last < arrays.num_train, KEY, rule, last)
+            return listed
     parts = _assign(partition, arrays, arrays.num_train, num_clients, seed)
     nothing = np.empty(0, dtype=np.int64)
     return [_client(client, train, nothing, validation_fraction, seed) for client, train in enumerate(parts)]

@@ -34,6 +34,8 @@ def remarks(loop: FederatedLoop) -> Iterator[str]:
     largest, size = int(loop.num_train.max()), loop.data.batch_size
     if size > largest and loop.num_clients > 0:
         yield f"data.batch_size: {size} is more than any client has ({largest} at most), so an epoch is one step"
+    if loop.data.left_out:
+        yield f"data: {loop.data.left_out} of {len(loop.data.arrays.y)} samples are left out: nobody holds them"
     yield from (f"federation.callbacks: {said}" for said in never_called(loop.callbacks))
     method, chosen = loop.runner.modules[0].method, loop.settings.exchange
     wire, steps = loop.settings.wire or (), loop.settings.server_optimizer is not None

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 import typing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,6 +176,8 @@ def test_own_record_gives_the_same_partition_again(content, clients, split, tmp_
     for first, second in zip(made.clients, again.clients, strict=True):
         for part in ("train", "validation", "test"):
             assert torch.equal(getattr(first, part), getattr(second, part))
+    if split == "global":  # the server has the official test part again
+        assert shared(FromFile(str(path)), content, clients, split=split).partition_hash == made.partition_hash
 
 
 # --- files of partitions --------------------------------------------------------------------------------------------
@@ -246,16 +249,16 @@ def test_damaged_file_is_a_partition_or_one_line_that_names_it(kind, seed, split
     [
         None, 5, "abc", [[1]], [1.5], ["a"], [10**30], [-1], [True], {"train": None}, {"train": "abc"}, {"train": {}},
         {"train": [[0], [1]]}, {"train": [0, None]}, {"train": [0, 0]}, {"validation": [0]}, {"train": [0], "x": []},
-        {"train": [1e400]}, {"train": [[0], 1]},
+        {"train": [1e400]}, {"train": [[0], 1]}, {}, {"test": []}, {"train": [0], "test": [[5], [6, 7]]},
     ],
     ids=repr,
 )  # fmt: skip
-@pytest.mark.parametrize("split", ["file", "holdout"])
+@pytest.mark.parametrize("split", ["file", "holdout", "global"])
 def test_odd_entry_is_one_line(entry, split, tmp_path):
-    path = tmp_path / "partition.json"
+    path, content = tmp_path / "partition.json", replace(CONTENT, num_train=12)
     path.write_text(json.dumps([[3, 4], entry, [1, 2]]))
     with pytest.raises(ConfigError) as caught:
-        FederatedData(Labels(CONTENT), FromFile(str(path)), 3, split=split).setup(0)
+        FederatedData(Labels(content), FromFile(str(path)), 3, split=split).setup(0)
     assert_one_line(caught.value)
 
 

@@ -187,6 +187,48 @@ def test_indices_beside_parts_that_hold_nothing(tmp_path, make_arrays):
     assert [client.train.tolist() for client in clients] == [[0, 2], [1, 3]]
 
 
+def test_validation_parts_under_global_are_the_files(tmp_path, make_arrays):
+    """A run's own file was refused; as `split: file`, which was advised, nobody had a test."""
+    path, arrays = tmp_path / "p.json", make_arrays([4, 4], [2, 2])
+
+    def again(text, **options):
+        path.write_text(text)
+        made = FederatedData(Brought(arrays), FromFile(str(path)), 2, split="global", **options)
+        made.setup(0)
+        return made
+
+    listed = '[{"train": [0, 2], "validation": [4], "test": []}, {"train": [3], "validation": [1, 5], "test": []}]'
+    made = again(listed)
+    assert [(own.train.tolist(), own.validation.tolist(), own.num_test) for own in made.clients] == [
+        ([0, 2], [4], 0),
+        ([3], [1, 5], 0),
+    ]
+    assert (made.server_test.tolist(), made.left_out) == ([8, 9, 10, 11], 2)
+    assert again(listed, evaluate_on="validation").server_test.tolist() == [1, 4, 5]
+    with pytest.raises(ConfigError, match=r"^data\.validation_fraction: must be 0 where the partition's file says"):
+        again(listed, validation_fraction=0.2)
+    with pytest.raises(ConfigError, match=r"indices must be from 0 to 7 under 'global', got 8"):
+        again(listed.replace("[4]", "[8]"))
+    with pytest.raises(ConfigError, match=r"several parts of client 0; say data\.split: file, or global where"):
+        again(listed.replace('"test": []', '"test": [7]', 1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{}", r"partition\.path: .*p\.json, client 0: must list train"),
+        ('{"test": []}', r"partition\.path: .*p\.json, client 0: must list train, got 'test'"),
+        ('{"train": [1], "test": [[5], [6, 7]]}', r"split: .*p\.json lists several parts of client 0; say"),
+        ('{"train": [1], "x": []}', r"partition\.path: .*p\.json, client 0: parts are train, .*, got 'x'"),
+    ],
+)
+def test_parts_that_are_none_are_said_under_another_split(tmp_path, make_arrays, entry, said):
+    """They were a traceback, of a KeyError or of NumPy's."""
+    (tmp_path / "p.json").write_text(f'[{entry}, {{"train": [2]}}]')
+    with pytest.raises(ConfigError, match=f"^data\\.{said}"):
+        holdout(FromFile(str(tmp_path / "p.json")), make_arrays([4, 4]), 2, seed=0)
+
+
 def test_each_part_from_npz(tmp_path, make_arrays):
     np.savez(tmp_path / "p.npz", **{"0/train": [0, 2], "0/test": [5], "1/train": [3], "1/validation": [1]})
     clients = from_file(FromFile(str(tmp_path / "p.npz")), make_arrays([4, 4]), 2, seed=0)

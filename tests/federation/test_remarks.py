@@ -29,6 +29,15 @@ def test_batch_that_no_client_can_fill_is_remarked(set_up_federation, make_data,
     ]
 
 
+def test_samples_that_nobody_holds_are_remarked(set_up_federation, make_data, mlp):
+    """`partition` alone said so; of a fit nobody saw that official test samples were no longer tested on."""
+    data = make_data()
+    data.partition.sizes[-1] -= 2
+    data.setup(1)
+    loop = set_up_federation(lambda: FedAvg(mlp()), data=data)
+    assert list(remarks(loop)) == [f"data: 2 of {len(data.arrays.y)} samples are left out: nobody holds them"]
+
+
 def test_exchange_that_is_not_the_methods_own_is_remarked(set_up_federation, mlp):
     loop = set_up_federation(lambda: FedAvg(mlp()), exchange=Ring())
     assert list(remarks(loop)) == ["federation.exchange: Ring, where FedAvg is defined on Star"]
