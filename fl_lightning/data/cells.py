@@ -72,8 +72,11 @@ def one_hot(cells: Sequence[str]) -> np.ndarray:
 def labels_of(cells: Sequence[str]) -> np.ndarray:
     """Whole numbers where all are, each written in one way, else names: ``01`` beside ``1`` is another class.
 
-    Names, too, where one has more than 64 bits: together NumPy would make floats of them, which are no longer apart.
+    Names, too, where one is written as Python alone does (``1_2``, which would be 12), and where one has more than 64
+    bits: together NumPy would make floats of them, which are no longer apart.
     """
+    if not are_numbers(cells):
+        return np.array(cells)
     try:
         numbers = [int(cell) for cell in cells]
     except ValueError:

@@ -104,6 +104,8 @@ class ArrayFile(Dataset):
         kinds = [part.dtype.name for part in parts]
         alike = "f" if name == "x" else "US"  # as floats, or as names
         same = len({part.dtype.kind in alike for part in parts}) < 2
+        if {part.dtype.kind for part in parts} == {"i", "u"}:  # of int64 beside uint64 NumPy makes floats
+            same = np.result_type(*parts).kind == "i"
         require(same, f"{KEY}.path", f"{name}_train and {name}_test must be of one type", ", ".join(kinds))
         shapes = [list(part.shape) for part in parts]
         same = all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
@@ -274,7 +276,7 @@ class LEAF(Dataset):
         self.normalize = normalize
 
     def sources(self) -> list[Path]:
-        """All JSON files."""
+        """All JSON files but hidden ones."""
         return [path for part in ("train", "test") for path in self._files(part)]
 
     def arrays(self) -> Arrays:
@@ -306,7 +308,7 @@ class LEAF(Dataset):
         return arrays_of(as_inputs(inputs, "LEAF"), labels, sizes[0], classes, self.normalize, as_groups(users, "LEAF"))
 
     def _files(self, part: str) -> list[Path]:
-        return sorted((Path(self.root).expanduser() / part).glob("*.json"))
+        return sorted((Path(self.root).expanduser() / part).glob("[!.]*.json"))
 
     def _users(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         files = self._files(part)

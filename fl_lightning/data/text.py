@@ -89,7 +89,7 @@ class IMDB(Dataset):
         self.length = length
 
     def sources(self) -> list[Path]:
-        """All reviews."""
+        """All reviews; hidden files are none."""
         return [path for _, _, path in self._files()]
 
     def arrays(self) -> Arrays:
@@ -145,7 +145,7 @@ class IMDB(Dataset):
         found = []
         for part in ("train", "test"):
             for label in ("neg", "pos"):
-                reviews = sorted((folder / part / label).glob("*.txt"))
+                reviews = sorted((folder / part / label).glob("[!.]*.txt"))  # macOS puts ._0_9.txt beside
                 if not reviews:
                     raise ConfigError(
                         KEY,

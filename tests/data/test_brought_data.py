@@ -826,6 +826,7 @@ def test_leafs_users_are_groups(tmp_path):
         data = {u: {"x": [[float(n)] * 4] * n, "y": [n % 2] * n} for u, n in zip(("u1", "u2"), sizes, strict=True)}
         content = {"users": list(data), "num_samples": list(sizes), "user_data": data}
         (tmp_path / part / "all.json").write_text(json.dumps(content))
+        (tmp_path / part / "._all.json").write_bytes(b"\0\5\x16\7")  # what macOS puts beside
     arrays = checked(LEAF(str(tmp_path), shape=[1, 2, 2]))
     assert (arrays.x.shape, arrays.num_train) == ((7, 1, 2, 2), 5)
     clients = matched(ByGroup(), arrays, 2, seed=0)
@@ -1168,6 +1169,23 @@ def test_pythons_own_writing_of_numbers_is_a_name(tmp_path):
     assert CSVTable(str(tmp_path / "t.csv"), "y").arrays().x.shape[1] == 3
 
 
+@pytest.mark.parametrize(
+    ("cells", "classes", "y"),
+    [
+        (("0_1", "0_2"), ("0_1", "0_2"), [0, 1]),  # were 1 and 2, with a class 0 that nobody has
+        (("1_2", "12"), ("12", "1_2"), [1, 0]),
+        (("1_2", "3"), ("1_2", "3"), [0, 1]),
+        (("-1", "+1"), ("-1", "1"), [0, 1]),
+        (("1", "2"), ("0", "1", "2"), [1, 2]),
+    ],
+)
+def test_pythons_own_writing_of_numbers_is_a_class_and_a_group_of_that_name(tmp_path, cells, classes, y):
+    (tmp_path / "t.csv").write_text("a,y,who\n" + "".join(f"{i},{cells[i % 2]},{cells[i % 2]}\n" for i in range(4)))
+    arrays = checked(CSVTable(str(tmp_path / "t.csv"), "y", group="who"))
+    assert (arrays.classes, arrays.y.tolist()) == (classes, y * 2)
+    assert arrays.group_names == tuple(name for name in classes if name != "0")
+
+
 @pytest.mark.parametrize("mark", ["#N/A", "nan", "unknown"])
 def test_marks_of_no_number_are_found_in_their_line(tmp_path, mark):
     (tmp_path / "t.csv").write_text("age,y\n" + "".join(f"{mark if i == 7 else i},{i % 2}\n" for i in range(12)))
@@ -1200,6 +1218,16 @@ def test_labels_of_both_parts_are_of_one_kind(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"y_train and y_test must be of one type, got 'str32, int64'"):
         ArrayFile(str(tmp_path / "a.npz")).arrays()
+
+
+def test_whole_numbers_of_both_parts_stay_whole(tmp_path):
+    """Of int64 beside uint64 NumPy made floats: tokens were features, in silence."""
+    own = {"x_train": np.ones((4, 2), np.int64), "y_train": [0, 1, 0, 1], "y_test": [0, 1]}
+    np.savez(tmp_path / "a.npz", **own, x_test=np.ones((2, 2), np.uint64))
+    with pytest.raises(ConfigError, match=r"x_train and x_test must be of one type, got 'int64, uint64'"):
+        ArrayFile(str(tmp_path / "a.npz")).arrays()
+    np.savez(tmp_path / "a.npz", **own, x_test=np.ones((2, 2), np.uint32))
+    assert ArrayFile(str(tmp_path / "a.npz")).arrays().x.dtype == torch.int64
 
 
 def test_half_a_letter_is_no_label(tmp_path):

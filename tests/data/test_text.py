@@ -41,6 +41,13 @@ def test_imdb_cuts_long_reviews(reviews):
     assert IMDB(str(reviews), vocabulary=6, length=2).arrays().x.tolist() == [[2, 2], [4, 5], [1, 1], [1, 0]]
 
 
+def test_hidden_files_are_no_reviews(reviews):
+    """macOS puts one beside each on a disk of another kind: all reviews were there twice."""
+    before = IMDB(str(reviews)).arrays().x.tolist()
+    (reviews / "aclImdb" / "train" / "neg" / "._0_1.txt").write_text("Mac OS X")
+    assert IMDB(str(reviews)).arrays().x.tolist() == before
+
+
 def test_imdb_takes_the_folder_itself_as_root(reviews):
     a, b = IMDB(str(reviews)).arrays(), IMDB(str(reviews / "aclImdb")).arrays()
     assert a.x.tolist() == b.x.tolist()
