@@ -190,7 +190,7 @@ def content_hash(arrays: Arrays) -> str:
 
 def _read(path: Path) -> Arrays | None:
     """The arrays in a cache file, or None if there is none or it is not whole."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # nor where the folder cannot be entered, of which Path.is_file raises
         return None
     try:
         verify(path, "data.cache")
@@ -209,9 +209,9 @@ def _read(path: Path) -> Arrays | None:
 def _write(path: Path, arrays: Arrays) -> None:
     """Write a cache file so that it appears whole or not at all; one that cannot be written is only worth a warning."""
     # clone() drops the rest of a storage that a view would take along.
-    remove_abandoned(path.parent)
     content = {**vars(arrays), "x": arrays.x.clone(), "y": arrays.y.clone()}
     try:
+        remove_abandoned(path.parent)
         save_tensors(path, content)
     except (OSError, RuntimeError) as error:
         warnings.warn(f"The decoded data set is not cached: {error}", stacklevel=3)

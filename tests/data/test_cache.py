@@ -270,6 +270,16 @@ def test_cache_that_cannot_be_written_is_a_warning(tmp_path):
         assert len(load(Counted(), blocked / "cache").y) == 3
 
 
+@pytest.mark.parametrize("folder", ["x" * 300, "closed"])
+def test_cache_that_cannot_be_entered_is_a_warning(tmp_path, folder):
+    """It ended the command: somebody else's folder, or a name that is too long."""
+    (tmp_path / "closed").mkdir(mode=0)
+    if folder == "closed" and os.access(tmp_path / folder, os.X_OK):
+        pytest.skip("whoever may enter all folders")
+    with pytest.warns(UserWarning, match=r"^The decoded data set is not cached: .*(too long|ermission)"):
+        assert len(load(Counted(), tmp_path / folder).y) == 3
+
+
 def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("No space left on device")
