@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from fl_lightning.errors import ConfigError, is_near, require, suggest
 from fl_lightning.reading import UnreadableError, load_yaml, read_yaml
 from fl_lightning.shipped import names, path_of
+from fl_lightning.short_forms import SHORT_FORMS, long_form
 from fl_lightning.trust import is_known
 
 SECTIONS = (
@@ -243,7 +243,7 @@ def _option(option: str, value: str) -> Part:
     parsed = parsed if path else written_out(section, parsed)
     content: Any = parsed if isinstance(parsed, (Mapping, list)) and section not in ("name", "output") else Text(value)
     if key in SHORT_FORMS:
-        content = _long_form(key, parsed, value)
+        content = long_form(key, parsed, value)
         settings = list(flatten({key: content}))
     else:
         settings = list(flatten({key: content})) if isinstance(content, Mapping) else [(key, content)]
@@ -279,7 +279,7 @@ def written_out(section: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     short = {name: f"{section}.{name}" for name in value if f"{section}.{name}" in SHORT_FORMS}
-    return {**value, **{name: _long_form(key, value[name], value[name]) for name, key in short.items()}}
+    return {**value, **{name: long_form(key, value[name], value[name]) for name, key in short.items()}}
 
 
 def _content(path: Path) -> Mapping[str, Any]:
@@ -406,49 +406,3 @@ def _check_entry(key: str, kind: str, entry: Any, keys: Sequence[str]) -> None:
             raise ConfigError(f"{key}.{name}", f"there is no such key; {suggest(str(name), keys)}")
     if not isinstance(entry.get("init_args") or {}, Mapping):
         raise ConfigError(f"{key}.init_args", f"must hold the {kind}'s arguments by name", entry["init_args"])
-
-
-# --- short forms ----------------------------------------------------------------------------------------------------
-
-
-def _long_form(key: str, value: Any, given: Any) -> dict[str, Any]:
-    written_out, allowed = SHORT_FORMS[key]
-    found = written_out(value)
-    if found is None:
-        raise ConfigError(key, f"must be {allowed}", given)
-    return found
-
-
-def _failures(given: Any) -> dict[str, Any] | None:
-    """Failures by the names of their parameters; None if they are given in none of the forms."""
-    if _are_clients(given):
-        return {"clients": given}
-    if isinstance(given, Mapping):
-        if given and all(re.fullmatch(r"\d+(-\d+)?", str(name)) for name in given):
-            fits = all(map(_are_clients, given.values()))
-            return {"schedule": {str(name): clients for name, clients in given.items()}} if fits else None
-        named = all(isinstance(name, str) and not name[:1].isdigit() for name in given)
-        return dict(given) if named else None
-    return {"probability": given} if type(given) in (int, float) else None
-
-
-def _newcomers(given: Any) -> dict[str, Any] | None:
-    """Newcomers by the names of their parameters; None if they are given in none of the forms."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    return {"clients": given} if type(given) is int else None
-
-
-def _are_clients(given: Any) -> bool:
-    return isinstance(given, list) and all(type(client) is int for client in given)
-
-
-SHORT_FORMS: dict[str, tuple[Callable[[Any], dict[str, Any] | None], str]] = {
-    "federation.failures": (
-        _failures,
-        "a probability (0.3), a list of clients ([7]), rounds with the clients that are out of them "
-        "({3: [0, 4], 5-8: [2]}), or probability, schedule and clients by name",
-    ),
-    "federation.newcomers": (_newcomers, "how many join later (5), or clients and after by name"),
-}
-"""Keys whose commonest members need no name -> what writes the value out, and what it may be."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fl_lightning.errors import require
+from fl_lightning.models.fit_optimizers import ConfiguredOptimizers, OwnOptimizers
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, keeping_metrics, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
 from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
-from fl_lightning.models.own_training import Counter, MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
+from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
 _REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward")
@@ -309,58 +310,6 @@ def _outputs(said: Any, loss: Any, accumulate: int) -> Any:
     return {**(said if isinstance(said, Mapping) else {}), "loss": loss.detach() / accumulate}
 
 
-class OwnOptimizers:
-    """Makes modules' own optimizers for a fit.
-
-    Args:
-        homes: the shares of a module and of its copies that learn in the fit; the first makes the optimizers of
-            parameters that none of them has.
-    """
-
-    def __init__(self, homes: Sequence[ModuleTraining]) -> None:
-        self.homes = homes
-        self.further: list[Any] = []
-        """What a module of manual optimization has beside the first optimizer of the fit's last phase."""
-
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """The first one for the fit's next phase."""
-        own = list(parameters)
-        made = _home_of(own, self.homes).make(own)
-        self.further = made[1:]
-        return made[0]
-
-    def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """An optimizer that no schedule moves, and that nobody keeps."""
-        return self.homes[0].make(list(parameters), in_fit=False)[0]
-
-    def rescale(self, optimizer: Any, lr: float) -> bool:
-        """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
-        homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
-        return any(home.rescale(optimizer, lr) for home in homes)
-
-
-class ConfiguredOptimizers:
-    """Makes the configuration's optimizers for a fit, which modules see as theirs.
-
-    Args:
-        homes: the shares of a module and of its copies that learn in the fit.
-        configured: makes an optimizer.
-    """
-
-    def __init__(self, homes: Sequence[ModuleTraining], configured: MakeOptimizer) -> None:
-        self.homes = homes
-        self.outside = configured
-        """Makes one that no module sees."""
-
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """The fit's next one; after a fit one that no module sees, too."""
-        own = list(parameters)
-        made, home = self.outside(own), _home_of(own, self.homes)
-        if home.stretches:
-            home.present.add([made], home.after_step if home.watches else Counter(home.after_step))
-        return made
-
-
 class Together(OwnTraining):
     """The share of a module and of its copies that learn beside it: what the fit says goes to all of them.
 
@@ -447,15 +396,3 @@ def _transferred(training: ModuleTraining, batch: Any) -> Any:
     for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
         batch = training._call(hook, batch, 0) if hook in training.hooks else batch
     return batch
-
-
-def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[ModuleTraining]) -> ModuleTraining:
-    """The module whose some of the parameters are; the first where they are nobody's."""
-    return next((home for home in homes if _holds(home, parameters)), homes[0])
-
-
-def _holds(home: ModuleTraining, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether some of the parameters are a module's, its head among them."""
-    wanted = {id(parameter) for parameter in parameters}
-    with home.joined as joined:
-        return any(id(parameter) in wanted for parameter in joined.module.parameters())

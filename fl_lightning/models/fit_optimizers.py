@@ -1,0 +1,94 @@
+"""Who makes the optimizers of a fit in which a user's own LightningModule, or copies of it, learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from fl_lightning.models.head_cut import Joined
+from fl_lightning.models.module_optimizers import Stretch
+from fl_lightning.models.own_training import Counter, MakeOptimizer
+
+
+class Home(Protocol):
+    """The share of a module in a fit, as far as its optimizers go."""
+
+    joined: Joined
+    stretches: list[Stretch]
+    present: Stretch
+    watches: bool
+
+    def make(self, parameters: list[nn.Parameter], in_fit: bool = True) -> list[Any]:
+        """The module's optimizers, of some parameters."""
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer of the present phase start from a learning rate; false where it can not."""
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer of the fit has moved the parameters."""
+
+
+class OwnOptimizers:
+    """Makes modules' own optimizers for a fit.
+
+    Args:
+        homes: the shares of a module and of its copies that learn in the fit; the first makes the optimizers of
+            parameters that none of them has.
+    """
+
+    def __init__(self, homes: Sequence[Home]) -> None:
+        self.homes = homes
+        self.further: list[Any] = []
+        """What a module of manual optimization has beside the first optimizer of the fit's last phase."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """The first one for the fit's next phase."""
+        own = list(parameters)
+        made = _home_of(own, self.homes).make(own)
+        self.further = made[1:]
+        return made[0]
+
+    def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """An optimizer that no schedule moves, and that nobody keeps."""
+        return self.homes[0].make(list(parameters), in_fit=False)[0]
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
+        homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
+        return any(home.rescale(optimizer, lr) for home in homes)
+
+
+class ConfiguredOptimizers:
+    """Makes the configuration's optimizers for a fit, which modules see as theirs.
+
+    Args:
+        homes: the shares of a module and of its copies that learn in the fit.
+        configured: makes an optimizer.
+    """
+
+    def __init__(self, homes: Sequence[Home], configured: MakeOptimizer) -> None:
+        self.homes = homes
+        self.outside = configured
+        """Makes one that no module sees."""
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """The fit's next one; after a fit one that no module sees, too."""
+        own = list(parameters)
+        made, home = self.outside(own), _home_of(own, self.homes)
+        if home.stretches:
+            home.present.add([made], home.after_step if home.watches else Counter(home.after_step))
+        return made
+
+
+def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[Home]) -> Home:
+    """The module whose some of the parameters are; the first where they are nobody's."""
+    return next((home for home in homes if _holds(home, parameters)), homes[0])
+
+
+def _holds(home: Home, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether some of the parameters are a module's, its head among them."""
+    wanted = {id(parameter) for parameter in parameters}
+    with home.joined as joined:
+        return any(id(parameter) in wanted for parameter in joined.module.parameters())
