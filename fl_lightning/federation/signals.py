@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -92,6 +92,38 @@ class StopSignals(AbstractContextManager["StopSignals"]):
             self.end(number)
         else:
             os._exit(exit_code(number))
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let signals wait while processes are started: what a handler raises in the middle of a fork is lost.
+
+    This process's handlers hear of them after the block; a started process, in which none of them runs, by `hear`.
+    """
+    came: list[int] = []
+    answers = {}
+    if threading.current_thread() is threading.main_thread():
+        # what is blocked here reaches this process by way of its other threads
+        answers = {number: answer for number in STOP_SIGNALS if callable(answer := signal.getsignal(number))}
+    for number in answers:
+        signal.signal(number, lambda number, frame: came.append(number))
+    blocks = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if blocks else set()
+    try:
+        yield
+    finally:
+        if blocks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, answer in answers.items():
+            signal.signal(number, answer)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def hear(numbers: Iterable[int] = STOP_SIGNALS) -> None:
+    """Hear signals again in a process that was started while they were held back; its own handlers stand."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def stop_at_once(number: int) -> None:

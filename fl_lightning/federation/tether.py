@@ -8,15 +8,43 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
+import torch.multiprocessing as mp
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
 from typing_extensions import override
 
-from fl_lightning.federation.signals import exit_code
+from fl_lightning.federation.signals import STOP_SIGNALS, exit_code, hear, held_back
 
 PERIOD = 0.5  # seconds between two looks at the parent, where the system does not tell
 _PR_SET_PDEATHSIG = 1
 _tethered = False
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Lightning's, which starts the processes while signals are held back: one in a fork's middle would be lost."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._strategy.cluster_environment is not None
+        os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
+        returned = mp.get_context(self._start_method).SimpleQueue()
+        state = [_GlobalStateSnapshot.capture()] if self._start_method == "spawn" else []
+        with held_back():
+            processes = mp.start_processes(
+                self._wrapping_function,
+                (function, args, kwargs, returned, *state),
+                self._strategy.num_processes,
+                join=False,
+                start_method=self._start_method,
+            )
+        for process in processes.processes:  # torch ends those that are left, once one has failed, by a SIGTERM,
+            process.terminate = process.kill  # which they leave to this process
+        while not processes.join():
+            pass
+        return returned.get()
 
 
 class TetheredDDP(DDPStrategy):
@@ -24,6 +52,13 @@ class TetheredDDP(DDPStrategy):
 
     starter: int | None = None
     """Process id of who starts the workers; None for processes that torchrun or SLURM started."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.starter is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = _Launcher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -80,6 +115,7 @@ def _answer_only() -> None:
     for name in ("SIGHUP", "SIGUSR1", "SIGTERM"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)
+    hear()
     os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_everybody)
 
 

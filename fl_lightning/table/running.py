@@ -11,15 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code
+from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code, hear, held_back
 from fl_lightning.files import WriteError, make_folder, remove_abandoned, separate, writing
 from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
@@ -168,7 +167,7 @@ class Crew:
         job.process = context.Process(
             target=run_cell, args=(os.getpid(), self._command, job.cell.words, str(log), self.threads)
         )
-        with _held_back():
+        with held_back():
             job.process.start()
             job.state = "running"
         if self.stopping:  # a signal came just before
@@ -206,19 +205,6 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_initialized()
 
 
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """Let signals wait: what a process is sent in the middle of its fork is lost. It hears them once it is ready to."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def run_cell(starter: int, command: Command, words: Sequence[str], log: str, threads: int) -> None:
     """One run in a process of its own; what it writes goes into a file.
 
@@ -239,8 +225,7 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
     os.environ["OMP_NUM_THREADS"] = str(threads)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    hear()
     import torch
 
     torch.set_num_threads(threads)

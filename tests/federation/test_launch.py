@@ -367,6 +367,28 @@ def test_whatever_ends_a_launch_ends_its_own_processes_alone(numbers, own_child)
     assert left == [own_child]
 
 
+HITS = {}  # signals that a process sends itself in the middle of the next fork, by who it is there
+
+
+def hit_in_the_fork(who):
+    for number in HITS.pop(who, ()):
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("who", ["starter", "worker and starter"])
+def test_a_signal_in_the_middle_of_a_workers_fork_stops_the_run(monkeypatch, who, number):
+    """It was lost, and the run went on to its end; from the terminal, which sends it to both, a worker was lost."""
+    monkeypatch.setitem(HITS, "starter", [number])
+    monkeypatch.setitem(HITS, "worker", [number] if "worker" in who else [])
+    for_starter, for_worker = partial(hit_in_the_fork, "starter"), partial(hit_in_the_fork, "worker")
+    os.register_at_fork(after_in_parent=for_starter, after_in_child=for_worker)
+    assert launch(sum_of_ranks, Team(2, threads=1)) == 128 + number
+    assert multiprocessing.active_children() == []
+
+
 def test_cores_are_those_of_the_container(monkeypatch):
     """One core's worth of every period, as ``docker run --cpus 1`` writes it."""
     limit, exists, read = "/sys/fs/cgroup/cpu.max", os.path.exists, builtins.open

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 from cli.processes import alive
 
 from fl_lightning.federation import signals, tether
-from fl_lightning.federation.signals import STOP_SIGNALS, StoppedAtOnce, StopSignals, exit_code, stop_at_once
+from fl_lightning.federation.signals import STOP_SIGNALS, StoppedAtOnce, StopSignals, exit_code, held_back, stop_at_once
 from fl_lightning.terminal import say
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; processes are found through /proc")
@@ -101,6 +102,22 @@ def test_second_signal_in_the_first_ones_line_finds_that_line_whole(monkeypatch)
 def test_process_that_was_forked_in_between_just_ends():
     with StopSignals(lambda number: None, lambda number: None):
         assert in_a_child(lambda: signal.raise_signal(signal.SIGTERM)) == 143
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signals_wait_while_processes_are_started(number):
+    """With other threads, too, by way of which they came."""
+    asked, done = [], threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    with StopSignals(asked.append, stop_at_once):
+        with held_back():
+            os.kill(os.getpid(), number)
+            time.sleep(0.02)
+            assert asked == []
+        assert asked == [number]
+        done.set()
+        thread.join()
 
 
 def orphan(work) -> int:
