@@ -224,8 +224,12 @@ def _fit_and_show(
         where = f"after round {done}{saved}" if done else f"before round 1; start with\n  {again}"
         console.print(f"stopped {where}", soft_wrap=True)
         return code
-    print_summary(summary, console, places(experiment.recorder.loggers))
-    draw_run(experiment.folder, experiment.data, summary)
+    try:
+        print_summary(summary, console, places(experiment.recorder.loggers))
+        draw_run(experiment.folder, experiment.data, summary)
+    except KeyboardInterrupt:
+        say(f"stopped; the run is whole, in {experiment.folder}")
+        return exit_code(signal.SIGINT)
     return 0
 
 

@@ -37,7 +37,7 @@ from fl_lightning.federation.saving import take_up
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
-from fl_lightning.federation.tether import is_tethered
+from fl_lightning.federation.tether import be_interrupted, is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.federation.trainers import for_reading
 from fl_lightning.files import WriteError, write_text
@@ -291,12 +291,14 @@ class BuiltExperiment:
         take_up(self.loop, self._kept_by_callbacks, given)
         for remark in remarks(self.loop):
             say(f"fl-lightning: note: {remark}")
-        with self.recorder, stop_on_signals(self.loop, self.signals) as stopping:
-            final = self.loop.run()
-            self.asked_by = stopping.first
-            if final is None:
-                self.recorder.stop(self.loop)
-                self.stopped_by = stopping.first
+        with self.recorder:
+            with stop_on_signals(self.loop, self.signals) as stopping:
+                final = self.loop.run()
+                self.asked_by = stopping.first
+                if final is None:
+                    self.recorder.stop(self.loop)
+                    self.stopped_by = stopping.first
+            be_interrupted()
         return read_json(self.folder / "summary.json", "output")
 
     def _follow(self) -> None:

@@ -409,7 +409,10 @@ def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: 
     _take_gpu(team)
     use_threads(team)
     with outlived(), speak_for_the_team(fabric.global_rank == 0):
-        result = function(*arguments)
+        try:
+            result = function(*arguments)
+        except KeyboardInterrupt:  # its run was over, and is saved
+            result = exit_code(signal.SIGINT)
     leave()
     # A forked process never takes Python down, a spawned one would: with the threads of libraries in it, which abort it
     # now and then. It ends as a forked one does, once its result is handed over and its output is flushed.

@@ -85,6 +85,15 @@ def is_tethered() -> bool:
     return _tethered
 
 
+def be_interrupted() -> None:
+    """Raise `KeyboardInterrupt` at a SIGINT from now on, as a process alone does: the main worker's run is over.
+
+    A fit in a callback of a run leaves that run's own answer.
+    """
+    if _tethered and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def end_with(starter: int) -> None:
     """End this process as soon as `starter`, its parent, is gone.
 

@@ -145,6 +145,46 @@ def test_second_signal_does_not_say_that_what_is_lost_is_saved(every, workplace)
     assert not list(workplace.run.glob("checkpoints/*.ckpt"))
 
 
+AT_THE_END = """\
+import os
+import signal
+import time
+
+from fl_lightning.federation.callbacks import FederationCallback
+from fl_lightning.federation.tether import is_tethered
+from fl_lightning.files import write_atomically
+from fl_lightning.report import figures
+
+
+def draw(rows, path, title):
+    write_atomically(path, interrupted)
+
+
+def interrupted(file):
+    os.kill(os.getppid() if is_tethered() else os.getpid(), signal.SIGINT)
+    time.sleep(20)
+
+
+class Draws(FederationCallback):
+    def on_run_start(self, loop):
+        figures.learning_curves = draw
+"""
+
+
+@pytest.mark.parametrize("options", [(), TWO], ids=["plain", "workers"])
+def test_signal_while_pictures_are_drawn_leaves_a_whole_run(workplace, options):
+    """With workers it was stopped before a round was done, as it said, and a temporary file stayed."""
+    workplace.draws = True
+    workplace.write("at_the_end.py", AT_THE_END)
+    own = ("--quiet", "--federation.rounds", "2", "--federation.callbacks", "[at_the_end.Draws]")
+    code, _, err = workplace.call("fit", "--config", "exp.yaml", *own, *options)
+    assert code == 130, err
+    assert "before a round" not in err
+    assert err.splitlines()[-1] == "stopped; the run is whole, in runs/run"
+    assert (workplace.run / "summary.json").exists()
+    assert not list(workplace.run.glob(".*.tmp"))
+
+
 def test_hangups_of_one_lost_terminal_count_once(workplace):
     """A shell that ends sends one, the terminal that it led another."""
     run = started(workplace, *SLOW)
