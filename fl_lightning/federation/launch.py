@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from fl_lightning.errors import ConfigError, line_of, require
 from fl_lightning.federation import transport
-from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code
+from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, pausing
 from fl_lightning.federation.tether import TetheredDDP
 from fl_lightning.federation.watch import LOST
 from fl_lightning.terminal import outlived, say
@@ -323,23 +323,6 @@ class _Started:
         for child in children:
             child.join(GRACE)
 
-    @contextmanager
-    def end_by_kill(self) -> Iterator[None]:
-        """A stretch in which those of them that are to end get a SIGKILL: they leave a SIGTERM to this process.
-
-        torch sends that one to those that are left, once one has failed.
-        """
-        terminate = BaseProcess.terminate
-
-        def end(process: BaseProcess) -> None:
-            process.kill() if process._identity[-1] in self._numbers else terminate(process)
-
-        BaseProcess.terminate = end  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            BaseProcess.terminate = terminate  # type: ignore[method-assign]
-
 
 def launch(
     function: Callable[..., int],
@@ -365,7 +348,7 @@ def launch(
     """
     start_method = start_method or best_start_method(team)
     started = _Started(team.size)
-    with StopSignals(started.ask_main, started.end_at_once) as signals, started.end_by_kill():
+    with StopSignals(started.ask_main, started.end_at_once) as signals, pausing(started.alive):
         try:
             code = _fabric(team, start_method).launch(_enter, team, function, arguments)
             return exit_code(signals.first) if signals.first and code == exit_code(signal.SIGINT) else code

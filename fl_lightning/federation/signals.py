@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,8 @@ STOP_SIGNALS = tuple(
     getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1") if hasattr(signal, f"SIG{name}")
 )
 """Ctrl-C; the end that schedulers ask for; a terminal that was closed; a scheduler's notice before a time limit."""
+HANDED_ON = STOP_SIGNALS + ((signal.SIGTSTP,) if hasattr(signal, "SIGTSTP") else ())
+"""These, and Ctrl-Z: what is answered for the processes that one starts, which the terminal does not reach."""
 ECHO = (
     1.0  # seconds in which a hangup belongs to the signal before it: a shell that ends sends one, its terminal another
 )
@@ -104,11 +107,11 @@ def held_back() -> Iterator[None]:
     answers = {}
     if threading.current_thread() is threading.main_thread():
         # what is blocked here reaches this process by way of its other threads
-        answers = {number: answer for number in STOP_SIGNALS if callable(answer := signal.getsignal(number))}
+        answers = {number: answer for number in HANDED_ON if callable(answer := signal.getsignal(number))}
     for number in answers:
         signal.signal(number, lambda number, frame: came.append(number))
     blocks = hasattr(signal, "pthread_sigmask")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if blocks else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON) if blocks else set()
     try:
         yield
     finally:
@@ -120,10 +123,41 @@ def held_back() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def hear(numbers: Iterable[int] = STOP_SIGNALS) -> None:
+def hear(numbers: Iterable[int] = HANDED_ON) -> None:
     """Hear signals again in a process that was started while they were held back; its own handlers stand."""
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+@contextmanager
+def pausing(processes: Callable[[], Iterable[BaseProcess]]) -> Iterator[None]:
+    """Let processes that the terminal does not reach pause at its Ctrl-Z, and go on, with this one.
+
+    Args:
+        processes: says which run.
+    """
+
+    def tell(number: int) -> None:
+        for process in processes():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
+
+    def pause(number: int, frame: FrameType | None) -> None:
+        tell(number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # comes back once this process goes on
+        signal.signal(number, pause)
+        tell(signal.SIGCONT)
+
+    in_main, known = threading.current_thread() is threading.main_thread(), hasattr(signal, "SIGTSTP")
+    answers = in_main and known and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    if answers:
+        signal.signal(signal.SIGTSTP, pause)
+    try:
+        yield
+    finally:
+        if answers:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
 
 def stop_at_once(number: int) -> None:

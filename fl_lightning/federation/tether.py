@@ -16,7 +16,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
 from typing_extensions import override
 
-from fl_lightning.federation.signals import STOP_SIGNALS, exit_code, hear, held_back
+from fl_lightning.federation.signals import exit_code, hear, held_back
 
 PERIOD = 0.5  # seconds between two looks at the parent, where the system does not tell
 _PR_SET_PDEATHSIG = 1
@@ -124,6 +124,8 @@ def _answer_only() -> None:
     for name in ("SIGHUP", "SIGUSR1", "SIGTERM"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)
+    if hasattr(signal, "SIGTSTP"):
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     hear()
     os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_hear_everybody)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, exit_code, hear, held_back
+from fl_lightning.federation.signals import HANDED_ON, StopSignals, exit_code, hear, held_back, pausing
 from fl_lightning.files import WriteError, make_folder, remove_abandoned, separate, writing
 from fl_lightning.resuming import HELD, is_held
 from fl_lightning.table.cells import Cell
@@ -90,7 +90,7 @@ class Crew:
         remove_abandoned(self.logs.parent)
         for job in self.jobs:
             job.state = "finished" if job.cell.finished else "waiting"
-        with StopSignals(self._ask, self._end) as signals:
+        with StopSignals(self._ask, self._end) as signals, pausing(self._at_work):
             while self.running or (self.waiting and not self.stopping):
                 self._start_some()
                 time.sleep(TICK)
@@ -104,6 +104,9 @@ class Crew:
         for job in self.running:
             assert job.process is not None
             job.process.terminate()
+
+    def _at_work(self) -> list[BaseProcess]:
+        return [job.process for job in self.running if job.process is not None]
 
     def _end(self, number: int) -> None:
         for job in self.running:
@@ -223,7 +226,7 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for number in STOP_SIGNALS:
+    for number in HANDED_ON:
         signal.signal(number, signal.SIG_DFL)
     hear()
     import torch

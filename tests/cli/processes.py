@@ -11,6 +11,11 @@ def _fields(pid) -> list[str]:
         return []
 
 
+def paused(pid: int) -> bool:
+    """Whether a process was stopped, and may go on."""
+    return _fields(pid)[:1] == ["T"]
+
+
 def children(pid: int) -> list[int]:
     """Processes that a process started and that run, oldest first."""
     others = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))

@@ -11,10 +11,18 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from cli.processes import alive
+from cli.processes import alive, paused
 
 from fl_lightning.federation import signals, tether
-from fl_lightning.federation.signals import STOP_SIGNALS, StoppedAtOnce, StopSignals, exit_code, held_back, stop_at_once
+from fl_lightning.federation.signals import (
+    STOP_SIGNALS,
+    StoppedAtOnce,
+    StopSignals,
+    exit_code,
+    held_back,
+    pausing,
+    stop_at_once,
+)
 from fl_lightning.terminal import say
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="POSIX signals; processes are found through /proc")
@@ -118,6 +126,38 @@ def test_signals_wait_while_processes_are_started(number):
         assert asked == [number]
         done.set()
         thread.join()
+
+
+def test_what_a_process_started_pauses_and_goes_on_with_it():
+    """Ctrl-Z stopped the command alone: its workers, which the terminal does not reach, ran on."""
+    reader, writer = os.pipe()
+    starter = os.fork()
+    if starter == 0:
+        os.setpgid(0, 0)
+        worker = os.fork()
+        if worker == 0:
+            os.setpgid(0, 0)
+            time.sleep(60)
+            os._exit(0)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        with pausing(lambda: [SimpleNamespace(pid=worker)]):
+            os.write(writer, str(worker).encode())
+            time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(reader, 20))
+    try:
+        for number in (signal.SIGTSTP, signal.SIGCONT) * 2:
+            os.kill(starter, number)
+            until = time.monotonic() + 10
+            while not paused(starter) == paused(worker) == (number == signal.SIGTSTP):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+    finally:
+        for process in (worker, starter):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(starter, 0)
+        os.close(reader)
+        os.close(writer)
 
 
 def orphan(work) -> int:
