@@ -234,10 +234,9 @@ class ClientModule(L.LightningModule):
         assert self.settings is not None, "`settings` is set by the runner"
         self._plan, self.planned = self.planned or self.plan(), None
         epochs, own = self._plan.epochs, self.own
-        make = own.optimizer(
-            self.settings.optimizer, self.settings.accumulate, self.lr_factor, self.settings.clip_value is not None
-        )
-        fit = self.method.fit = Fit(make, epochs, self.lr_factor, self.settings.accumulate)
+        accumulate, clipping = self.settings.accumulate, self.settings.clipping
+        make = own.optimizer(self.settings.optimizer, accumulate, self.lr_factor, clipping)
+        fit = self.method.fit = Fit(make, epochs, self.lr_factor, accumulate)
         made, further = _optimizers(fit, self._plan, own, make)
         for optimizer in made:
             optimizer.register_step_post_hook(_count_step(fit))

@@ -43,6 +43,11 @@ class FitSettings:
     clips_itself: bool = True
     recall: int = 256 << 20
 
+    @property
+    def clipping(self) -> tuple[float, str] | None:
+        """The largest gradient norm (or value) and which of them it is; None where nothing is clipped."""
+        return None if self.clip_value is None else (self.clip_value, self.clip_algorithm)
+
 
 class Machine:
     """What a step stands on: the trainer's precision, the devices of the fit, and a way to go backward.

@@ -17,7 +17,7 @@ from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_hooks import STEPS, hooks_of, keeping_metrics, reset_metrics, with_fitting
 from fl_lightning.models.module_optimizers import KEY, Stretch
 from fl_lightning.models.module_view import FitView, Logged, PulledOptimizer, bring_together, is_careful
-from fl_lightning.models.own_training import MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
+from fl_lightning.models.own_training import Clipping, MakeOptimizer, OwnTraining, Pass, Pull, SkippedBatch
 
 _ENDLESS = 10**6  # steps of a fit that no schedule comes to the end of
 _REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "manual_backward")
@@ -52,6 +52,7 @@ class ModuleTraining(OwnTraining):
         """What is at hand in the fit, for schedulers and `trainer.callback_metrics`; what is kept from loggers, too."""
         self.logged_for_run: dict[str, float] = {}
         self.accumulate, self._lr_factor = 1, 1.0
+        self.clipping: Clipping = None
         self._waits_for_end: tuple[Any, ...] = ()
         self._depth = 0  # of the blocks in which the module is whole
         self._skips = False  # the rest of the epoch
@@ -99,13 +100,13 @@ class ModuleTraining(OwnTraining):
 
     @override
     def optimizer(
-        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
+        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clipping: Clipping = None
     ) -> MakeOptimizer:
         rule = "must be left out: the module steps by itself (manual optimization)"
         require(not (self.steps_itself and accumulate > 1), "trainer.accumulate_grad_batches", rule)
-        require(not (self.steps_itself and clips), "trainer.gradient_clip_val", rule)
+        require(not (self.steps_itself and clipping), "trainer.gradient_clip_val", rule)
         self.stretches, self.present = [], Stretch()
-        self.accumulate, self._lr_factor = accumulate, lr_factor
+        self.accumulate, self._lr_factor, self.clipping = accumulate, lr_factor, clipping
         return ConfiguredOptimizers([self], configured) if self.configured else OwnOptimizers([self])
 
     @override
@@ -331,10 +332,10 @@ class Together(OwnTraining):
 
     @override
     def optimizer(
-        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
+        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clipping: Clipping = None
     ) -> MakeOptimizer:
         for home in self.homes:
-            home.optimizer(configured, accumulate, lr_factor, clips)
+            home.optimizer(configured, accumulate, lr_factor, clipping)
         return OwnOptimizers(self.homes) if self.has_optimizer else ConfiguredOptimizers(self.homes, configured)
 
     @override

@@ -11,12 +11,14 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
+from fl_lightning.models.own_training import Clipping
 
 _NAMED: dict[Any, str] = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
 _REDUCTIONS = {**_NAMED, sum: "sum", max: "max", min: "min"}
@@ -215,6 +217,7 @@ class LocalFit(Protocol):
     steps: int
     most_steps: int
     accumulate: int
+    clipping: Clipping
     logged: Logged
     logged_in_fit: dict[str, float]
 
@@ -345,7 +348,6 @@ class FitView:
     logger = datamodule = progress_bar_callback = train_dataloader = val_dataloaders = None
     loggers: Sequence[Any] = ()
     callbacks: Sequence[Any] = ()
-    gradient_clip_val = gradient_clip_algorithm = None
     precision_plugin = Precision()
     """What `self.clip_gradients` clips by; what autocasts is around the whole step."""
     world_size = num_devices = num_nodes = 1
@@ -359,6 +361,21 @@ class FitView:
     def __setattr__(self, name: str, value: Any) -> None:
         ends = "; on_train_batch_start ends an epoch where it returns -1" if name == "should_stop" else ""
         raise AttributeError(f"self.trainer.{name} cannot be set in a federated fit{ends}")
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Mini-batches an optimizer step."""
+        return self._own.accumulate
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """The largest gradient norm, or value, of a step; None where nothing is clipped."""
+        return self._own.clipping and self._own.clipping[0]
+
+    @property
+    def gradient_clip_algorithm(self) -> GradClipAlgorithmType | None:
+        """Which of the two it is."""
+        return self._own.clipping and GradClipAlgorithmType(self._own.clipping[1])
 
     @property
     def optimizers(self) -> list[Any]:

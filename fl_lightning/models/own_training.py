@@ -12,6 +12,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
 """Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit,
 `rescale`, which lets the schedulers of an optimizer start from another learning rate, and `further`: the optimizers
 that the last call made beside the one that it gave."""
+Clipping = tuple[float, str] | None
+"""The largest gradient norm (or value) of a step, and which of them it is; None clips nothing."""
 Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Parameters -> the gradient that the method's terms add to the model's own; None where they add none."""
 
@@ -86,7 +88,7 @@ class OwnTraining:
         return self
 
     def optimizer(
-        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clips: bool = False
+        self, configured: MakeOptimizer, accumulate: int, lr_factor: float, clipping: Clipping = None
     ) -> MakeOptimizer:
         """What makes the fit's optimizers; called once a fit, before `plan`.
 
@@ -94,7 +96,7 @@ class OwnTraining:
             configured: what the configuration makes.
             accumulate: mini-batches an optimizer step.
             lr_factor: the round's learning rate in units of the first round's.
-            clips: whether gradients are clipped before a step.
+            clipping: the largest gradient norm (or value) of a step, and which of them it is; None clips nothing.
 
         Raises:
             ConfigError: if the model makes steps by itself and cannot do that.

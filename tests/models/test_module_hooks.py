@@ -372,6 +372,25 @@ def test_layers_are_made_once_in_setup_and_configure_model(run_federation):
     assert len(final(loop)) == 4
 
 
+class Reads(Plain):
+    """What Lightning's own trainer would say of the configuration."""
+
+    def on_train_start(self):
+        own = self.trainer
+        self.said = own.accumulate_grad_batches, own.gradient_clip_val, own.gradient_clip_algorithm
+
+
+def test_module_reads_how_gradients_are_accumulated_and_clipped(run_federation):
+    """One was not there, the others None."""
+    for flags, said in (
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, (2, 0.5, "norm")),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, (1, 1.0, "value")),
+        ({}, (1, None, None)),
+    ):
+        loop = run_federation(lambda: FedAvg(wrapped(Reads())), rounds=1, trainer=flags)
+        assert loop.runner.modules[0].own.joined.module.said == said
+
+
 class NeedsTrainer(Plain):
     def setup(self, stage):
         self.steps = self.trainer.estimated_stepping_batches
