@@ -105,8 +105,7 @@ def write_atomically(path: Path, write: Callable[[Any], object], sync: bool = Tr
     Raises:
         WriteError: if the system refuses; the file is as it was.
     """
-    unique = f"{os.getpid()}-{secrets.token_hex(3)}"  # on several machines that share a folder, too
-    temporary = path.with_name(f".{path.name}.{unique}.tmp")
+    temporary = _beside(path)
     with writing(path):
         make_folder(path.parent)
         try:
@@ -122,6 +121,33 @@ def write_atomically(path: Path, write: Callable[[Any], object], sync: bool = Tr
             raise
         if sync:
             sync_folder(path.parent)
+
+
+@contextmanager
+def temporary_folder(folder: Path, name: str) -> Iterator[Path]:
+    """A folder below a folder that several may write into at once; it is taken away after the block.
+
+    So is, before it, what killed processes have left there.
+
+    Args:
+        folder: where; it is there.
+        name: what it is for, a part of its name.
+
+    Raises:
+        OSError: if the system refuses.
+    """
+    remove_abandoned(folder)
+    path = _beside(folder / name)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """A temporary name beside a path, which nobody else has: on several machines that share a folder, either."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
 
 
 def remove_left_overs(folder: Path) -> None:
@@ -140,9 +166,10 @@ def remove_abandoned(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
         with suppress(OSError):
-            age = abs(time.time() - path.stat().st_mtime)  # from the future where the clock was set back
+            written = max(own.stat().st_mtime for own in (path, *path.rglob("*")))
+            age = abs(time.time() - written)  # from the future where the clock was set back
             if match and age > RECENT and not _lives(int(match[1])):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _lives(process: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
-import tempfile
 import zlib
 from abc import ABC
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fl_lightning.data.dataset import data_root
 from fl_lightning.data.normalization import Normalize
 from fl_lightning.data.published import PublishedSet
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.files import temporary_folder
 from fl_lightning.seeding import numpy_generator
 
 MOST_BYTES = 2**30  # of a published file
@@ -66,14 +66,14 @@ class TorchvisionSet(PublishedSet, ABC):
     def _unpack(self, archive: Path) -> None:
         """Use the published archive where the user has put that instead of its files."""
         root = data_root(self.root)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".unpack-") as temporary:
+        with temporary_folder(root, "unpack") as temporary:
             try:
                 with tarfile.open(archive) as tar:
                     for file in self.files():
                         size, member = tar.getmember(file).size, tar.extractfile(file)
                         if member is None or size > MOST_BYTES:
                             raise KeyError(f"{file} is no file in it")
-                        whole = Path(temporary) / Path(file).name
+                        whole = temporary / Path(file).name
                         with member, whole.open("wb") as target:
                             shutil.copyfileobj(member, target)
                         (root / file).parent.mkdir(parents=True, exist_ok=True)

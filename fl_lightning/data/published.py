@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from fl_lightning.data.arrays import KEY, Arrays
 from fl_lightning.data.dataset import Dataset, data_root
 from fl_lightning.data.normalization import Constants, Normalize, constants, require_normalize
 from fl_lightning.errors import ConfigError, shortened
+from fl_lightning.files import temporary_folder
 
 DOWNLOAD_TIMEOUT = 30.0
 """Seconds without an answer after which a download counts as failed."""
@@ -91,8 +90,7 @@ class PublishedSet(Dataset, ABC):
     def _download_files(self) -> None:
         """Download into a folder of its own and move whole files over, so that nothing half written is left behind."""
         root = data_root(self.root)
-        with _folder_kept_on_success(root):
-            temporary = Path(tempfile.mkdtemp(dir=root, prefix=".download-"))
+        with _folder_kept_on_success(root), temporary_folder(root, "download") as temporary:
             timeout = socket.getdefaulttimeout()
             try:
                 socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
@@ -102,7 +100,6 @@ class PublishedSet(Dataset, ABC):
                     os.replace(temporary / file, root / file)
             finally:
                 socket.setdefaulttimeout(timeout)
-                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _plain_or_gz(path: Path) -> Path:

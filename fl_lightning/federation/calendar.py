@@ -74,6 +74,8 @@ class Calendar:
 
     def is_last_fit(self, client: int, round: int) -> bool:
         """Whether a client takes part in no later round."""
+        while (first := next(iter(self._known), round)) < round:  # of no use any more, and one a round for ever
+            del self._known[first]
         return not any(self.takes_part(client, later) for later in range(round + 1, self.settings.rounds + 1))
 
     def may_be_last_fit(self, client: int, round: int) -> bool:

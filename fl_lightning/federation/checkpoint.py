@@ -129,6 +129,7 @@ class Checkpoints:
         """
         for path in self.all()[:-keep] if keep is not None else ():
             remove(path)
+            self._named.pop(path, None)
         named = self._names(self.all())
         for path in self.clients.glob("*"):
             round = round_of_states(path.name)

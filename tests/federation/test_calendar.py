@@ -14,6 +14,22 @@ def calendar(num_clients=10, seed=0, **options):
     return Calendar(Federation(**options), num_clients, seed)
 
 
+def test_what_is_known_of_rounds_that_are_over_is_forgotten():
+    """It was kept in every process, and grew with the participants of every round."""
+    own = calendar(participation=0.5, rounds=60)
+    known = []
+    for round in range(1, 61):
+        for client in own.participants(round):
+            again = calendar(participation=0.5, rounds=60).may_be_last_fit(client, round)
+            assert own.may_be_last_fit(client, round) == again
+        known.append(sorted(own._known))
+    assert all(min(rounds) >= round for round, rounds in enumerate(known, 1) if rounds)
+    assert max(map(len, known)) < 30
+    assert [own.last_fit(client, 60) for client in range(10)] == [
+        calendar(participation=0.5, rounds=60).last_fit(client, 60) for client in range(10)
+    ]
+
+
 # --- participants -----------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ def test_newest_checkpoints_are_kept_with_the_states_that_they_name(checkpoints,
     kept = checkpoints.all()
     assert [path.name for path in kept] == [f"round-{round:04d}.ckpt" for round in range(7 - keep, 7)]
     assert client_files(checkpoints) == set().union(*map(named, kept))
+    assert sorted(checkpoints._named) == kept  # or it would grow for ever
 
 
 def test_every_kept_checkpoint_can_be_restored(checkpoints, pool):

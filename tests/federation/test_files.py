@@ -327,6 +327,22 @@ def test_only_what_the_dead_have_left_is_swept_where_several_write(tmp_path):
     files.remove_abandoned(tmp_path / "nowhere")
 
 
+def test_folder_for_a_while_is_taken_away_and_those_of_the_dead_with_it(tmp_path):
+    """Each kill in an unpacking or a download left its data for ever."""
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    old, used = (tmp_path / f".unpack.{int(dead.stdout)}-{end}.tmp" for end in ("aa", "bb"))
+    for folder in (old, used):
+        (folder / "data").mkdir(parents=True)
+        (folder / "data/batch").write_text("x")
+        for path in (folder / "data/batch", folder / "data", folder):
+            os.utime(path, (1, 1))
+    os.utime(used / "data/batch")  # another machine's, which is at it
+    with files.temporary_folder(tmp_path, "unpack") as folder:
+        (folder / "whole").write_text("y")
+        assert {path.name for path in tmp_path.iterdir()} == {folder.name, used.name}
+    assert list(tmp_path.iterdir()) == [used]
+
+
 def test_byte_of_a_path_that_is_no_letter_is_spelled_out_in_a_text(tmp_path):
     write_text(tmp_path / "a.html", "runs/K\udce4se")
     assert (tmp_path / "a.html").read_text() == "runs/K\\udce4se"
