@@ -72,7 +72,7 @@ class NormClipping(Aggregator):
         x = r + 1/n Σ_i (x_i − r) min(1, C / ‖x_i − r‖),  r what the clients had received
 
     Batch norm's statistics, every artifact and every class's row are clipped by themselves; where nothing had been
-    received, r is the coordinates' median.
+    received, r is the coordinates' median. Of an artifact that is added up (SCAFFOLD's control) r is 0.
 
     Args:
         clip: C of the weights' update, > 0; null takes the median length of the round's updates.
@@ -100,7 +100,7 @@ class CentredClipping(Aggregator):
 
     v is kept from round to round for trained weights; 0 at first. Batch norm's statistics, artifacts and class's rows
     are clipped around what the clients had received, which is the last aggregate; where nothing had been, around the
-    coordinates' median.
+    coordinates' median. An artifact that is added up (SCAFFOLD's control) is clipped around 0.
 
     Args:
         clip: τ of the weights, > 0; null takes the median of the distances.

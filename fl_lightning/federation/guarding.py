@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,8 @@ class Guard:
             self._tell(f"round {round}: {self.name} needs {least} participants, and {len(held)} sent something")
             return iter(())
         try:
-            treated = self.aggregator.treat(list(held.values()), self._reference(self.heard(previous, round)))
+            messages = list(held.values())
+            treated = self.aggregator.treat(messages, self._reference(self.heard(previous, round), messages))
         except Unsuited as error:
             rule = f"cannot take {self.method}'s {error}, which is no floating-point tensor: must be null"
             raise ConfigError(KEY, rule, self.name) from error
@@ -94,15 +95,15 @@ class Guard:
             raise ConfigError(KEY, f"{self.method}: {error}", self.name) from error
         return iter(zip(held, treated, strict=True))
 
-    def _reference(self, previous: Message) -> Message:
-        """What messages are updates of: of what is added up, nothing."""
-        kept = previous.artifacts
+    def _reference(self, previous: Message, messages: Sequence[Message]) -> Message:
+        """What messages are updates of: of what is added up, nothing, in the first round, too."""
         zeros = {
             name: torch.zeros_like(value)
-            for name, value in kept.items()
+            for message in messages
+            for name, value in message.artifacts.items()
             if name in self.increments and isinstance(value, torch.Tensor)
         }
-        return replace(previous, artifacts={**kept, **zeros})
+        return replace(previous, artifacts={**previous.artifacts, **zeros})
 
     def _tell(self, text: str) -> None:
         if not self._told:

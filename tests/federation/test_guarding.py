@@ -213,6 +213,22 @@ def test_updates_are_from_what_clients_received(run_federation, mlp, rule):
     assert not torch.allclose(before["model.head.weight"], sent["model.head.weight"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [NormClipping, CentredClipping])
+def test_updates_that_are_sent_as_such_are_clipped_around_nothing_from_the_first_round_on(set_up_federation, mlp, rule):
+    """The server sends no control before round 1 is over: it was clipped around the clients' median, however long."""
+    bound = 0.01
+    loop = set_up_federation(lambda: SCAFFOLD(mlp()), rounds=2, aggregator=rule(clip_artifacts=bound))
+    before = 0.0
+    for round in (1, 2):
+        loop.advance()
+        sent = [loop.diary.sent[round, client].artifacts["control"].double() for client in range(4)]
+        assert all(own.norm() > bound for own in sent)
+        moved = sum(own * bound / own.norm() for own in sent) / 4
+        control = loop.exchange.global_message().artifacts["control"].double()
+        torch.testing.assert_close(control - before, moved, rtol=0, atol=1e-7)
+        before = control
+
+
 def test_noise_of_clients_may_be_treated(run_federation, mlp):
     pytest.importorskip("opacus")
     loop = run_federation(lambda: FedAvg(mlp()), aggregator=CoordinateMedian(), wire=[ClipAndNoise(1.0, 0.1, "client")])
