@@ -56,6 +56,11 @@ class Attack:
     parameter beyond `federation.max_growth` makes it sick (`federation.on_client_error`); of ``inner_product`` the
     round's result is looked at.
 
+    Without a server a client's own message has a share in what it receives (where the method's rule takes it), and an
+    attacker's is the one that it has sent: its next round begins with its own lie in it, beside its neighbours'
+    messages. Only one message of a client passes the wire, so that nobody knows what would have arrived of the honest
+    one.
+
     Args:
         clients: who attacks.
         share: or how many of all clients, in (0, 1), rounded, at least one; drawn from the run's seed.

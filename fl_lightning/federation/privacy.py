@@ -31,17 +31,18 @@ class ClipAndNoise(MessageFilter):
     """User-level differential privacy: each client's message is clipped as a whole, and noise hides any one of them.
 
     What is private is the update x − r of the weights, r being what the client received, and the artifacts as they
-    are; each of the two is scaled down to a norm of at most its C. All clients count alike, over the number of clients
-    that a round expects. Sample counts, batch norm's counters and which classes a client holds do not leave it in
-    the clear: class means travel with a coordinate a class that says whether it is held, clipped and blurred with
-    the rest. Artifacts of which no such vector can be made are refused.
+    are; each of the two is scaled down to a norm of at most its C. All clients count alike, whatever their samples.
+    Sample counts, batch norm's counters and which classes a client holds do not leave it in the clear: class means
+    travel with a coordinate a class that says whether it is held, clipped and blurred with the rest. Artifacts of which
+    no such vector can be made are refused.
 
     At the ``server`` (central): the server is trusted with the clipped messages; what leaves it is r + (Σ clip(v) +
-    N(0, z²C²))/m, one draw a round. ε is for what all rounds' means say of one client that is there or not. With
-    `federation.sampling` ``poisson`` taking part by chance makes it smaller; otherwise who takes part counts as known.
-    At the ``client`` (local): each message gets noise of standard deviation z C of its own before anybody sees it. ε is
-    for what all messages of one client say of its data, against any other data: two clipped messages are up to 2 C
-    apart, so that the same z is worth less. Works without a server, too.
+    N(0, z²C²))/m, one draw a round, m the number of clients that a round expects, whoever comes. ε is for what all
+    rounds' means say of one client that is there or not. With `federation.sampling` ``poisson`` taking part by chance
+    makes it smaller; otherwise who takes part counts as known.
+    At the ``client`` (local): each message gets noise of standard deviation z C of its own before anybody sees it, and
+    the server's mean is over those who came. ε is for what all messages of one client say of its data, against any
+    other data: two clipped messages are up to 2 C apart, so that the same z is worth less. Works without a server, too.
 
     Covered is what crosses the wire as weights and artifacts. Not covered: the run's own files (accuracies, losses,
     who took part, the partition, clients' models), and a client's personal model, which stays with it. Noise is

@@ -211,6 +211,14 @@ def test_attacker_sends_away_from_where_it_started(exchange, mlp, set_up_federat
     assert hostile.diary.reports[1, 1].scores == honest.diary.reports[1, 1].scores  # its own model is that of its fit
 
 
+def test_without_a_server_an_attackers_own_share_is_what_it_has_sent(mlp, set_up_federation):
+    attack = Attack(clients=[1], kind="same_value", strength=1.0)
+    loop = set_up_federation(lambda: FedAvg(mlp()), rounds=2, exchange=Ring(), attack=attack)
+    loop.run()
+    heard, neighbour = loop.diary.received[2, 1], loop.diary.sent[1, 0]
+    torch.testing.assert_close(heard.weights[WEIGHT], (1 + neighbour.weights[WEIGHT]) / 2)
+
+
 def test_label_flip_adapts_on_the_other_labels_too(make_data, mlp, run_federation):
     seen = {}
 
