@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.data.arrays import KEY, Arrays, require_finite
+from fl_lightning.data.cells import are_numbers
 from fl_lightning.data.normalization import Normalize, constants, mean_and_std
 from fl_lightning.errors import ConfigError, require
 
@@ -167,21 +168,18 @@ def _require_one_way(names: np.ndarray, kind: str, name: str) -> None:
     """Refuse ``0`` beside ``0.0``, which some programs write of a column of whole numbers in which one was missing."""
     known: dict[float, str] = {}
     for own in names.tolist() if names.dtype.kind == "U" else ():
-        try:
-            number = float(own)
-        except ValueError:
+        if not are_numbers([own]):
             continue
-        other = known.setdefault(number, own)
+        other = known.setdefault(float(own), own)
         apart = other == own or not any(sign in text.lower() for text in (own, other) for sign in ".e")
         require(apart, KEY, f"{name}: the {kind} {other!r} and {own!r} are one number; write it in one way everywhere")
 
 
 def _are_measured(labels: np.ndarray, names: np.ndarray) -> bool:
     """Whether labels are values on a scale: many with a point, or mostly different numbers."""
-    try:
-        numbers = names.astype(np.float64)
-    except ValueError:
+    if labels.dtype.kind == "U" and not are_numbers(names.tolist()):
         return False
+    numbers = names.astype(np.float64)
     many, mostly_other = len(names) > _GRADES, len(names) > len(labels) / 2
     with_a_point = labels.dtype.kind == "U" and not np.array_equal(numbers, np.round(numbers))
     return (many or mostly_other) if with_a_point else many and mostly_other

@@ -1247,3 +1247,11 @@ def test_one_number_is_not_two_classes_and_not_two_groups(one, other):
     with pytest.raises(ConfigError, match=rule.format("groups")):
         as_groups(np.array([one, other] * 10), "Set")
     assert as_labels(np.array(["01", "1", "nan"] * 10), "Set")[1] == ("01", "1", "nan")
+
+
+def test_a_name_with_an_underscore_is_no_number():
+    """Python and NumPy read 1_2 as 12."""
+    assert as_labels(np.array(["1_2", "12.0"] * 10), "Set")[1] == ("12.0", "1_2")
+    assert as_groups(np.array(["1_2", "12.0"] * 10), "Set").names == ("12.0", "1_2")
+    versions = [f"{number}.{number}_0" for number in range(30)]
+    assert as_labels(np.array(versions), "Set")[1] == tuple(sorted(versions))
