@@ -137,7 +137,11 @@ def _digest(path: str, *_: int) -> str:
 
 
 def last_change(folder: str) -> float:
-    """When something in a folder last changed, came or went, in seconds since the epoch; 0 where the folder is gone."""
+    """When something in a folder last changed, came or went, in seconds since the epoch; 0 where the folder is gone.
+
+    By `mtime`, so that a file whose time is set back is not seen: `ctime` would tell of it, but also of every copy of
+    the folder, long after what was made of it.
+    """
     times = [0.0]
     for place, names in inside(folder):
         for name in (".", *names):
