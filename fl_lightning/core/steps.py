@@ -110,6 +110,11 @@ class _OneStep:
 class MixedSteps(CarefulSteps, MixedPrecision):
     """Lightning's mixed precision: weights in float32, forward passes under autocast."""
 
+    def autocast_context_manager(self) -> torch.autocast:
+        """Lightning's, in which no cast of a weight is kept; before 2.5.5 they were for as long as its step lasts."""
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.half
+        return torch.autocast(self.device, dtype=dtype, cache_enabled=False)
+
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Autocast, of attention, too."""
@@ -217,9 +222,9 @@ def careful(plugin: Precision, device: str) -> Precision:
 def keeps_casts(plugin: Precision) -> bool:
     """Whether a plugin has contexts of its own, in which torch's autocast may keep casts of weights over several steps.
 
-    Lightning's for mixed precision keeps none, and others cast nothing as they go.
+    Ours for mixed precision keeps none, and Lightning's others cast nothing as they go.
     """
-    known = isinstance(plugin, (MixedPrecision, HalfPrecision, DoublePrecision))
+    known = isinstance(plugin, (MixedSteps, HalfPrecision, DoublePrecision))
     names = ("forward_context", "train_step_context")
     return not known and any(getattr(type(plugin), name) is not getattr(Precision, name) for name in names)
 

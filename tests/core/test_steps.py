@@ -320,11 +320,27 @@ class Casts(Precision):
             yield
 
 
-def test_casts_of_weights_are_no_older_than_a_step(mlp, run_federation):
+class MixedCasts(MixedPrecision):
+    """The same, made of Lightning's own."""
+
+    def autocast_context_manager(self):
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def test_mixed_precision_keeps_no_casts_where_lightning_would(monkeypatch):
+    """Before 2.5.5 it did, and all but the first of sixteen steps saw the weights of the first."""
+    monkeypatch.setattr(MixedPrecision, "autocast_context_manager", MixedCasts.autocast_context_manager)
+    with careful(MixedPrecision("bf16-mixed", "cpu"), "cpu").forward_context():
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("plugin", [Casts, lambda: MixedCasts("bf16-mixed", "cpu")], ids=["own", "of Lightning's"])
+def test_casts_of_weights_are_no_older_than_a_step(mlp, run_federation, plugin):
     """Sixteen steps made up one of Lightning's, and all but the first saw the weights of the first."""
     one, other = (
         run_federation(lambda: FedAvg(mlp()), 1, trainer=own)
-        for own in ({"plugins": [Casts()]}, {"precision": "bf16-mixed"})
+        for own in ({"plugins": [plugin()]}, {"precision": "bf16-mixed"})
     )
     assert one.diary.reports[1, 0].losses == other.diary.reports[1, 0].losses
     sent, known = (loop.diary.sent[1, 0].weights for loop in (one, other))
