@@ -529,22 +529,22 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
     )
     rows = {"text": ["a b", "b", "c"], "label": [1, 0, 1], "who": [7, 7, 9]}
     whole = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(tmp_path / "set")
+    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(str(tmp_path / "set"))
     arrays = checked(HuggingFace(str(tmp_path / "set"), input="text", group="who", length=2))
     assert (arrays.num_train, arrays.classes, arrays.y.tolist()[:3]) == (3, ("no", "yes"), [1, 0, 1])
     assert arrays.groups.tolist() == [0, 0, 1] * 2
     vectors = datasets.Dataset.from_dict({"v": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
-    vectors.save_to_disk(tmp_path / "vectors")
+    vectors.save_to_disk(str(tmp_path / "vectors"))
     arrays = checked(HuggingFace(str(tmp_path / "vectors"), input="v", test=None, normalize="none"))
     assert arrays.x.tolist() == [[1, 2], [3, 4]]
     missing = datasets.Dataset.from_dict({"text": [None, "none", "a"], "label": [0, 1, 0]})
-    missing.save_to_disk(tmp_path / "missing")
+    missing.save_to_disk(str(tmp_path / "missing"))
     dataset = HuggingFace(str(tmp_path / "missing"), input="text", test=None, length=2)
     assert checked(dataset).x.tolist() == [[1, 0], [3, 0], [2, 0]]
     assert dataset.encode({"text": [None, "a"]}).tolist() == [[1, 0], [2, 0]]
     with pytest.raises(ConfigError, match=r"data.dataset.test: splits are train, .*got 'tests'"):
         HuggingFace(str(tmp_path / "set"), input="text", test="tests").arrays()
-    datasets.Dataset.from_dict({"v": [{"a": 1}, {"a": 2}], "label": [0, 1]}).save_to_disk(tmp_path / "odd")
+    datasets.Dataset.from_dict({"v": [{"a": 1}, {"a": 2}], "label": [0, 1]}).save_to_disk(str(tmp_path / "odd"))
     with pytest.raises(ConfigError, match=r"data.dataset.input: must be images, texts or lists of numbers, got 'dict'"):
         HuggingFace(str(tmp_path / "odd"), input="v", test=None).arrays()
     with pytest.raises(ConfigError, match=r"data.dataset.input: columns are v, label"):
@@ -555,7 +555,7 @@ def test_a_hugging_face_data_set_on_disk(tmp_path):
         ("turned", turned, "no, yes, .*got 'yes, no'"),
         ("renamed", renamed, "columns are text, "),
     ):
-        datasets.DatasetDict({"train": whole, "test": other}).save_to_disk(tmp_path / name)
+        datasets.DatasetDict({"train": whole, "test": other}).save_to_disk(str(tmp_path / name))
         with pytest.raises(ConfigError, match=rf"^data\.dataset\.(test|label): .*{said}"):
             HuggingFace(str(tmp_path / name), input="text").arrays()
 
@@ -568,8 +568,8 @@ def test_what_a_hugging_face_data_set_is_shown_as_changes_nothing(shown, tmp_pat
     large = [[1.7e9 + step / 7, float(step)] for step in range(12)]
     made = {"v": large, "text": ["good film", None, "bad"] * 4, "label": [0, 1, 0] * 4}
     whole = datasets.Dataset.from_dict(made)
-    whole.save_to_disk(tmp_path / "plain")
-    whole.with_format(shown, columns=["v"]).save_to_disk(tmp_path / "shown")
+    whole.save_to_disk(str(tmp_path / "plain"))
+    whole.with_format(shown, columns=["v"]).save_to_disk(str(tmp_path / "shown"))
     for options in ({"input": "v"}, {"input": "text", "length": 2}):
         plain, other = (checked(HuggingFace(str(tmp_path / n), test=None, **options)) for n in ("plain", "shown"))
         assert torch.equal(plain.x, other.x)
@@ -586,7 +586,7 @@ def test_a_hugging_face_data_set_that_grew_on_the_hub_is_decoded_anew(tmp_path, 
         return load(HuggingFace("who/what", input="text", test=None), tmp_path / "cache")
 
     for revision, own in enumerate(made):
-        folder = tmp_path / str(revision)
+        folder = str(tmp_path / str(revision))
         datasets.DatasetDict({"train": own}).save_to_disk(folder)
         monkeypatch.setattr(datasets, "load_dataset", lambda path, name, kept=folder: datasets.load_from_disk(kept))
         for _ in range(2):
@@ -751,7 +751,7 @@ def test_a_label_that_marks_samples_without_one_is_refused(tmp_path):
     features = datasets.Features({"v": datasets.Sequence(datasets.Value("float32")), "label": labels})
     rows = {"v": [[float(n), 0.0] for n in range(4)], "label": [0, 1, -1, 0]}
     made = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "set")
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "set"))
     with pytest.raises(ConfigError, match=r"HuggingFace: sample 2 \(from 0\) has -1, which stands for no class"):
         HuggingFace(str(tmp_path / "set"), input="v", test=None).arrays()
     assert as_labels([-1, 0, 1], "Set", ["bad", "so so", "good"])[0].tolist() == [0, 1, 2]  # a scale of one's own
@@ -783,7 +783,7 @@ def test_arrays_of_hugging_face_are_of_their_declared_type(tmp_path):
     features = datasets.Features({"image": datasets.Array3D((8, 10, 3), "uint8"), "label": datasets.Value("int64")})
     rows = {"image": [np.full((8, 10, 3), n, dtype=np.uint8) for n in range(4)], "label": [0, 1, 0, 1]}
     made = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "set")
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "set"))
     arrays = checked(HuggingFace(str(tmp_path / "set"), test=None))
     assert (arrays.x.dtype, tuple(arrays.x.shape)) == (torch.uint8, (4, 3, 8, 10))
 

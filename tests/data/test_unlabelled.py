@@ -313,7 +313,7 @@ def test_pictures_are_read_as_hugging_face_reads_them(tmp_path):
         grey.save(files[-1], transparency=60)
     features = hugging_face.Features({"image": hugging_face.Image(), "label": hugging_face.Value("int64")})
     rows = {"image": [str(file) for file in files], "label": [0, 1, 0, 1]}
-    hugging_face.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
+    hugging_face.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     dataset = HuggingFace(str(tmp_path / "set"))
     arrays = dataset.arrays()
     assert arrays.x[1].eq(60).all()  # transparent, and white to viewers

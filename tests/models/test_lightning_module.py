@@ -360,6 +360,7 @@ def test_decay_from_round_to_round_reaches_schedulers(set_up_federation):
     assert (rates[0], rates[-1]) == (pytest.approx(0.1), pytest.approx(0.05))
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # which torch 2.6's SequentialLR itself still passes
 @pytest.mark.parametrize("kind", ["warm-up, then cosine", "chained", "cyclic", "averaging"])
 def test_decay_from_round_to_round_reaches_every_part_of_a_schedule(kind, set_up_federation):
     """Schedules of several stood at their first round's rates again from their second stage on."""
