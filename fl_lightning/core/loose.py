@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from fl_lightning.core.leaves import FEW, MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, leaves
 from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
+from fl_lightning.core.telling import told_in
 
 _OF_METHODS = frozenset({"facts", "fit", "_division"})
 """What the machine sets; a stacked step is told of it otherwise."""
+_BESIDE_FIT = ("receive", "on_fit_end", "after_fit", "send", "predictors", "adapt")
+"""Where methods and terms may read what steps have left."""
 _SIMPLE = frozenset(PLAIN)
 _DULL = _SIMPLE | {tuple, list, dict}
 _NOTHING: Mapping[str, Hashable] = MappingProxyType({})
@@ -238,9 +241,14 @@ class Attributes:
                     found[f"{name}.{key}{way}"] = own, tuple(leaves(own, passed).items())
         return Contents(found, [_written(vars(layer), passed) for layer in self._layers])
 
-    def by_class(self, module: str, name: str) -> bool:
-        """Whether a module has an attribute by its class, which an instance may have another value of."""
-        return hasattr(type(dict(self._named)[module]), name)
+    def is_read(self, module: str, name: str) -> bool:
+        """Whether an attribute that steps make may be read after them: the class has it, or code beside the fit."""
+        return hasattr(type(dict(self._named)[module]), name) or name in self._told
+
+    @functools.cached_property
+    def _told(self) -> frozenset[str]:
+        """The names that code speaks of which a method and its terms run beside the fit."""
+        return told_in(map(type, self._modules), _BESIDE_FIT)
 
     def aliases(self) -> list[Alias]:
         """The attributes that hold parameters or buffers."""
@@ -351,19 +359,19 @@ def _is_tensor(stand_in: Hashable) -> bool:
     return isinstance(stand_in, tuple) and stand_in[:1] == ("tensor",)
 
 
-def changed(before: Mark, after: Mark, by_class: Callable[[str, str], bool]) -> str:
-    """The name of an attribute that steps have changed, other than a new one that holds a step's tensor.
+def changed(before: Mark, after: Mark, is_read: Callable[[str, str], bool]) -> str:
+    """The name of an attribute that steps have changed, other than a new one whose tensor is for the step alone.
 
     Who had the attribute before, be it as None, may read it after the fit.
 
     Args:
         before: as steps found the attributes.
         after: as they left them.
-        by_class: whether a module has an attribute by its class.
+        is_read: whether a new attribute may be read after the fit.
     """
     known = {own[:2] for own in before.attributes}
     new = {own[:2] for own in after.attributes if _is_tensor(own[2]) and own[:2] not in known}
-    kept = tuple(own for own in after.attributes if own[:2] not in new or by_class(*own[:2]))
+    kept = tuple(own for own in after.attributes if own[:2] not in new or is_read(*own[:2]))
     return difference(before, after._replace(attributes=kept))
 
 

@@ -352,26 +352,37 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
     """
     if fit.draws:
         set_stream_states(first.streams)
-    before, objects, device = attributes.mark(), attributes.objects(), fit.layout.device
+    taken, before, objects = attributes.taken(), attributes.mark(), attributes.objects()
+    device = fit.layout.device
 
     def changes() -> str:
         after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
-        return changed(before, after, attributes.by_class) or _changed_object(objects, attributes.objects())
+        return changed(before, after, attributes.is_read) or _changed_object(objects, attributes.objects())
 
     fit.changes = changes
     streams = stream_states(device)
     try:
         fit.run(new.__contains__)
-    except (Mixed, Unstackable):
-        raise
+        drawn = fit.check_streams(streams)
+        name = changed(before, attributes.mark(), attributes.is_read) or changes()
+        if name:
+            raise Unstackable(f"its step changes {name}")
     except Exception as error:
-        raise (Unstackable if known_reason(error) else Upset)(reason_of(error)) from error
-    drawn = fit.check_streams(streams)
+        refused = error if isinstance(error, (Mixed, Unstackable)) else _refused(error, changes)
+        attributes.restore(taken, before)  # whose tensors are several clients', or none's: all of them begin anew
+        if refused is error:
+            raise
+        raise refused from error
     if fit.draws:
         first.streams = drawn
-    name = changed(before, attributes.mark(), attributes.by_class) or changes()
-    if name:
-        raise Unstackable(f"its step changes {name}")
+
+
+def _refused(error: Exception, changes: Callable[[], str]) -> Unstackable:
+    """Why clients cannot be stacked in whose steps something went wrong: it may be what a step before has left."""
+    with suppress(Unstackable):
+        if name := changes():
+            return Unstackable(f"its step changes {name}")
+    return (Unstackable if known_reason(error) else Upset)(reason_of(error))
 
 
 def _has_own(module: Any, kind: type, name: str) -> bool:

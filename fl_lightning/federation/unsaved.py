@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
+from fl_lightning.core.telling import codes_of
 from fl_lightning.errors import shortened
 from fl_lightning.marks import Look
 from fl_lightning.sealed import require_readable
@@ -128,11 +129,8 @@ def _without_saved(owner: Kept, lost: Mapping[str, Hashable]) -> dict[str, Hasha
 
 def _told_of(kind: type) -> Iterator[str]:
     """The names that the code speaks of by which a class saves and loads."""
-    functions = (vars(base).get(name) for base in kind.__mro__ for name in ("state_dict", "load_state_dict"))
-    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    for code in codes:  # which grows as it is gone through
+    for code in codes_of(kind, ("state_dict", "load_state_dict")):
         yield from code.co_names
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
 def _entries(state: Mapping[Any, Any], of_server: bool = False) -> Iterator[tuple[Any, Any]]:

@@ -600,6 +600,49 @@ class RemembersByClass(Remembers):
         """Leave it at that."""
 
 
+class KeepsForTheEnd(FedAvg):
+    """Reads after its fit what its last step has made, which no attribute was there for."""
+
+    def setup(self):
+        self.register_buffer("mean_z", torch.zeros(self.model.embedding_size))
+
+    def local_step(self, step):
+        super().local_step(step)
+        self.last = step.forward().z.detach().mean(0)
+
+    def on_fit_end(self):
+        if hasattr(self, "last"):
+            self.mean_z.copy_(self.last)
+            del self.last
+
+
+class KeepsForAHelper(KeepsForTheEnd):
+    """The same, where the end leaves it to a function of its own, which names it in a text."""
+
+    def on_fit_end(self):
+        self.take_down()
+
+    def take_down(self):
+        own = getattr(self, "last", None)
+        if own is not None:
+            self.mean_z.copy_(own)
+
+
+class HasTheLast(FedAvg):
+    """Each step is pulled to the one before, whose embeddings there are none of in the first."""
+
+    def setup(self):
+        self.last = None
+
+    def losses(self):
+        return {"pull": 0.1}
+
+    def local_step(self, step):
+        z = (out := step.forward()).z.mean(0)
+        step.descend({**step.values(out), "pull": 0 * z.sum() if self.last is None else (z - self.last).square().sum()})
+        self.last = z.detach()
+
+
 class Late(FedAvg):
     """Has a buffer from its first receive on."""
 
@@ -618,11 +661,33 @@ class Late(FedAvg):
         (CountsThere, "its step changes CountsThere.own"),
         (Remembers, "its step changes Remembers.seen"),
         (RemembersByClass, "its step changes RemembersByClass.seen"),
+        (KeepsForTheEnd, "its step changes KeepsForTheEnd.last"),
+        (KeepsForAHelper, "its step changes KeepsForAHelper.last"),
+        (HasTheLast, "its step changes HasTheLast.last"),  # where the second step reads a tensor of the first's `vmap`
         (Late, "it gets buffers in a round, which it must have from the beginning"),
     ],
 )
 def test_what_no_client_has_for_itself_is_not_stacked(kind, reason, run_federation, mlp):
     assert run_federation(lambda: kind(mlp()), 1, cohort=4).cohort.reason == reason
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_what_a_step_made_is_there_at_the_end_of_the_fit(cohort, run_federation, mlp):
+    method = run_federation(lambda: KeepsForTheEnd(mlp()), 1, cohort=cohort).runner.modules[0].method
+    assert method.mean_z.abs().sum() > 0
+
+
+class KeepsForObserving(FedAvg):
+    """Reads what a step has made in that step alone."""
+
+    def local_step(self, step):
+        self.out = step.forward()
+        step.descend(step.values(self.out))
+        self.out = self.out.z.detach()
+
+
+def test_what_a_step_makes_for_itself_is_stacked(both, mlp):
+    both(lambda: KeepsForObserving(mlp()), 1)
 
 
 def test_what_was_checked_is_not_checked_again_at_another_rate(run_federation, mlp):
