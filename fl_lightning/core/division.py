@@ -82,7 +82,7 @@ class Division:
         if self._places is None:
             _check_live(state, method.state_dict())
         self._names, self._count = frozenset(state), _count(method)
-        self._forms = {name: own.shape for name, own in state.items()}
+        self._forms = {name: (own.shape, own.dtype) for name, own in state.items()}
         there = {*self.shared, *self.kept}
         self.anew = tuple(name for name, _ in entries if name not in there)
         """Names of the entries that every receive makes anew, the same for all clients."""
@@ -114,15 +114,32 @@ class Division:
             rule = f"{odd} of its state is {came} after a fit; make it, with its shape, where the module is made"
             raise ConfigError("model", f"{rule}, or it would run on from client to client")
 
-    def check_shape(self, name: str, tensor: Tensor) -> None:
-        """Refuse an entry that has another shape than it had: the next client's own does not go into it.
+    def check_form(self, name: str, tensor: Tensor) -> None:
+        """Refuse an entry of another shape, or kind of numbers, than it had: a client's own state does not go into it.
 
         Raises:
             ConfigError: naming it.
         """
-        was, now = (tuple(own) for own in (self._forms.get(name, tensor.shape), tensor.shape))
+        shape, dtype = self._forms.get(name, (tensor.shape, tensor.dtype))
+        was, now = tuple(shape), tuple(tensor.shape)
         rule = f"{name} of its state has gone from {was} to {now}: a state has one shape for all clients and rounds"
         require(now == was, "model", f"{rule}; make it, as large as the largest needs, where the module is made")
+        types = " to ".join(str(own).removeprefix("torch.") for own in (dtype, tensor.dtype))
+        rule = f"{name} of its state has gone from {types}: a state has one type for all clients and rounds"
+        rule = f"{rule}; make it, of the type that it comes to, where the module is made"
+        require(_kind(dtype) == _kind(tensor.dtype), "model", rule)
+
+    def state(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Entries of the method as it is now, without copies, that a client's later state is to be put into.
+
+        Raises:
+            ConfigError: naming the first that has another shape, or kind of numbers, than it had.
+        """
+        entries = self.entries()
+        for name in names:
+            if (entries[name].shape, entries[name].dtype) != self._forms[name]:
+                self.check_form(name, entries[name])
+        return {name: entries[name] for name in names}
 
     def fixed_entries(self) -> dict[str, Tensor]:
         """What is frozen and the same for all, without copies."""
@@ -149,6 +166,11 @@ class Division:
         sizes = {name: p.numel() for name, p in self._method.named_parameters() if p.requires_grad}
         travels = sum(size for name, size in sizes.items() if name in shared)
         return sum(sizes.values()) - travels, travels
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """What of a type a state must have for another to take it: how wide its numbers are may differ."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def _count(module: nn.Module) -> int:
@@ -251,7 +273,7 @@ def load_entries(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         own = entries.get(name)
         if own is None or own.shape != tensor.shape:
             if own is not None and division is not None:
-                division.check_shape(name, own)
+                division.check_form(name, own)
             has = "does not have it" if own is None else f"has {tuple(own.shape)}"
             raise ValueError(f"received {name!r} of shape {tuple(tensor.shape)}, but this client {has}")
         homes.append(own)

@@ -366,8 +366,8 @@ class Runner:
         names = module.division.kept
         if self.keeps_shared:
             names = tuple(dict.fromkeys((*names, *module.division.shared)))
-        entries = module.entries
-        self.pool.put(client, {**{name: entries[name] for name in names}, **self._memory}, round)
+        state = module.division.state(names)
+        self.pool.put(client, {**state, **self._memory}, round)
         if model_file is not None:
             save_tensors(model_file, full_state(module), round=round)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -266,7 +266,7 @@ class Stack:
         ended, rows = 0 if self._ends else len(own), fitted.rows
         contents = self.attributes.contents() if self._ends else Contents()
         for place, member in enumerate(own if self._ends else ()):
-            with suppress(Exception):  # it is raised when the client's turn comes
+            with _raised_later():
                 self._take_up(member, fitted, place)
                 rows.put(place)
                 member.mark, member.attributes = self.attributes.mark(), self.attributes.taken()
@@ -388,6 +388,21 @@ def _refused(error: Exception, changes: Callable[[], str]) -> Unstackable:
 def _has_own(module: Any, kind: type, name: str) -> bool:
     """Whether a module does something of its own in a method of its kind's, by its class or by itself."""
     return getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
+
+
+@contextmanager
+def _raised_later() -> Iterator[None]:
+    """Pass over what goes wrong at the end of a client's fit: it is raised again when that one's turn comes.
+
+    Raises:
+        Unstackable: for what has no place in the rows: no client could be brought back from them.
+    """
+    try:
+        yield
+    except Unstackable:
+        raise
+    except Exception:
+        return
 
 
 def _unwritten(before: Contents, attributes: Attributes) -> Contents:

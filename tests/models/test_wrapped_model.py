@@ -362,6 +362,33 @@ def test_state_that_a_client_makes_larger_is_said_of_it(run_federation, conv_net
         run_federation(lambda: Collects(conv_net()), rounds=1)
 
 
+class Changes(FedAvg):
+    """Has a number of its own, which becomes of another type at the end of its first fit."""
+
+    def __init__(self, model, was, becomes):
+        super().__init__(model)
+        self.register_buffer("seen", torch.zeros((), dtype=was))
+        self.becomes = becomes
+
+    def on_fit_end(self):
+        self.seen = (self.seen + 1).to(self.becomes)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_state_that_a_client_makes_of_another_type_is_said_of_it(cohort, run_federation, mlp):
+    """No resumed run could read it, and a cohort's client was said to be unstackable."""
+    said = r"^model: seen of its state has gone from int64 to float32: a state has one type for all clients and rounds"
+    with pytest.raises(ConfigError, match=said):
+        run_federation(lambda: Changes(mlp(), torch.int64, torch.float32), rounds=1, cohort=cohort)
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+def test_state_that_a_client_makes_wider_goes_on(cohort, run_federation, mlp):
+    loop = run_federation(lambda: Changes(mlp(), torch.float32, torch.float64), rounds=1, cohort=cohort)
+    assert loop.runner.pool.get(1)["seen"].dtype == torch.float64
+    assert loop.cohort.reason == ("seen changes its type or shape" if cohort else "")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("method", [FedAvg, FedRep])
 def test_an_encoder_of_torchs_is_tested_under_autocast_as_it_is_trained(method, run_federation):
