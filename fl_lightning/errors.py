@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ _PYTHONS = tuple(Path(str(sysconfig.get_path(name))).resolve() for name in ("std
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # this environment's, the user's, the system's
 TRACEBACK = "FL_LIGHTNING_TRACEBACK"
 """The variable of the environment that asks for errors of clients and servers as they were raised."""
+GRACE = 5.0
+"""Seconds in which whoever knows better why a run ends may say so first."""
 LONGEST = 270
 """Characters of a message; with the program's name before it, a line stays below 300."""
 
@@ -48,6 +51,10 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ConfigError, (self.key, self.allowed, self.value)
+
+
+class CommonError(ConfigError):
+    """Bad input of which all processes of a run learn together, so that the first one says it for all."""
 
 
 @contextmanager
@@ -243,8 +250,14 @@ def require_choices(owner: str, **options: tuple[object, Any]) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Say what is wrong, once for all processes that torchrun or SLURM started, and exit with code 2."""
-    if is_first_process() and sys.stderr is not None:
+    """Say what is wrong and exit with code 2.
+
+    Of the processes that torchrun or SLURM started the first one says it for all. The others leave it the time to, and
+    their launcher to end them; one that is left then says it, too: it may be its own mistake alone.
+    """
+    if not is_first_process():
+        time.sleep(GRACE)
+    if sys.stderr is not None:
         line = f"fl-lightning: error: {shortened(message, 278)}\n"
         sys.stderr.write(line.encode("utf-8", "backslashreplace").decode())
     sys.exit(2)

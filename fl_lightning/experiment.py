@@ -40,8 +40,9 @@ from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_o
 from fl_lightning.federation.tether import be_interrupted, is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.federation.trainers import for_reading
+from fl_lightning.federation.workers import Workers, require_told_alike
 from fl_lightning.files import WriteError, write_text
-from fl_lightning.identity import CODE, own_files
+from fl_lightning.identity import CODE, in_common, own_files
 from fl_lightning.metrics import build_metrics
 from fl_lightning.models.split import SplitModel
 from fl_lightning.own_sources import edited_since_import, own_sources
@@ -105,6 +106,8 @@ class BuiltExperiment:
             fits: whether clients are fitted; otherwise nothing is said of what their steps could not be, and the CPU
                 does where the run's GPU is not there.
         """
+        versions = {f"version of {name}": own for name, own in package_versions().items()}
+        require_told_alike(Workers.present(), {**versions, **in_common(self.config), **self.identity})
         self.data.setup(self.seed)
         if not fits:
             self.loop.settings = replace(self.loop.settings, cohort=None, graph=None, compile=False)
@@ -314,12 +317,7 @@ class BuiltExperiment:
             "method": self.method_name,
             "seed": self.seed,
             "evaluate_on": self.data.evaluate_on,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "lightning": L.__version__,
-                "fl_lightning": importlib.import_module("fl_lightning").__version__,
-            },
+            "versions": {"python": platform.python_version(), **package_versions()},
             "git_commit": git_commit(),
         }
 
@@ -344,6 +342,12 @@ def build_data(section: Mapping[str, Any]) -> FederatedData:
     with streams():  # a class of the user's own may draw its samples when it is made
         built: FederatedData = build_as(FederatedData, data, "data", **described)
     return built
+
+
+def package_versions() -> dict[str, str]:
+    """Those of what computes a run's numbers."""
+    own = importlib.import_module("fl_lightning").__version__
+    return {"torch": torch.__version__, "lightning": L.__version__, "fl_lightning": own}
 
 
 def git_commit() -> str | None:

@@ -33,6 +33,7 @@ CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
 CODE = " (code)"
 """Ends the keys of what is known of one's own code and its files, which may be edited before a run goes on."""
+_OWN_OF_A_PROCESS = ("logger", "data.cache", "federation.threads")  # the first one's alone, or a machine's
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks", "plugins",
@@ -41,14 +42,28 @@ _TRAINER_IDENTITY = (
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """What makes a run this run: every key, dotted, that changes a number."""
-    flat = dict(_flatten(config))
     trainer = tuple(f"trainer.{name}" for name in _TRAINER_IDENTITY)
     return {
         key: value
-        for key, value in flat.items()
-        if not any(key == name or key.startswith(name + ".") for name in _NO_IDENTITY)
-        and not _PLACE.fullmatch(key)
-        and (not key.startswith("trainer") or key.startswith(trainer))
+        for key, value in _without(config, _NO_IDENTITY).items()
+        if not key.startswith("trainer") or key.startswith(trainer)
+    }
+
+
+def in_common(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What all processes of a run must have been told: every key, dotted, but for what each may have by itself.
+
+    Those are where data lie on a machine, the threads of a process, and loggers, which the first process alone has.
+    """
+    return _without(config, _OWN_OF_A_PROCESS)
+
+
+def _without(config: Mapping[str, Any], sections: Iterable[str]) -> dict[str, Any]:
+    """The keys of a configuration outside some sections; where data lie is in none of them."""
+    return {
+        key: value
+        for key, value in _flatten(config)
+        if not any(key == name or key.startswith(name + ".") for name in sections) and not _PLACE.fullmatch(key)
     }
 
 

@@ -27,7 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
-from fl_lightning.errors import ConfigError, line_of, require
+from fl_lightning.errors import GRACE, CommonError, ConfigError, line_of, require
 from fl_lightning.federation import transport
 from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, pausing
 from fl_lightning.federation.tether import TetheredDDP
@@ -36,7 +36,6 @@ from fl_lightning.terminal import outlived, say
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
-GRACE = 5.0  # seconds in which whoever knows better why a run ends may say so first
 SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
 
 
@@ -412,11 +411,10 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if not is_main:
-            time.sleep(
-                GRACE
-            )  # the main process says the same, unless it is only this one's machine that lacks something
-        say(f"fl-lightning: error: {error}")
+        if not is_main:  # the main process says the same, unless it is only this one's machine that lacks something
+            time.sleep(GRACE)
+        if is_main or not isinstance(error, CommonError):
+            say(f"fl-lightning: error: {error}")
         os._exit(2)
     except transport.WorkerLost as error:
         time.sleep(GRACE)  # who started the processes knows which one

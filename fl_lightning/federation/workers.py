@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fl_lightning.core.message import Message, Size
-from fl_lightning.errors import require
+from fl_lightning.errors import CommonError, shortened
 from fl_lightning.federation import transport
 from fl_lightning.federation.exchange import Carriers, Exchange, Hop
 from fl_lightning.federation.unsaved import checked_state
@@ -132,11 +132,29 @@ def of_one_kind(workers: Workers, data: Any) -> Workers:
         return workers
     said = workers.everyone_says((data.samples_hash, data.partition_hash))
     for key, hashes in zip(("data", "data.partition"), zip(*said, strict=True), strict=True):
-        rule = (
-            "every process of the run has drawn its own: draw from the `rng` that is given, or from the global streams"
-        )
-        require(len(set(hashes)) == 1, key, f"{rule} (torch's, NumPy's, Python's), which are seeded")
+        if len(set(hashes)) > 1:
+            rule = "every process of the run has drawn its own: draw from the `rng` that is given"
+            raise CommonError(key, f"{rule}, or from the global streams (torch's, NumPy's, Python's), which are seeded")
     return workers
+
+
+def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
+    """Refuse processes that were started for different runs; each has read its command line and files by itself.
+
+    Args:
+        workers: the processes.
+        told: what this one goes by, by key.
+
+    Raises:
+        ConfigError: on every process, naming the first key in which one differs from the main one, and both values.
+    """
+    everyone = workers.everyone_says({key: repr(value) for key, value in told.items()})
+    for key in dict.fromkeys(key for own in everyone for key in own):
+        said = [own.get(key, "none") for own in everyone]
+        for rank, other in enumerate(said):
+            if other != said[MAIN]:
+                both = f"process {MAIN} has {shortened(said[MAIN], 60)}, process {rank} has {shortened(other, 60)}"
+                raise CommonError(key, f"must be the same in every process of the run; {both}")
 
 
 def shared_exchange(exchange: Exchange, workers: Workers, device: torch.device, carriers: Carriers) -> Exchange:

@@ -43,7 +43,8 @@ class Running:
             a file's name, as soon as a file has been renamed to it.
         draws: whether `fit` draws its pictures at the end, which takes about as long as a small run.
         terminal: the device that it writes to; None for files in `folder`.
-        haste: how many of the seconds in which workers watch each other make one of the clock's.
+        haste: how many of the seconds in which workers watch each other, and wait for each other's word, make one of
+            the clock's.
         fatal: arguments of `FatalOperations`, which see.
         torchrun: how many processes torchrun's agent starts that do it; 0 for this one alone, without an agent.
     """
@@ -138,11 +139,15 @@ def under_torchrun(main, argv, size) -> None:
 
 
 def watch_in_haste(haste) -> None:
-    """Let `federation/watch.py` alone, in all of a run's processes, believe that time passes faster."""
+    """Let `federation/watch.py`, and who lets others speak first, in all of a run's processes believe it is late."""
     import threading
     from types import SimpleNamespace
 
-    from fl_lightning.federation import watch
+    from fl_lightning import errors
+    from fl_lightning.federation import launch, watch
+
+    for module in (errors, launch):
+        module.GRACE /= haste
 
     class Event(threading.Event):
         def wait(self, timeout=None):

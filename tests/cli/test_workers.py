@@ -257,15 +257,33 @@ def test_torchrun_makes_the_same_run(workplace, finished, assert_same_run):
     assert_same_run(workplace.run, finished.run)
 
 
-def test_tasks_of_slurm_make_the_same_run(workplace, finished, assert_same_run):
-    """Two tasks as srun starts them: the same command, and variables that say which one it is."""
-    job = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-    job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
-    variables = [{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    tasks = []
-    for rank in (0, 1):
-        tasks.append(workplace.start("fit", "--config", "exp.yaml", env=variables[rank], out=f"task-{rank}"))
+def tasks_of_slurm(place, *options, job=4242):
+    """A `fit` as two tasks, as srun starts them: a command, and variables that say which one it is.
+
+    Args:
+        place: the workplace.
+        options: each task's own.
+        job: the job's number, by which its tasks find each other.
+    """
+    shared = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    shared |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
+    variables = [{**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    return [
+        place.start("fit", "--config", "exp.yaml", *own, env=variables[rank], out=f"task-{rank}")
+        for rank, own in enumerate(options)
+    ]
+
+
+def test_tasks_of_one_job_that_were_told_otherwise_are_refused_by_one_line(in_haste):
+    """They trained together, one by another learning rate than the other, and ended with exit code 0."""
+    tasks = tasks_of_slurm(in_haste, ("--optimizer.lr", "0.5"), ("--optimizer.lr", "0.25"), job=4243)
     results = [task.result() for task in tasks]
+    rule = "must be the same in every process of the run; process 0 has 0.5, process 1 has 0.25"
+    assert results == [(2, "", f"fl-lightning: error: optimizer.init_args.lr: {rule}\n"), (2, "", "")]
+
+
+def test_tasks_of_slurm_make_the_same_run(workplace, finished, assert_same_run):
+    results = [task.result() for task in tasks_of_slurm(workplace, (), ())]
     assert [code for code, _, _ in results] == [0, 0], results
     assert ["folder  runs/run" in out for _, out, _ in results] == [True, False]
     assert_same_run(workplace.run, finished.run)

@@ -27,7 +27,8 @@ from fl_lightning.federation.launch import Team, launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
-from fl_lightning.federation.workers import Workers, of_one_kind
+from fl_lightning.federation.workers import Workers, of_one_kind, require_told_alike
+from fl_lightning.identity import in_common
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedrep import FedRep
 
@@ -47,6 +48,27 @@ def test_processes_that_have_drawn_other_data_are_refused(others, key, monkeypat
         else nullcontext()
     ):
         of_one_kind(workers, data)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"seed": 1}, "seed: must be the same in every process of the run; process 0 has 0, process 2 has 1"),
+        ({"federation": {}}, r"federation\.rounds: .* process 0 has 2, process 2 has none"),
+        ({"trainer": {"max_steps": 3}}, r"trainer\.max_steps: .* process 0 has none, process 2 has 3"),
+        ({"data": {"dataset": {"class_path": "MNIST", "init_args": {"root": "here"}}, "cache": "here"}}, ""),
+        ({"logger": None, "federation": {"rounds": 2, "threads": 1}}, ""),
+    ],
+)
+def test_processes_that_were_told_otherwise_are_refused(other, said, monkeypatch):
+    """They trained together, each by what it was told."""
+    usual = {"seed": 0, "federation": {"rounds": 2}, "logger": [{"class_path": "Console"}]}
+    usual["data"] = {"dataset": {"class_path": "MNIST", "init_args": {"root": "there"}}}
+    workers = Workers(rank=2, size=3, is_main=False)
+    monkeypatch.setattr(workers, "everyone_says", lambda own: [first, first, own])
+    first = {key: repr(value) for key, value in in_common(usual).items()}
+    with pytest.raises(ConfigError, match=f"^{said}$") if said else nullcontext():
+        require_told_alike(workers, in_common(usual | other))
 
 
 class Keeps(Server):
