@@ -255,14 +255,20 @@ def refuse(message: str) -> NoReturn:
     Of the processes that torchrun or SLURM started the first one says it for all. The others leave it the time to, and
     their launcher to end them; one that is left then says it, too: it may be its own mistake alone.
     """
+    who = ""
     if not is_first_process():
         time.sleep(GRACE)
+        who = f" (process {_rank()})"
     if sys.stderr is not None:
-        line = f"fl-lightning: error: {shortened(message, 278)}\n"
+        line = f"fl-lightning: error: {shortened(message, 278 - len(who))}{who}\n"
         sys.stderr.write(line.encode("utf-8", "backslashreplace").decode())
     sys.exit(2)
 
 
 def is_first_process() -> bool:
     """Whether this process speaks for all that torchrun or SLURM started."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return _rank() == "0"
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))

@@ -282,6 +282,13 @@ def test_tasks_of_one_job_that_were_told_otherwise_are_refused_by_one_line(in_ha
     assert results == [(2, "", f"fl-lightning: error: optimizer.init_args.lr: {rule}\n"), (2, "", "")]
 
 
+def test_mistake_of_one_task_alone_is_said_by_it(in_haste):
+    """It ended without a word, and the others waited for it."""
+    code, out, err = in_haste.call("fit", "--config", "nosuch.yaml", env={"SLURM_PROCID": "1"})
+    assert (code, out) == (2, "")
+    assert err == "fl-lightning: error: --config: there is no such file, got 'nosuch.yaml' (process 1)\n"
+
+
 def test_tasks_of_slurm_make_the_same_run(workplace, finished, assert_same_run):
     results = [task.result() for task in tasks_of_slurm(workplace, (), ())]
     assert [code for code, _, _ in results] == [0, 0], results
