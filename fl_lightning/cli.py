@@ -161,7 +161,7 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
         return _fit_here(*arguments)
     if team.outside:
         launch.join(team)
-        with launch.speak_for_the_team(launch.is_main()):
+        with launch.speak_for_the_team(launch.is_main(), experiment.advice):
             return _fit_here(*arguments)
     torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
     experiment.check(resume, overwrite)  # here, so that a mistake is answered by one process

@@ -31,7 +31,7 @@ from fl_lightning.errors import GRACE, CommonError, ConfigError, line_of, requir
 from fl_lightning.federation import transport
 from fl_lightning.federation.signals import StoppedAtOnce, StopSignals, exit_code, pausing
 from fl_lightning.federation.tether import TetheredDDP
-from fl_lightning.federation.watch import LOST
+from fl_lightning.federation.watch import LOST, give_up
 from fl_lightning.terminal import outlived, say
 
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
@@ -403,10 +403,14 @@ def _enter(fabric: Fabric, team: Team, function: Callable[..., int], arguments: 
 
 
 @contextmanager
-def speak_for_the_team(is_main: bool) -> Iterator[None]:
+def speak_for_the_team(is_main: bool, advice: Callable[[], str] = str) -> Iterator[None]:
     """End a process of a team that met bad input or lost another one: with one line in all, and at once.
 
     The others may be waiting for this one, so it does not end in good order.
+
+    Args:
+        is_main: whether this process is the run's first one.
+        advice: says what the user can do when a worker is lost, where nobody else will.
     """
     try:
         yield
@@ -417,16 +421,16 @@ def speak_for_the_team(is_main: bool) -> Iterator[None]:
             say(f"fl-lightning: error: {error}")
         os._exit(2)
     except transport.WorkerLost as error:
-        time.sleep(GRACE)  # who started the processes knows which one
-        say(f"fl-lightning: error: {error}")
-        os._exit(LOST)
+        time.sleep(GRACE)  # who started the processes may know better how it ended
+        say("; ".join(filter(None, (f"fl-lightning: error: {error}", advice()))))
+        give_up()
     except Exception as error:
         if not line_of(error):
             raise
         if not is_main:
             time.sleep(GRACE)
         say(line_of(error))
-        os._exit(LOST)
+        give_up()
 
 
 def end_all() -> int:
@@ -435,5 +439,5 @@ def end_all() -> int:
     One of a team ends at once, because the others may be waiting for it.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        os._exit(LOST)
+        give_up()
     return 1

@@ -56,11 +56,20 @@ def together() -> Iterator[None]:
     Raises:
         WorkerLost: if one of them is gone.
     """
+    with Waiting.context(), _noticing():
+        yield
+
+
+@contextmanager
+def _noticing(rank: int | None = None) -> Iterator[None]:
+    """Say who is gone where a message fails: the process that it is from, or for, if that is one."""
     try:
-        with Waiting.context():
-            yield
+        yield
+    except WorkerLost:
+        raise
     except RuntimeError as error:  # gloo's own type, NCCL's is one of its children
-        raise WorkerLost(f"a worker is gone ({str(error).splitlines()[0][:120]})") from error
+        who = "a worker" if rank is None else f"worker {rank} of {dist.get_world_size()}"
+        raise WorkerLost(f"{who} is gone ({str(error).splitlines()[0][:120]})") from error
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def _buffer(tensors: list[Tensor], device: torch.device) -> Tensor:
 def send(state: Any, target: int, device: torch.device) -> None:
     """Send a nested state to one process, its tensors by way of `device`, or of the CPU (`Wire`)."""
     skeleton, tensors, size = pack(state)
-    with together():
+    with together(), _noticing(target):
         _say((skeleton, size), target)
         if size:
             dist.send(_buffer(tensors, Wire.device(device)), target)
@@ -134,7 +143,7 @@ def send(state: Any, target: int, device: torch.device) -> None:
 
 def receive(source: int, device: torch.device) -> Any:
     """Take what `source` sends; its tensors are on `device`."""
-    with together():
+    with together(), _noticing(source):
         skeleton, size = _hear(source)
         buffer = torch.empty(size, dtype=torch.uint8, device=Wire.device(device))
         if size:
@@ -190,32 +199,34 @@ def gather(value: Any) -> list[Any]:
 
 def _say(value: Any, target: int) -> None:
     """Send something small to one process."""
-    if not _speaks_cpu():
-        dist.send_object_list([value], target)
-        return
-    content = pickle.dumps(value)
-    letter = len(content).to_bytes(_HEAD, "little") + content
-    buffer = torch.frombuffer(bytearray(letter.ljust(_ENVELOPE, b"\0")), dtype=torch.uint8)
-    dist.send(buffer[:_ENVELOPE], target)
-    if len(buffer) > _ENVELOPE:
-        dist.send(buffer[_ENVELOPE:], target)
+    with _noticing(target):
+        if not _speaks_cpu():
+            dist.send_object_list([value], target)
+            return
+        content = pickle.dumps(value)
+        letter = len(content).to_bytes(_HEAD, "little") + content
+        buffer = torch.frombuffer(bytearray(letter.ljust(_ENVELOPE, b"\0")), dtype=torch.uint8)
+        dist.send(buffer[:_ENVELOPE], target)
+        if len(buffer) > _ENVELOPE:
+            dist.send(buffer[_ENVELOPE:], target)
 
 
 def _hear(source: int) -> Any:
     """Take something small that `source` says."""
-    if not _speaks_cpu():
-        values: list[Any] = [None]
-        dist.recv_object_list(values, source)
-        return values[0]
-    first = torch.empty(_ENVELOPE, dtype=torch.uint8)
-    dist.recv(first, source)
-    letter = first.numpy().tobytes()
-    size = int.from_bytes(letter[:_HEAD], "little")
-    left = _HEAD + size - _ENVELOPE
-    if left > 0:
-        rest = torch.empty(left, dtype=torch.uint8)
-        dist.recv(rest, source)
-        letter += rest.numpy().tobytes()
+    with _noticing(source):
+        if not _speaks_cpu():
+            values: list[Any] = [None]
+            dist.recv_object_list(values, source)
+            return values[0]
+        first = torch.empty(_ENVELOPE, dtype=torch.uint8)
+        dist.recv(first, source)
+        letter = first.numpy().tobytes()
+        size = int.from_bytes(letter[:_HEAD], "little")
+        left = _HEAD + size - _ENVELOPE
+        if left > 0:
+            rest = torch.empty(left, dtype=torch.uint8)
+            dist.recv(rest, source)
+            letter += rest.numpy().tobytes()
     return pickle.loads(letter[_HEAD : _HEAD + size])
 
 

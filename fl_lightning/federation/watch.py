@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from fl_lightning.federation.tether import is_tethered
 from fl_lightning.federation.transport import Waiting, gather, has_others, together
 from fl_lightning.terminal import say
 
 PERIOD = 1.0  # seconds between two looks
 _HAS_CLOCK = hasattr(time, "pthread_getcpuclockid")
-LOST = 70  # exit code of a process that gave the run up because another one is lost
+LOST = 70  # exit code by which a worker tells who started it that it has said why the run cannot go on
 
 
 class Watch(threading.Thread):
@@ -136,7 +137,15 @@ class Watch(threading.Thread):
             say(f"\nfl-lightning: error: {what}; {self.advice()}")
         else:
             time.sleep(PERIOD)  # let the one that speaks do so first
-        os._exit(LOST)
+        give_up()
+
+
+def give_up() -> NoReturn:
+    """End this process of a run that cannot go on, once the reason was said, and at once: others may wait for it.
+
+    What torchrun and SLURM started ends by the exit code of a lost worker, 1, for nobody else will.
+    """
+    os._exit(LOST if is_tethered() else 1)
 
 
 @contextmanager

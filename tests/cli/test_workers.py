@@ -282,6 +282,19 @@ def test_tasks_of_one_job_that_were_told_otherwise_are_refused_by_one_line(in_ha
     assert results == [(2, "", f"fl-lightning: error: optimizer.init_args.lr: {rule}\n"), (2, "", "")]
 
 
+def test_killed_task_ends_the_others_with_a_line_that_says_how_to_go_on(in_haste):
+    """They ended with exit code 70, and a line that named nobody."""
+    long = ("--quiet", "--federation.rounds", "400")
+    tasks = tasks_of_slurm(in_haste, long, long, job=4244)
+    tasks[0].wait_until(lambda: done(in_haste, "round-0002.ckpt"))
+    tasks[1].kill()
+    code, _, err = tasks[0].result()
+    tasks[1].result()
+    assert code == 1
+    saved = f"; the rounds up to {rounds_saved(in_haste)} are saved; continue with"
+    assert re.fullmatch(rf"fl-lightning: error: worker 1 of 2 is gone \(.*\){saved}\n  fl-lightning fit .* auto\n", err)
+
+
 def test_mistake_of_one_task_alone_is_said_by_it(in_haste):
     """It ended without a word, and the others waited for it."""
     code, out, err = in_haste.call("fit", "--config", "nosuch.yaml", env={"SLURM_PROCID": "1"})

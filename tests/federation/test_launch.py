@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
-from fl_lightning.federation import transport
+from fl_lightning.federation import tether, transport
 from fl_lightning.federation.launch import (
     Team,
     is_main,
@@ -34,6 +34,7 @@ from fl_lightning.federation.launch import (
 )
 from fl_lightning.federation.trainers import _place_among_workers
 from fl_lightning.federation.transport import broadcast, gather
+from fl_lightning.federation.watch import LOST
 
 SLURM = {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NNODES": "2"}
 SLURM |= {"SLURM_NTASKS_PER_NODE": "4"}
@@ -435,6 +436,35 @@ def join_two(meeting, stderr):
     os.environ.update(meeting)
     launching.MEETING, launching.GRACE = 0.6, 0.1
     launching.join(Team(2, outside=True))
+
+
+def test_worker_that_is_gone_is_named(monkeypatch):
+    def gone(buffer, source):
+        raise RuntimeError("Connection closed by peer")
+
+    for name, answer in {"recv": gone, "get_rank": lambda: 0, "get_world_size": lambda: 3}.items():
+        monkeypatch.setattr(dist, name, answer)
+    monkeypatch.setattr(transport, "_speaks_cpu", lambda: True)
+    named = r"^worker 1 of 3 is gone \(Connection closed by peer\)$"
+    with pytest.raises(transport.WorkerLost, match=named):
+        gather("here")
+    with pytest.raises(transport.WorkerLost, match=named):
+        transport.receive(1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("started_here", "code"), [(False, 1), (True, LOST)])
+def test_lost_worker_ends_the_others_with_advice_and_the_code_of_who_started_them(
+    monkeypatch, capsys, started_here, code
+):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(tether, "_tethered", started_here)
+    monkeypatch.setattr(launching, "GRACE", 0.0)
+    advice = () if started_here else (lambda: "begin anew",)
+    with pytest.raises(SystemExit) as ended, launching.speak_for_the_team(False, *advice):
+        raise transport.WorkerLost("worker 1 of 3 is gone")
+    assert ended.value.code == code
+    more = "" if started_here else "; begin anew"
+    assert capsys.readouterr().err == f"fl-lightning: error: worker 1 of 3 is gone{more}\n"
 
 
 @pytest.fixture
