@@ -37,6 +37,8 @@ from fl_lightning.terminal import outlived, say
 NEVER = timedelta(days=365)  # a fit may take as long as it likes; `Watch` sees who is gone
 MEETING = 600.0  # seconds in which all processes of a run must have met
 SETTLE = 0.1  # seconds in which gloo's threads let the last tensors go
+_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+"""What tells a process its place among those that torchrun or SLURM started."""
 
 
 class Team(NamedTuple):
@@ -150,6 +152,13 @@ def started_outside() -> tuple[int, int]:
             raise ConfigError("federation.workers", str(error)) from error
         return size, int(os.environ.get("SLURM_NNODES", "1")) if size > 1 else 1
     return 1, 1
+
+
+def stand_alone() -> None:
+    """Make this process an ordinary one: what torchrun or SLURM told the one that started it is not meant for it."""
+    for name in list(os.environ):
+        if name in _PLACE or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
 
 
 def gpu_here() -> int:

@@ -218,9 +218,11 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
         log: the file, which is added to.
         threads: of the run on the CPU, where its configuration does not say.
     """
+    from fl_lightning.federation.launch import stand_alone
     from fl_lightning.federation.tether import end_with
 
     end_with(starter)
+    stand_alone()
     os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the table, which hands it on
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

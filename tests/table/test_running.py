@@ -9,6 +9,8 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
+from fl_lightning.errors import is_first_process
+from fl_lightning.federation.launch import is_main, started_outside
 from fl_lightning.resuming import HELD
 from fl_lightning.sealed import write_json
 from fl_lightning.table import running
@@ -41,6 +43,24 @@ def test_a_cell_whose_holder_ended_just_after_it_was_refused_is_tried_again(cell
     crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: states.append(crew.jobs[0].state))
     assert crew.run() == 0
     assert list(dict.fromkeys(states)) == ["running", "elsewhere", "finished"]
+
+
+def test_a_cell_of_a_table_that_srun_or_torchrun_started_is_a_process_of_its_own(cell, tmp_path, monkeypatch):
+    """It took itself for one of the job's processes, and waited for the others."""
+    places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}
+    places |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "tables"}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+
+    def fit(words):
+        os.write(2, f"{started_outside()} {is_main()} {is_first_process()}\n".encode())
+        sys.exit(1)
+
+    assert started_outside() == (2, 1)
+    crew = running.Crew([cell], tmp_path / "logs", 1, fit, lambda crew: None)
+    assert crew.run() == 1
+    assert crew.jobs[0].said == "(1, 1) True True"
+    assert started_outside() == (2, 1)
 
 
 def test_a_cell_that_is_refused_for_what_it_says_has_failed(cell, tmp_path):
