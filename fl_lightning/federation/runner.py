@@ -215,6 +215,7 @@ class Runner:
             seed_global_streams(self.seed, "send", round, client)
             with self._autocast():
                 message = module.send(data)
+            checkups.state(module.entries, self._own)  # once more: a method may write to what it keeps as it sends
             began = {**self.start(client, job.message), **visit.moved}
             message = self.attackers.forge(message, began, job.message, checkups.parameters, round, client)
             message = wire.up(message, job.message, self._memory, visit.moved)
@@ -363,9 +364,7 @@ class Runner:
             module.memory.clear()
 
     def _keep(self, module: ClientModule, client: int, round: int, model_file: Path | None) -> None:
-        names = module.division.kept
-        if self.keeps_shared:
-            names = tuple(dict.fromkeys((*names, *module.division.shared)))
+        names = (*module.division.kept, *(module.division.shared if self.keeps_shared else ()))
         state = module.division.state(names)
         self.pool.put(client, {**state, **self._memory}, round)
         if model_file is not None:

@@ -135,6 +135,20 @@ class LosesItself(Method):
         step.descend({**step.values(out), "own": own})
 
 
+class LosesItselfSending(FedRep):
+    """Writes NaN to its own head as it sends, past what counts a tensor's changes."""
+
+    def send(self, data):
+        self.model.head.bias.data.fill_(float("nan"))
+        return super().send(data)
+
+
+def test_what_a_client_keeps_is_looked_at_after_its_send_too(run_federation, mlp):
+    """It came into the checkpoint that was said to be the last good one."""
+    with pytest.raises(ClientError, match=r"^round 1, client 0, send: model\.head\.bias holds nan"):
+        run_federation(lambda: LosesItselfSending(mlp()), 1)
+
+
 class Overflows(Method):
     """Scores are NaN in one round, though all weights are finite."""
 
