@@ -64,8 +64,7 @@ class Fits:
         self._timers = [(each, copy.deepcopy(vars(each))) for each in timers]
         self._without = {name: getattr(trainer, name) for name in _TAKEN_OUT}
         self._told = {name: flags.get(name, value) for name, value in self._without.items()}
-        if trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, _Tells(self._told))  # type: ignore[attr-defined]
+        self._tells = _Tells(self._told)
 
     def fit(self, module: ClientModule, bundles: Sized, epochs: int) -> None:
         """Fit a module for some epochs, from epoch 0 and step 0.
@@ -98,10 +97,12 @@ class Fits:
     @contextmanager
     def _unset(self) -> Iterator[None]:
         """A stretch in which callbacks may not set what of the Trainer local fits do not follow."""
+        self.trainer.callbacks.insert(0, self._tells)  # type: ignore[attr-defined]
         try:
             yield
             found = {name: getattr(self.trainer, name) for name in _TAKEN_OUT}
         finally:  # for the next fit to begin with
+            self.trainer.callbacks.remove(self._tells)  # type: ignore[attr-defined]
             _set(self.trainer, self._without)
         for name, value in self._told.items():
             own = found[name]
