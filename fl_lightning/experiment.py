@@ -106,7 +106,7 @@ class BuiltExperiment:
             fits: whether clients are fitted; otherwise nothing is said of what their steps could not be, and the CPU
                 does where the run's GPU is not there.
         """
-        versions = {f"version of {name}": own for name, own in package_versions().items()}
+        versions = {f"version of {name}": ".".join(own.split(".")[:2]) for name, own in package_versions().items()}
         require_told_alike(Workers.present(), {**versions, **in_common(self.config), **self.identity})
         self.data.setup(self.seed)
         if not fits:

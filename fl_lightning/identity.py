@@ -33,7 +33,10 @@ CONTENTS = " (contents)"
 """Ends the keys of what is known of a file's contents, which runs of earlier versions did not write down."""
 CODE = " (code)"
 """Ends the keys of what is known of one's own code and its files, which may be edited before a run goes on."""
-_OWN_OF_A_PROCESS = ("logger", "data.cache", "federation.threads")  # the first one's alone, or a machine's
+_OWN_OF_A_PROCESS = (  # the first one's alone, or a machine's
+    "output", "logger", "data.cache", "federation.threads", "federation.worker_timeout", "trainer.accelerator",
+    "trainer.devices", "trainer.enable_progress_bar",
+)  # fmt: skip
 _TRAINER_IDENTITY = (
     "precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps",
     "limit_train_batches", "overfit_batches", "fast_dev_run", "min_steps", "max_time", "callbacks", "plugins",
@@ -53,7 +56,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 def in_common(config: Mapping[str, Any]) -> dict[str, Any]:
     """What all processes of a run must have been told: every key, dotted, but for what each may have by itself.
 
-    Those are where data lie on a machine, the threads of a process, and loggers, which the first process alone has.
+    Those are where data and results lie on a machine, the threads and devices of a process, and loggers, which the
+    first process alone has.
     """
     return _without(config, _OWN_OF_A_PROCESS)
 

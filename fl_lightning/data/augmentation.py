@@ -124,7 +124,7 @@ class Augmentation:
     def _check_erased(self) -> None:
         parts = (part for own in self.transforms for part in _parts(own))
         for part in itertools.takewhile(_keeps_type, parts):
-            if type(part).__name__ != "RandomErasing":
+            if type(part).__name__ != "RandomErasing" or part.p == 0:
                 continue
             value = "random" if part.value is None else part.value  # which is how v2 keeps noise
             fits = value != "random" and all(0 <= own <= 255 and own == int(own) for own in _listed(value))
@@ -146,7 +146,7 @@ def _parts(transform: Any) -> Iterator[Any]:
 def _keeps_type(transform: Any) -> bool:
     """Whether it is known to: a class of one's own may turn bytes into floats, and back at the end."""
     ours = type(transform).__module__.startswith("torchvision.") or isinstance(transform, nn.ModuleList)
-    return ours and type(transform).__name__ not in ("ConvertImageDtype", "Lambda", "ToDtype")
+    return ours and type(transform).__name__ not in ("ConvertImageDtype", "Lambda", "ToDtype", "ToTensor")
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -77,10 +77,12 @@ class FromFile(ListedPartition):
             ConfigError: if the file is missing or of another kind, or lists more than one part.
         """
         clients = self._entries(num_clients)
+        tests = any(_holds(parts.get("test", ())) for parts in clients)
+        ways = "file" if tests else "file, or global where the server alone has tests"
         for client, parts in enumerate(clients):
             others = (own for name, own in parts.items() if name != "train")
-            rule = f"{self.path} lists several parts of client {client}; say data.split: file, or global"
-            require(not any(map(_holds, others)), "data.split", f"{rule} where the server alone has tests")
+            rule = f"{self.path} lists several parts of client {client}; say data.split: {ways}"
+            require(not any(map(_holds, others)), "data.split", rule)
         return [parts["train"] for parts in clients]
 
     def listed(self, num_clients: int) -> list[Listed]:

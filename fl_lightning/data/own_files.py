@@ -104,7 +104,10 @@ class ArrayFile(Dataset):
         kinds = [part.dtype.name for part in parts]
         alike = "f" if name == "x" else "US"  # as floats, or as names
         same = len({part.dtype.kind in alike for part in parts}) < 2
-        if {part.dtype.kind for part in parts} == {"i", "u"}:  # of int64 beside uint64 NumPy makes floats
+        if name == "x" and {part.dtype.kind for part in parts} == {
+            "i",
+            "u",
+        }:  # of int64 beside uint64 NumPy makes floats
             same = np.result_type(*parts).kind == "i"
         require(same, f"{KEY}.path", f"{name}_train and {name}_test must be of one type", ", ".join(kinds))
         shapes = [list(part.shape) for part in parts]

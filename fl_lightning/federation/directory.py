@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -19,7 +19,8 @@ def directory_kept(changed: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         if here and _working_directory() != here:
-            os.chdir(here)
+            with suppress(OSError):  # somebody has deleted it meanwhile
+                os.chdir(here)
             changed()
 
 

@@ -24,7 +24,8 @@ _TOGETHER = frozenset({
     "accelerator", "devices", "num_nodes", "precision", "deterministic", "benchmark", "gradient_clip_val",
     "gradient_clip_algorithm", "accumulate_grad_batches", "max_epochs", "num_sanity_val_steps", "log_every_n_steps",
     "check_val_every_n_epoch", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "inference_mode",
-    "default_root_dir", "callbacks", "val_check_interval",
+    "use_distributed_sampler", "default_root_dir", "callbacks", "val_check_interval",
+    "reload_dataloaders_every_n_epochs",
 })  # fmt: skip
 """Flags that a fit of several clients heeds, or that mean nothing in any."""
 _PRECISIONS = ("32", "32-true", "64", "64-true", "bf16", "bf16-mixed")  # float16's scaler is one client's
@@ -32,7 +33,7 @@ MOST_DEVICES = 256
 MOST_NODES = 10_000
 _AT_LEAST = {
     "accumulate_grad_batches": 1, "min_steps": 0, "log_every_n_steps": 0, "fast_dev_run": 0,
-    "check_val_every_n_epoch": 1,
+    "reload_dataloaders_every_n_epochs": 0, "check_val_every_n_epoch": 1,
 }  # fmt: skip
 _SHARES = ("limit_train_batches", "overfit_batches")
 _TESTED = "clients are tested on all of their test parts; federation.evaluate_every says how often"
@@ -42,14 +43,13 @@ UNHEEDED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "limit_predict_batches": ((None, 1.0), _TESTED),
     "num_sanity_val_steps": ((None, 0), "a fit validates nothing; every model is tried out before the first one"),
     "inference_mode": ((None, True), "it is of Lightning's own tests, and the federation tests by itself"),
-    "reload_dataloaders_every_n_epochs": ((None, 0), "the federation gives every epoch mini-batches of its own"),
-    "use_distributed_sampler": ((None, True), "the federation shares a client's samples out among devices by itself"),
-    "enable_autolog_hparams": ((None, True), "the federation's loggers get the run's whole configuration"),
-    "model_registry": ((None,), "the federation's checkpoints stay in the run's folder"),
 }
 """Flags of what no client's Trainer does: the values that change nothing, and what there is instead."""
-IDLE = frozenset({*UNHEEDED, "val_check_interval", "check_val_every_n_epoch"})
-"""Flags whose values that would change something are all refused: nobody is told to set them."""
+IDLE = frozenset({
+    *UNHEEDED, "val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs",
+    "use_distributed_sampler", "enable_autolog_hparams", "model_registry",
+})  # fmt: skip
+"""Flags that nobody is told of: what would change something is refused, and of the last four nothing does."""
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from fl_lightning.terminal import say
 if TYPE_CHECKING:
     from fl_lightning.core.client import ClientModule
 
-_BY_FIT = {"logger", "profiler", "barebones"}
+_BY_FIT = {"logger", "profiler", "barebones", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"}
 
 
 _TAKEN_OUT = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch.multiprocessing as mp
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _check_bad_cuda_fork,
+    _check_missing_main_guard,
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+)
 from typing_extensions import override
 
 from fl_lightning.federation.signals import exit_code, hear, held_back
@@ -28,6 +33,7 @@ class _Launcher(_MultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        (_check_missing_main_guard if self._start_method == "spawn" else _check_bad_cuda_fork)()
         assert self._strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
         returned = mp.get_context(self._start_method).SimpleQueue()

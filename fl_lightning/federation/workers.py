@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,8 @@ def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
         workers: the processes.
         told: what this one goes by, by key.
 
+    Where a file lies, each may be told otherwise: what files hold is told by itself, or known from the data.
+
     Raises:
         ConfigError: on every process, naming the first key in which one differs from the main one, and both values.
     """
@@ -152,7 +155,7 @@ def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
     for key in dict.fromkeys(key for own in everyone for key in own):
         said = [own.get(key, "none") for own in everyone]
         for rank, other in enumerate(said):
-            if other != said[MAIN]:
+            if other != said[MAIN] and os.sep not in other + said[MAIN]:
                 both = f"process {MAIN} has {shortened(said[MAIN], 60)}, process {rank} has {shortened(other, 60)}"
                 raise CommonError(key, f"must be the same in every process of the run; {both}")
 

@@ -171,8 +171,7 @@ def test_epochs_between_validations_are_refused():
 
 UNHEEDED = [
     ("limit_val_batches", 2), ("limit_test_batches", 1), ("limit_predict_batches", 0.5), ("num_sanity_val_steps", 2),
-    ("inference_mode", False), ("reload_dataloaders_every_n_epochs", 1), ("use_distributed_sampler", False),
-    ("enable_autolog_hparams", False), ("model_registry", "mine"),
+    ("inference_mode", False),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torchvision import transforms
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
@@ -354,6 +355,9 @@ def test_bytes_are_erased_with_bytes(value):
 def test_noise_where_bytes_become_floats_before_is_taken():
     turned = [v2.ToDtype(torch.float32), v2.RandomErasing(value="random"), v2.ToDtype(torch.uint8)]
     Augmentation(turned).check(images(3))
+    one_by_one = [v2.ToPILImage(), transforms.ToTensor(), transforms.RandomErasing(value="random")]
+    Augmentation([*one_by_one, v2.ToDtype(torch.uint8, scale=True)]).check(images(3))
+    Augmentation([v2.RandomErasing(p=0.0, value="random")]).check(images(3))
 
 
 # --- images of floats -------------------------------------------

@@ -58,6 +58,8 @@ def test_processes_that_have_drawn_other_data_are_refused(others, key, monkeypat
         ({"trainer": {"max_steps": 3}}, r"trainer\.max_steps: .* process 0 has none, process 2 has 3"),
         ({"data": {"dataset": {"class_path": "MNIST", "init_args": {"root": "here"}}, "cache": "here"}}, ""),
         ({"logger": None, "federation": {"rounds": 2, "threads": 1}}, ""),
+        ({"output": "elsewhere", "trainer": {"devices": [1], "callbacks": {"folder": "/here"}}}, r""),
+        ({"trainer": {"callbacks": {"folder": "here"}}}, r"trainer\.callbacks\.folder: .* process 2 has 'here'"),
     ],
 )
 def test_processes_that_were_told_otherwise_are_refused(other, said, monkeypatch):
