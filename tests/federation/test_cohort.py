@@ -4,6 +4,7 @@ import copy
 import math
 import random
 from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 
 import numpy as np
@@ -628,6 +629,46 @@ class KeepsForAHelper(KeepsForTheEnd):
             self.mean_z.copy_(own)
 
 
+def _take_down(method):
+    if hasattr(method, "last"):
+        method.mean_z.copy_(method.last)
+
+
+class KeepsForAFunction(KeepsForTheEnd):
+    """The same, where a function beside the class reads it."""
+
+    def on_fit_end(self):
+        _take_down(self)
+
+
+class KeepsForAProperty(KeepsForTheEnd):
+    """The same, where a cached property does."""
+
+    def on_fit_end(self):
+        self.mean_z.copy_(self.kept)
+        del self.kept
+
+    @cached_property
+    def kept(self):
+        return self.last if hasattr(self, "last") else torch.zeros_like(self.mean_z)
+
+
+class Centres(nn.Module):
+    """Takes off in evaluations what it has seen last in training."""
+
+    def forward(self, x):
+        if self.training:
+            self.centre = x.detach().mean(0)
+        return x - self.centre if hasattr(self, "centre") and not self.training else x
+
+
+class HasACentre(FedAvg):
+    """Has one of these below its network."""
+
+    def setup(self):
+        self.model.body.neck.append(Centres())
+
+
 class HasTheLast(FedAvg):
     """Each step is pulled to the one before, whose embeddings there are none of in the first."""
 
@@ -663,6 +704,9 @@ class Late(FedAvg):
         (RemembersByClass, "its step changes RemembersByClass.seen"),
         (KeepsForTheEnd, "its step changes KeepsForTheEnd.last"),
         (KeepsForAHelper, "its step changes KeepsForAHelper.last"),
+        (KeepsForAFunction, "its step changes KeepsForAFunction.last"),
+        (KeepsForAProperty, "its step changes KeepsForAProperty.last"),
+        (HasACentre, "its step changes model.body.neck.2.centre"),
         (HasTheLast, "its step changes HasTheLast.last"),  # where the second step reads a tensor of the first's `vmap`
         (Late, "it gets buffers in a round, which it must have from the beginning"),
     ],
