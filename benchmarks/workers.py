@@ -22,7 +22,8 @@ import torch
 from workloads import federation, noise
 
 from fl_lightning.federation import transport
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
+from fl_lightning.federation.team import Team
 
 PARTS: dict[str, tuple[int, int, float]] = {"thousand": (50_000, 1000, 0.05), "twenty": (10_000, 20, 1.0)}
 CALLS = ("gather", "tell", "send", "receive", "broadcast")

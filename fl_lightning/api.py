@@ -23,6 +23,7 @@ from fl_lightning.federation import launch
 from fl_lightning.federation.callbacks import FederationCallback, check_hooks
 from fl_lightning.federation.sickness import RoundError
 from fl_lightning.federation.signals import StoppedAtOnce, exit_code
+from fl_lightning.federation.team import Team, is_main
 from fl_lightning.files import WriteError
 from fl_lightning.overrides import Source, said
 from fl_lightning.parser import resolve
@@ -139,7 +140,7 @@ class Experiment:
     def _fit_here(
         self,
         built: BuiltExperiment,
-        team: launch.Team,
+        team: Team,
         resume: str | None,
         overwrite: bool,
         verbose: bool,
@@ -164,7 +165,7 @@ class Experiment:
 
     def _fit_in(
         self,
-        team: launch.Team,
+        team: Team,
         built: BuiltExperiment,
         resume: str | None,
         overwrite: bool,
@@ -208,7 +209,7 @@ def _work(
     """The fit in one of several processes; returns an exit code."""
     built = BuiltExperiment(config)
     try:
-        with _showing(verbose and launch.is_main(), callbacks) as shown, _handing_over(callbacks, told):
+        with _showing(verbose and is_main(), callbacks) as shown, _handing_over(callbacks, told):
             built.fit(resume, overwrite, callbacks=lambda: shown)
     except StoppedAtOnce as stopped:
         return exit_code(stopped.number)

@@ -152,6 +152,7 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
 
     from fl_lightning.experiment import BuiltExperiment
     from fl_lightning.federation import launch
+    from fl_lightning.federation.team import is_main
 
     arguments = config, resume, overwrite, loudness
     experiment = BuiltExperiment(config)
@@ -161,7 +162,7 @@ def _start(config: Config, resume: str | None, overwrite: bool, loudness: Loudne
         return _fit_here(*arguments)
     if team.outside:
         launch.join(team)
-        with launch.speak_for_the_team(launch.is_main(), experiment.advice):
+        with launch.speak_for_the_team(is_main(), experiment.advice):
             return _fit_here(*arguments)
     torch.set_num_threads(1)  # a forked process cannot use the threads of the one that it came from
     experiment.check(resume, overwrite)  # here, so that a mistake is answered by one process

@@ -27,7 +27,6 @@ from fl_lightning.data.cache import streams
 from fl_lightning.data.module import FederatedData
 from fl_lightning.errors import TRACEBACK, ConfigError, place_of, renamed, require, shortened
 from fl_lightning.federation.calendar import number_drawn
-from fl_lightning.federation.launch import Team, is_main, plan, started_outside
 from fl_lightning.federation.loggers import Loggers
 from fl_lightning.federation.loop import FederatedLoop
 from fl_lightning.federation.recorder import Recorder
@@ -37,6 +36,7 @@ from fl_lightning.federation.saving import take_up
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.sickness import ClientError, RoundError
 from fl_lightning.federation.signals import STOP_SIGNALS, StopSignals, stop_at_once
+from fl_lightning.federation.team import Team, is_main, plan, started_outside
 from fl_lightning.federation.tether import be_interrupted, is_tethered
 from fl_lightning.federation.threads import choose_threads
 from fl_lightning.federation.trainers import for_reading

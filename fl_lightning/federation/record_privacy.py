@@ -22,8 +22,8 @@ from fl_lightning.core.step import Bench
 from fl_lightning.core.term import Term, counts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.accounting import Mechanism, epsilon
-from fl_lightning.federation.launch import num_devices
 from fl_lightning.federation.reports import ClientReport
+from fl_lightning.federation.team import num_devices
 from fl_lightning.seeding import derive_seed, isolated_streams
 
 if TYPE_CHECKING:

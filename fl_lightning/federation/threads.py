@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fl_lightning.federation.launch import num_cores
+from fl_lightning.federation.team import num_cores
 from fl_lightning.seeding import isolated_streams
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from fl_lightning.core.descent import FitSettings, clip
 from fl_lightning.core.steps import PRECISIONS, SHORT_PRECISIONS, ReadsWide, careful, keeps_casts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS, UNHEEDED
-from fl_lightning.federation.launch import gpu_here, num_devices, started_outside
+from fl_lightning.federation.team import gpu_here, num_devices, started_outside
 from fl_lightning.heap import keep_freed_memory
 from fl_lightning.terminal import say
 

@@ -142,11 +142,11 @@ def of_one_kind(workers: Workers, data: Any) -> Workers:
 def require_told_alike(workers: Workers, told: Mapping[str, Any]) -> None:
     """Refuse processes that were started for different runs; each has read its command line and files by itself.
 
+    Where a file lies, each may be told otherwise: what files hold is told by itself, or known from the data.
+
     Args:
         workers: the processes.
         told: what this one goes by, by key.
-
-    Where a file lies, each may be told otherwise: what files hold is told by itself, or known from the data.
 
     Raises:
         ConfigError: on every process, naming the first key in which one differs from the main one, and both values.

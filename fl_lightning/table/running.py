@@ -70,7 +70,7 @@ class Crew:
     def __init__(
         self, cells: Sequence[Cell], logs: Path, jobs: int, command: Command, told: Callable[[Crew], None]
     ) -> None:
-        from fl_lightning.federation.launch import share  # here: help, mistakes and forecasts do not wait for torch
+        from fl_lightning.federation.team import share  # here: help, mistakes and forecasts do not wait for torch
 
         self.jobs = [Job(cell) for cell in distinct(cells)]
         self.logs = logs
@@ -218,7 +218,7 @@ def run_cell(starter: int, command: Command, words: Sequence[str], log: str, thr
         log: the file, which is added to.
         threads: of the run on the CPU, where its configuration does not say.
     """
-    from fl_lightning.federation.launch import stand_alone
+    from fl_lightning.federation.team import stand_alone
     from fl_lightning.federation.tether import end_with
 
     end_with(starter)

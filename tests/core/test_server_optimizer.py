@@ -15,9 +15,10 @@ from fl_lightning.core.server_optimizer import (
     ServerYogi,
 )
 from fl_lightning.errors import ConfigError
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.stopwatch import COLUMNS
+from fl_lightning.federation.team import Team
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fednova import FedNova
 from fl_lightning.methods.fedproto import FedProto

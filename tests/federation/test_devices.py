@@ -15,7 +15,8 @@ from torchmetrics.utilities import dim_zero_cat
 
 from fl_lightning.core.devices import SharedFit
 from fl_lightning.federation import transport
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
+from fl_lightning.federation.team import Team
 from fl_lightning.losses.class_relation import ClassRelation, SoftLabels
 from fl_lightning.losses.distillation import Distillation
 from fl_lightning.losses.prototype import PrototypeAlignment

@@ -18,9 +18,10 @@ from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import Quantize, TopK
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.privacy import ClipAndNoise
+from fl_lightning.federation.team import Team
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.fedcpd import FedCPD
 from fl_lightning.methods.feddistill import FedDistill

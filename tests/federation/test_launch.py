@@ -20,18 +20,10 @@ import torch.distributed as dist
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation import launch as launching
+from fl_lightning.federation import team as teams
 from fl_lightning.federation import tether, transport
-from fl_lightning.federation.launch import (
-    Team,
-    is_main,
-    launch,
-    leave,
-    num_cores,
-    num_devices,
-    plan,
-    share,
-    started_outside,
-)
+from fl_lightning.federation.launch import launch, leave
+from fl_lightning.federation.team import Team, is_main, num_cores, num_devices, plan, share, started_outside
 from fl_lightning.federation.trainers import _place_among_workers
 from fl_lightning.federation.transport import broadcast, gather
 from fl_lightning.federation.watch import LOST
@@ -44,7 +36,7 @@ CPU = {"accelerator": "cpu"}
 
 @pytest.fixture(autouse=True)
 def _four_cores_and_nobody_else(monkeypatch):
-    monkeypatch.setattr(launching, "num_cores", lambda: 4)
+    monkeypatch.setattr(teams, "num_cores", lambda: 4)
     others = [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC", "OMP_NUM_THREADS"))]
     for name in others + list(TORCHRUN):
         monkeypatch.delenv(name, raising=False)
@@ -71,7 +63,7 @@ def test_a_shell_in_slurms_allocation_is_no_task_of_its_own(monkeypatch):
 
 def test_a_pools_process_has_no_workers(monkeypatch):
     """It ended in an AssertionError: daemonic processes are not allowed to have children."""
-    monkeypatch.setattr(launching, "current_process", lambda: SimpleNamespace(daemon=True))
+    monkeypatch.setattr(teams, "current_process", lambda: SimpleNamespace(daemon=True))
     assert planned("auto").size == planned(1).size == 1
     with pytest.raises(ConfigError, match=r"^federation.workers: must be 1 in a daemonic process"):
         planned(2)

@@ -13,9 +13,10 @@ from fl_lightning.core.server import Server
 from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.graphs import RandomPeers
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.settings import Newcomers
 from fl_lightning.federation.sickness import ClientError, ServerError
+from fl_lightning.federation.team import Team
 from fl_lightning.federation.wire import MessageFilter, WireFilter
 from fl_lightning.methods.fedavg import FedAvg
 

@@ -17,11 +17,12 @@ from fl_lightning.federation.accounting import Mechanism, epsilon
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.filters import Quantize, TopK
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.privacy import Account, ClipAndNoise
 from fl_lightning.federation.sickness import ClientError, ServerError
+from fl_lightning.federation.team import Team
 from fl_lightning.federation.wire import Wire
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.methods.feddyn import FedDyn

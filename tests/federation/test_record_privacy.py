@@ -15,8 +15,9 @@ from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.accounting import FINE_ORDERS, ORDERS
 from fl_lightning.federation.failures import Failures
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.record_privacy import _check_flags
+from fl_lightning.federation.team import Team
 from fl_lightning.losses.proximal import Proximal
 from fl_lightning.methods.ditto import Ditto
 from fl_lightning.methods.fedavg import FedAvg

@@ -8,7 +8,7 @@ from torch import nn
 
 from fl_lightning import Experiment
 from fl_lightning.experiment import BuiltExperiment
-from fl_lightning.federation.launch import num_cores
+from fl_lightning.federation.team import num_cores
 from fl_lightning.federation.threads import SMALL, choose_threads, operations
 
 

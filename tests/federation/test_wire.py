@@ -17,11 +17,12 @@ from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.exchange import Star
 from fl_lightning.federation.filters import Quantize, TopK, quantised
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.packing import Packet
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.segments import load_state
 from fl_lightning.federation.settings import Newcomers
+from fl_lightning.federation.team import Team
 from fl_lightning.federation.wire import MEMORY, Wire, WireFilter
 from fl_lightning.methods.dispfl import DisPFL, MaskedWeights
 from fl_lightning.methods.fedamp import FedAMP

@@ -23,10 +23,11 @@ from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
 from fl_lightning.federation.failures import Failures
 from fl_lightning.federation.graphs import DirectedGraph, RandomPeers
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.peers import Ring
 from fl_lightning.federation.policy import EvaluationPolicy
 from fl_lightning.federation.segments import load_state
+from fl_lightning.federation.team import Team
 from fl_lightning.federation.workers import Workers, of_one_kind, require_told_alike
 from fl_lightning.identity import in_common
 from fl_lightning.methods.fedavg import FedAvg

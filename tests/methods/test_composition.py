@@ -16,8 +16,9 @@ from fl_lightning.core.predictor import Seen
 from fl_lightning.errors import ConfigError
 from fl_lightning.federation.callbacks import FederationCallback
 from fl_lightning.federation.checkpoint import Checkpoints
-from fl_lightning.federation.launch import Team, launch
+from fl_lightning.federation.launch import launch
 from fl_lightning.federation.policy import EvaluationPolicy
+from fl_lightning.federation.team import Team
 from fl_lightning.losses.class_relation import ClassRelation
 from fl_lightning.losses.label_distillation import LabelDistillation
 from fl_lightning.losses.prototype import PrototypeAlignment

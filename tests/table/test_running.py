@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from fl_lightning.errors import is_first_process
-from fl_lightning.federation.launch import is_main, started_outside
+from fl_lightning.federation.team import is_main, started_outside
 from fl_lightning.resuming import HELD
 from fl_lightning.sealed import write_json
 from fl_lightning.table import running
