@@ -70,6 +70,23 @@ class Common:
         return self.known.get(name, self) if of == "step" else getattr(self.told[of], name, self)
 
 
+class _OfAll:
+    """What each client has of its own: it is read where all clients of a step have the same of it (`Common.of`).
+
+    The class that it stands in for sets it as any attribute of its own, and nothing comes of that: each client has its
+    own value, and `Common.known` holds what is equal.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return owner.common.of(self._name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        """Leave it: `Common.known` says what it is."""
+
+
 _OF_FITS = frozenset({"epoch", "epochs", "lr", "lr_factor", "accumulate"})
 _OF_FACTS = frozenset(own.name for own in fields(Facts))
 
@@ -92,23 +109,7 @@ class CommonFit(Fit):
         value = super().__getattribute__(name)
         return vars(self)["common"].note("fit", name, value) if name in _OF_FITS else value
 
-    @property
-    def num_batches(self) -> int:  # type: ignore[override]
-        """Local mini-batches of the present phase that were done."""
-        return self.common.of("num_batches")  # type: ignore[attr-defined]
-
-    @num_batches.setter
-    def num_batches(self, _: int) -> None:
-        """Each client has a count of its own."""
-
-    @property
-    def num_steps(self) -> int:  # type: ignore[override]
-        """Optimizer steps that were made."""
-        return self.common.of("num_steps")  # type: ignore[attr-defined]
-
-    @num_steps.setter
-    def num_steps(self, _: int) -> None:
-        """Each client has a count of its own."""
+    num_batches, num_steps = _OfAll(), _OfAll()
 
 
 class CommonFacts(Facts):
@@ -152,7 +153,7 @@ class StackedStep(Step):
     def __init__(
         self, bench: Bench, part: Part, epoch: int, common: Common, state: Callable[[], Any] = lambda: None
     ) -> None:
-        self._common = common
+        self.common = common
         super().__init__(bench, part, epoch)
         self.parts: tuple[str, ...] = ()
         self._state = state
@@ -161,38 +162,13 @@ class StackedStep(Step):
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """Of the fit, 0-based."""
-        return self._common.note("fit", "epoch", self._epoch)
+        return self.common.note("fit", "epoch", self._epoch)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
-    @property
-    def is_first(self) -> bool:  # type: ignore[override]
-        """Whether it is the first of its epoch."""
-        return self._common.of("is_first")
-
-    @is_first.setter
-    def is_first(self, _: bool) -> None:
-        """Each client has a first one of its own."""
-
-    @property
-    def is_last(self) -> bool:  # type: ignore[override]
-        """Whether it is the last of its epoch."""
-        return self._common.of("is_last")
-
-    @is_last.setter
-    def is_last(self, _: bool) -> None:
-        """Each client has a last one of its own."""
-
-    @property
-    def steps_now(self) -> bool:  # type: ignore[override]
-        """Whether optimizers step, or gradients are only accumulated."""
-        return self._common.of("steps_now")
-
-    @steps_now.setter
-    def steps_now(self, _: bool) -> None:
-        """Each client's depends on its own mini-batches."""
+    is_first, is_last, steps_now = _OfAll(), _OfAll(), _OfAll()
 
     def descend(self, values: Mapping[str, Tensor], *parts: str) -> None:
         """Take the loss down.
