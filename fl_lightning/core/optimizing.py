@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import Message
 from fl_lightning.core.server import Server, Weighting
 from fl_lightning.core.server_optimizer import ServerOptimizer
@@ -30,6 +31,11 @@ class OptimizingServer(Server):
         super().__init__(initial, weighting=weighting)
         self.optimizer = copy.deepcopy(step)
         self.optimizer.start(trained)
+
+
+def optimizing_server(method: Any, initial: Message, facts: Facts) -> OptimizingServer:
+    """A server that lets a copy of the method's `server_step` follow the mean: ``make_server = optimizing_server``."""
+    return OptimizingServer(initial, method.server_step, (name for name, _ in method.named_parameters()))
 
 
 def server_step(kind: Callable[..., ServerOptimizer], **options: Any) -> ServerOptimizer:

@@ -6,13 +6,8 @@ Algorithm 2.
 
 from __future__ import annotations
 
-from typing_extensions import override
-
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
-from fl_lightning.core.optimizing import OptimizingServer, server_step
-from fl_lightning.core.server import Server
+from fl_lightning.core.optimizing import optimizing_server, server_step
 from fl_lightning.core.server_optimizer import ServerAdam
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
@@ -37,6 +32,7 @@ class FedAdam(Method):
 
     shared = ("model",)
     paper = "Reddi et al., ICLR 2021"
+    make_server = optimizing_server
 
     def __init__(
         self,
@@ -49,7 +45,3 @@ class FedAdam(Method):
     ) -> None:
         super().__init__(model, extra_terms=extra_terms)
         self.server_step = server_step(ServerAdam, lr=lr, beta1=beta1, beta2=beta2, tau=tau)
-
-    @override
-    def make_server(self, initial: Message, facts: Facts) -> Server:
-        return OptimizingServer(initial, self.server_step, (name for name, _ in self.named_parameters()))

@@ -6,13 +6,8 @@ arXiv:1909.06335, 2019, where it treats server momentum.
 
 from __future__ import annotations
 
-from typing_extensions import override
-
-from fl_lightning.core.facts import Facts
-from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
-from fl_lightning.core.optimizing import OptimizingServer, server_step
-from fl_lightning.core.server import Server
+from fl_lightning.core.optimizing import optimizing_server, server_step
 from fl_lightning.core.server_optimizer import ServerMomentum
 from fl_lightning.core.term import Term
 from fl_lightning.models.split import SplitModel
@@ -35,6 +30,7 @@ class FedAvgM(Method):
 
     shared = ("model",)
     paper = "Hsu et al., arXiv:1909.06335, 2019"
+    make_server = optimizing_server
 
     def __init__(
         self,
@@ -46,7 +42,3 @@ class FedAvgM(Method):
     ) -> None:
         super().__init__(model, extra_terms=extra_terms)
         self.server_step = server_step(ServerMomentum, lr=lr, momentum=momentum, nesterov=nesterov)
-
-    @override
-    def make_server(self, initial: Message, facts: Facts) -> Server:
-        return OptimizingServer(initial, self.server_step, (name for name, _ in self.named_parameters()))
