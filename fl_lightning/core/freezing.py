@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -42,17 +42,9 @@ def frozen_copy(part: nn.Module) -> Any:
     return copy.deepcopy(part).requires_grad_(False)
 
 
-@contextmanager
-def frozen(part: nn.Module) -> Iterator[None]:
+def frozen(part: nn.Module) -> AbstractContextManager[None]:
     """Build no graph for a part's parameters."""
-    trained = trainable(part)
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    return only(part, ())
 
 
 @contextmanager
