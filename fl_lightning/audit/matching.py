@@ -21,7 +21,6 @@ from fl_lightning.core.devices import Part
 from fl_lightning.core.facts import Fit
 from fl_lightning.core.handover import begin_fit
 from fl_lightning.core.step import Bench, Step
-from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError
 
 Objective = Literal["cosine", "dlg"]
@@ -111,9 +110,7 @@ def simulated(module: ClientModule, x: Tensor, y: Tensor, wanted: Mapping[int, s
     method, weights = module.method, module.method.term_weights()
     for planned in module.plan():
         watch = _Watch(planned.parts, wanted)
-        phase = planned.phase
-        terms = [term for term in method.terms if counts(term, phase, weights[term.name])]
-        bench = Bench(method, module._machine, module._layers, phase, terms, weights, watch)  # type: ignore[arg-type]
+        bench = Bench.of(method, module._machine, module._layers, planned.phase, weights, watch)  # type: ignore[arg-type]
         Step(bench, Part.whole(x, y), is_first=True, is_last=True).take()
         for name, gradient in watch.found.items():
             found[name] = found[name] + gradient if name in found else gradient
@@ -126,7 +123,6 @@ def as_in_a_fit(module: ClientModule) -> Iterator[None]:
     assert module.settings is not None
     module.train()
     module.method.fit = Fit(module.settings.optimizer, 1, 1.0, 1)
-    module._weights = module.method.term_weights()
     begin_fit(module.method)
     yield
 

@@ -34,7 +34,7 @@ from fl_lightning.core.private_steps import PrivateDescent, PrivateFit, PrivateS
 from fl_lightning.core.recall import Memory
 from fl_lightning.core.server import Server
 from fl_lightning.core.step import Bench, Step
-from fl_lightning.core.term import Term, counts
+from fl_lightning.core.term import Term
 from fl_lightning.core.walking import parameters_of
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import own_code, require
@@ -300,9 +300,8 @@ class ClientModule(L.LightningModule):
             self.private.enter(method)
         method.fit.epoch = self.current_epoch
         method.fit.num_batches = method.fit.num_batches if epoch else 0
-        terms = [term for term in method.terms if counts(term, planned.phase, self._weights[term.name])]
-        self._bench = Bench(
-            method, self._machine, self._layers, planned.phase, terms, self._weights, self._descents[index], self.meter
+        self._bench = Bench.of(
+            method, self._machine, self._layers, planned.phase, self._weights, self._descents[index], self.meter
         )
         self._bench.memory = self.memory
         self._bench.body_rests = self.memory is not None and _rests(self._bench.model, trained)

@@ -24,7 +24,6 @@ from fl_lightning.core.stacked_descent import StackedDescent
 from fl_lightning.core.stacked_graphs import FitGraphs
 from fl_lightning.core.stacked_meter import StackedMeter
 from fl_lightning.core.step import Bench
-from fl_lightning.core.term import counts
 from fl_lightning.seeding import drawn_from_torch, same_stream_states, set_stream_states, stream_states
 
 
@@ -187,10 +186,8 @@ class _Phase:
         self.index = index
         self.planned = planned
         method = fit.method
-        weights = method.term_weights()
-        terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
         machine = Machine(fit.module.device.type)
-        bench = Bench(method, machine, batch_norms(method), planned.phase, terms, weights)
+        bench = Bench.of(method, machine, batch_norms(method), planned.phase, method.term_weights())
         if any(own._backward_hooks or own._post_accumulate_grad_hooks for own in planned.parameters):  # type: ignore[attr-defined]
             raise Unstackable("hooks are tied to its parameters' gradients")
         padded = any(isinstance(own, nn.Embedding) and own.padding_idx is not None for own in method.modules())

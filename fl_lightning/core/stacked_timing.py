@@ -16,7 +16,6 @@ from fl_lightning.core.freezing import batch_norms
 from fl_lightning.core.rows import Rows
 from fl_lightning.core.stacked_fit import Batches, Entered, Epoch, StackedFit
 from fl_lightning.core.step import Bench, Step
-from fl_lightning.core.term import counts
 
 STEPS, PASSES = 6, 2
 """Steps that are made of each kind, so many times over; the fastest counts, the first ones warm up."""
@@ -92,8 +91,7 @@ def _alone(module: ClientModule, entered: Sequence[Entered], epoch: Epoch) -> fl
             for parameter in trainable:
                 parameter.requires_grad_(id(parameter) in trained)
             descent = Descent(machine, {name: next(templates) for name in planned.parts}, module.settings)
-            terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
-            bench = Bench(method, machine, batch_norms(method), planned.phase, terms, weights, descent)
+            bench = Bench.of(method, machine, batch_norms(method), planned.phase, weights, descent)
             batches = next(iter(epoch(0, [None] * len(entered))))
             step = Step(bench, Part.whole(batches.x[0], batches.y[0]))
             total += min(_timed(module, step.take) for _ in range(STEPS * PASSES))

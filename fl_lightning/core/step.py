@@ -16,6 +16,7 @@ from fl_lightning.core.forward import Forward, LateMaps
 from fl_lightning.core.freezing import keeping_statistics, single_sample, training
 from fl_lightning.core.precision import widened
 from fl_lightning.core.recall import Memory, Recall
+from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.own_training import SkippedBatch
 
@@ -53,6 +54,21 @@ class Bench:
     meter: LossMeter | None = None
     memory: Memory | None = None
     body_rests: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        method: Any,
+        machine: Machine,
+        layers: Sequence[nn.Module],
+        phase: Phase,
+        weights: Mapping[str, float],
+        descent: Descent | None = None,
+        meter: LossMeter | None = None,
+    ) -> Bench:
+        """A phase's, with those of the method's terms that count in it by `weights`, which hold for the whole fit."""
+        terms = [term for term in method.terms if counts(term, phase, weights[term.name])]
+        return cls(method, machine, layers, phase, terms, weights, descent, meter)
 
     # What every step would look up again:
 

@@ -19,7 +19,7 @@ from fl_lightning.core.method import Method
 from fl_lightning.core.planning import Planned
 from fl_lightning.core.private_steps import KEY, PrivateDescent, PrivateFit, PrivateStep, RecordPrivacy, opacus
 from fl_lightning.core.step import Bench
-from fl_lightning.core.term import Term, counts
+from fl_lightning.core.term import Term
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.accounting import Mechanism, epsilon
 from fl_lightning.federation.reports import ClientReport
@@ -239,12 +239,11 @@ def _check_gradients(module: ClientModule, settings: RecordPrivacy, store: Tenso
 
 def _compare(module: ClientModule, planned: Planned, private: PrivateFit, x: Tensor, y: Tensor) -> str | None:
     """The first parameter whose gradients differ, None if there is none."""
-    method, weights = module.method, module.method.term_weights()
-    terms = [term for term in method.terms if counts(term, planned.phase, weights[term.name])]
+    method = module.method
     machine, descent = Machine(module.device.type), partial(_Catching, private)
     assert module.settings is not None
     catching = descent(machine, {}, module.settings)
-    bench = Bench(method, machine, [], planned.phase, terms, weights, catching)
+    bench = Bench.of(method, machine, [], planned.phase, method.term_weights(), catching)
     buffers = dict(method.named_buffers())
     travelling = {name: buffers[name].clone() for name in module.division.shared if name in buffers}
     try:
