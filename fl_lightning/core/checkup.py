@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, Flat, Message
+from fl_lightning.core.message import Artifact, ClassMeans, Flat, Message, tensors_in
 from fl_lightning.core.moving import together
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -145,17 +145,15 @@ def _first_broken(tensor: Tensor) -> float:
 
 def _of_artifacts(message: Message) -> Iterator[Tensor]:
     for value in message.artifacts.values():
-        yield from (value,) if isinstance(value, Tensor) else value.tensors().values()
+        yield from tensors_in(value).values()
 
 
 def tensors_of(message: Message) -> dict[str, Tensor]:
     """All tensors of a message, by a name that a user understands."""
     found = {f"weight {name}": tensor for name, tensor in message.weights.items()}
     for name, value in message.artifacts.items():
-        if isinstance(value, Tensor):
-            found[f"artifact {name}"] = value
-        else:
-            found |= {f"artifact {name}.{field}": tensor for field, tensor in value.tensors().items()}
+        fields = tensors_in(value).items()
+        found |= {f"artifact {name}.{field}".removesuffix("."): tensor for field, tensor in fields}
     return found
 
 
@@ -196,7 +194,7 @@ def _check_artifact(name: str, value: Artifact, expected: Expected, num_train: i
     what = f"artifact {name}"
     shape = expected.artifacts.get(name)
     if shape is not None:
-        own = [value.shape] if isinstance(value, Tensor) else [tensor.shape for tensor in value.tensors().values()]
+        own = [tensor.shape for tensor in tensors_in(value).values()]
         fits = any(tuple(found) == shape for found in own)
         _require(fits, f"{what} is {list(own[0]) if own else 'empty'} and should be {list(shape)}")
     if isinstance(value, ClassMeans):

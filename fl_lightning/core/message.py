@@ -304,6 +304,11 @@ class Message:
         return cls(dict(state["weights"]), artifacts, state["num_samples"], sent)
 
 
+def tensors_in(value: Artifact) -> dict[str, Tensor]:
+    """An artifact's tensors by field; a plain tensor's field is ``""``."""
+    return {"": value} if isinstance(value, Tensor) else value.tensors()
+
+
 def packed(value: Artifact) -> Any:
     """An artifact in plain containers.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, Message, accumulation_dtype
+from fl_lightning.core.message import Artifact, Message, accumulation_dtype, tensors_in
 from fl_lightning.data.population import LazyClients
 from fl_lightning.errors import require, require_choices
 from fl_lightning.seeding import numpy_generator, torch_generator
@@ -169,8 +169,7 @@ def attacked(
             yield Entry(("weight", name, ""), tensor, torch.zeros_like(tensor) if base is None else base, None)
     for name, artifact in message.artifacts.items():
         before = None if name in increments else received.artifacts.get(name)
-        fields = {"": artifact} if isinstance(artifact, Tensor) else artifact.tensors()
-        for field, tensor in fields.items():
+        for field, tensor in tensors_in(artifact).items():
             if not tensor.is_floating_point() or tensor.numel() < 2:
                 continue
             crosses = None if isinstance(artifact, Tensor) else artifact.crossing(field)
@@ -300,11 +299,8 @@ def _flipped(own: ClientData, store: object) -> ClientData:
 
 def _before(artifact: Artifact | None, field: str, like: Tensor) -> Tensor:
     """The same tensor of what was received; zeros where there is none of that shape."""
-    if artifact is None or isinstance(artifact, Tensor) != (not field):
-        return torch.zeros_like(like)
-    found = artifact if isinstance(artifact, Tensor) else artifact.tensors().get(field)
-    fits = found is not None and found.shape == like.shape
-    return found.to(like) if fits and found is not None else torch.zeros_like(like)
+    found = None if artifact is None else tensors_in(artifact).get(field)
+    return torch.zeros_like(like) if found is None or found.shape != like.shape else found.to(like)
 
 
 def _are_distributions(rows: Tensor, crosses: Tensor | None) -> bool:
