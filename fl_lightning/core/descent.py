@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fl_lightning.core.engine import gradients
 from fl_lightning.core.facts import OptimizerFactory
 from fl_lightning.core.steps import CarefulSteps
+from fl_lightning.models.own_training import trained_by
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
@@ -145,7 +146,7 @@ class Descent:
         share = factor / self.settings.accumulate
         optimizers = [self.optimizers[name] for name in names or self.optimizers]
         apart = bool(names) and self.settings.accumulate > 1
-        parameters = _parameters(optimizers) if names else []
+        parameters = trained_by(*optimizers) if names else []
         if apart:  # two losses may step on one part: while they accumulate, each keeps its gradients
             for parameter, gradient in zip(parameters, self._accumulated.pop(names, ()), strict=False):
                 parameter.grad = gradient
@@ -175,7 +176,7 @@ class Descent:
     def step(self, optimizers: Sequence[Any]) -> None:
         """Step on the gradients there are, with the trainer's precision and clipping, and clear them."""
         if self.machine.devices is not None:
-            self.machine.devices.average_gradients(_parameters(optimizers))
+            self.machine.devices.average_gradients(trained_by(*optimizers))
         for optimizer in optimizers:
             if self.machine.careful is not None:
                 self.machine.careful.prepare_step(optimizer.optimizer)
@@ -191,7 +192,7 @@ class Descent:
     def skip(self, steps_now: bool) -> None:
         """A mini-batch adds nothing: step on what those before it have accumulated, if it is time."""
         optimizers = list(self.optimizers.values())
-        if steps_now and any(parameter.grad is not None for parameter in _parameters(optimizers)):
+        if steps_now and any(parameter.grad is not None for parameter in trained_by(*optimizers)):
             self.step(optimizers)
 
     def end_bundle(self) -> None:
@@ -202,13 +203,9 @@ def clip(settings: FitSettings, optimizers: Sequence[Any]) -> None:
     """Clip the gradients of some optimizers together, as a fit's settings say."""
     if settings.clip_value is None:
         return
-    parameters = [own for own in _parameters(optimizers) if own.grad is not None]
+    parameters = [own for own in trained_by(*optimizers) if own.grad is not None]
     if settings.clip_algorithm == "value":
         if parameters:  # torch's own function raises an error where there is no gradient at all
             nn.utils.clip_grad_value_(parameters, settings.clip_value)
     else:
         nn.utils.clip_grad_norm_(parameters, settings.clip_value)
-
-
-def _parameters(optimizers: Sequence[Any]) -> list[Tensor]:
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -20,6 +20,7 @@ from fl_lightning.core.descent import Descent
 from fl_lightning.core.devices import Part
 from fl_lightning.core.step import Step
 from fl_lightning.errors import ConfigError, require
+from fl_lightning.models.own_training import trained_by
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -191,7 +192,7 @@ class PrivateDescent(Descent):
             factor: 0 where the mini-batch is empty, else 1.
         """
         (optimizer,) = self.optimizers.values()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = trained_by(optimizer)
         extra = self.machine.gradients(weights, parameters) if weights.requires_grad else []
         assert self.machine.backward is not None, "a step outside a fit cannot descend"
         self.machine.backward(samples if factor == 1 else samples * factor)

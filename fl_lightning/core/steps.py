@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from fl_lightning.core.precision import Wide
 from fl_lightning.models.encoders import attention_step_by_step
+from fl_lightning.models.own_training import trained_by
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -169,7 +170,7 @@ class HalfLayers(CarefulSteps, HalfPrecision):
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Put parameters and gradients of an optimizer that is about to step into float32."""
-        for parameter in _parameters(optimizer):
+        for parameter in trained_by(optimizer):
             if parameter.dtype in HALF and parameter.grad is not None:
                 gradient, narrow = parameter.grad.float(), parameter.data
                 parameter.grad = None
@@ -189,7 +190,7 @@ class HalfLayers(CarefulSteps, HalfPrecision):
     ) -> Any:
         """Step in float32, then round the parameters."""
         result = super().optimizer_step(optimizer, model, closure, **arguments)
-        for parameter in _parameters(optimizer):
+        for parameter in trained_by(optimizer):
             narrow = self._stored.pop(id(parameter), None)
             if narrow is not None:
                 self._copies[id(parameter)] = wide = parameter.data
@@ -266,9 +267,5 @@ class WideCopies:
                     own.copy_(wide)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+    return any(parameter.grad is not None for parameter in trained_by(optimizer))

@@ -23,6 +23,7 @@ from fl_lightning.federation.flags import limits
 from fl_lightning.federation.settings import Federation
 from fl_lightning.federation.trainers import most_batches, tries_out
 from fl_lightning.federation.workloads import Draw, cuts_epochs, workload_of
+from fl_lightning.models.own_training import trained_by
 from fl_lightning.models.split import SplitModel
 from fl_lightning.seeding import isolated_streams
 
@@ -231,7 +232,7 @@ def _try_step(optimizer: Optimizer, must_call: bool) -> None:
 
 def _try_own_step(optimizer: Optimizer, must_call: bool) -> None:
     """Step an optimizer of a module's own once, on gradients of zeros, and put its parameters back."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = trained_by(optimizer)
     before = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -271,7 +272,7 @@ class _WatchedClosure:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.name = type(optimizer).__name__
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parameters = trained_by(optimizer)
         self.versions = [parameter._version for parameter in self.parameters]
         self.calls = 0
         self.late = False

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from fl_lightning.errors import require
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
-from fl_lightning.models.own_training import Clipping
+from fl_lightning.models.own_training import Clipping, trained_by
 
 _NAMED: dict[Any, str] = {getattr(torch, name): name for name in ("mean", "sum", "max", "min")}
 _REDUCTIONS = {**_NAMED, sum: "sum", max: "max", min: "min"}
@@ -304,7 +304,7 @@ class PulledOptimizer:
 
     def _pull(self) -> None:
         bring_together(self._training)  # once more, for who goes back without `manual_backward`
-        self._training.pull(_trained_by(self.optimizer))
+        self._training.pull(trained_by(self.optimizer))
         machine = self._training.machine
         if is_careful(self._training):
             machine.careful.prepare_step(self.optimizer)
@@ -319,8 +319,8 @@ class PulledOptimizer:
         Args:
             sync_grad: does nothing: gradients of devices that share a fit are brought together in any case.
         """
-        own = {id(parameter) for parameter in _trained_by(self.optimizer)}
-        others = [p for optimizer in self._training.present.optimizers for p in _trained_by(optimizer)]
+        own = {id(parameter) for parameter in trained_by(self.optimizer)}
+        others = trained_by(*self._training.present.optimizers)
         resting = [p for p in others if p.requires_grad and id(p) not in own]
         try:
             for parameter in resting:
@@ -332,10 +332,6 @@ class PulledOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
-
-
-def _trained_by(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class FitView:

@@ -18,6 +18,11 @@ Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 """Parameters -> the gradient that the method's terms add to the model's own; None where they add none."""
 
 
+def trained_by(*optimizers: Any) -> list[Any]:
+    """The parameters of some optimizers, in the order of their groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 class Counter:
     """A hook of an optimizer that looks at no gradient, so that it may be called once they are cleared.
 
