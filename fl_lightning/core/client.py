@@ -304,7 +304,7 @@ class ClientModule(L.LightningModule):
             method, self._machine, self._layers, planned.phase, self._weights, self._descents[index], self.meter
         )
         self._bench.memory = self.memory
-        self._bench.body_rests = self.memory is not None and _rests(self._bench.model, trained)
+        self._bench.body_rests = self.memory is not None and _body_rests(self._bench.model, trained)
         self._begins = True
         self.own.start_epoch(index, epoch)
 
@@ -379,7 +379,7 @@ def _optimizers(
     return made, further
 
 
-def _rests(model: SplitModel, trained: Collection[int]) -> bool:
+def _body_rests(model: SplitModel, trained: Collection[int]) -> bool:
     """Whether embeddings are a body's that has parameters, and none of them is among those that are trained."""
     body = {id(parameter) for parameter in model.body.parameters()}
     return bool(body) and body.isdisjoint(trained) and model.embeds_by_body

@@ -7,6 +7,7 @@ the client received, of class means the rows and which classes stand behind them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,10 +37,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Coordinates that it takes: of class means one more a class, for whether the class is held."""
-        numel = 1
-        for length in self.shape:
-            numel *= length
-        return numel + (self.shape[0] if self.kind == "ClassMeans" else 0)
+        return math.prod(self.shape) + (self.shape[0] if self.kind == "ClassMeans" else 0)
 
 
 class Coding:

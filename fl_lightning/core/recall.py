@@ -90,7 +90,7 @@ class Memory:
         size = sum(tensor.nbytes for tensor in tensors) // max(len(rows), 1) * self.num_samples
         size += sum(tensor.nbytes for _, _, tensor in _state(parts)) if tensors else 0
         quiet = torch.equal(drawn, _drawn(parts)) and (x is None or x._version == version)
-        if 0 < size <= self.left and quiet and _rests(parts, tensors, make):
+        if 0 < size <= self.left and quiet and _is_each_samples_own(parts, tensors, make):
             self.left -= size
             self._kept[key] = kept = _Kept(made, parts, self.num_samples, size)
             kept.put(rows, made)
@@ -225,7 +225,7 @@ class _Column:
         return self._rows.index_select(0, rows.to(self._rows.device, non_blocking=True)).permute(self._back)
 
 
-def _rests(parts: Sequence[nn.Module], made: Sequence[Tensor], make: Make) -> bool:
+def _is_each_samples_own(parts: Sequence[nn.Module], made: Sequence[Tensor], make: Make) -> bool:
     """Whether a sample's values are its own: no statistics of the mini-batch, and in train mode what eval mode does."""
     modules = [module for part in parts for module in part.modules()]
     if any(isinstance(module, _BatchNorm) and module.running_mean is None for module in modules):

@@ -101,7 +101,7 @@ def check_batches(flags: Mapping[str, Any], num_batches: int) -> None:
     Raises:
         ConfigError: with the flag's key.
     """
-    for name in ("limit_train_batches", "overfit_batches"):
+    for name in _SHARES:
         share = flags.get(name)
         if isinstance(share, float) and share > 0:
             rule = f"leaves the smallest client none of its {num_batches} mini-batches; take more, or a whole number"
@@ -130,7 +130,7 @@ def limits(flags: Mapping[str, Any]) -> set[str]:
     Args:
         flags: of the Trainer.
     """
-    shares = {name: flags.get(name) for name in ("limit_train_batches", "overfit_batches")}
+    shares = {name: flags.get(name) for name in _SHARES}
     found = {name for name, of in shares.items() if of and not (isinstance(of, float) and of == 1)}
     found |= {name for name in ("fast_dev_run", "max_time") if flags.get(name)}
     return found if flags.get("max_steps", -1) in (None, -1) else {*found, "max_steps"}

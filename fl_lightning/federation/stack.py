@@ -437,5 +437,5 @@ def _train(module: ClientModule) -> None:
 
 def _trained_in(phases: Sequence[Phase], name: str) -> Hashable:
     """The phases, and their parts, that train a parameter."""
-    parts = [(i, p, own) for i, phase in enumerate(phases) for p, own in (phase.parts or {"": phase.trains}).items()]
+    parts = [(i, p, own) for i, phase in enumerate(phases) for p, own in phase.by_part.items()]
     return tuple((index, part) for index, part, own in parts if matches(name, own))
