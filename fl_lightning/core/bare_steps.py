@@ -69,7 +69,10 @@ def _as_ever(optimizer: Optimizer) -> None:
 
 
 def _without_state(optimizer: Optimizer, fit: Fit, changes: bool, also: Sequence[Counter]) -> Callable[[], None]:
-    """SGD without momentum, for which no two parameters are unlike."""
+    """SGD without momentum, for which no two parameters are unlike, and which keeps no state.
+
+    As a `_Group` it would step to the same bits, but take a small model a tenth longer, and leave empty state behind.
+    """
 
     @torch.no_grad()
     def step() -> None:
