@@ -6,6 +6,11 @@ from fl_lightning.models.split import Body, SplitModel
 from fl_lightning.models.wrapped import WrappedModel
 
 
+def count_parameters(module):
+    """Number of parameter values, frozen ones included, buffers not; a shared parameter counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 class TinyConvNet(SplitModel):
     """One convolution with batch norm and dropout, for what an MLP does not show."""
 

@@ -1,14 +1,9 @@
-"""Questions that the summary of a run asks about a model."""
+"""What a run asks about a model before it fits it."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Number of parameter values, frozen ones included, buffers not; a shared parameter counts once."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def has_batch_norm(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from sections import sectioned
+from tiny_models import count_parameters
 
 from fl_lightning.building import build
 from fl_lightning.core.client import ClientModule
@@ -15,7 +16,6 @@ from fl_lightning.losses.distillation import (
 )
 from fl_lightning.methods.fedavg import FedAvg
 from fl_lightning.models.cnn import CNN
-from fl_lightning.models.describe import count_parameters
 
 A1, A2 = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), torch.tensor([[[[2.0]]]])
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from tiny_models import count_parameters
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.cbam import CBAM
-from fl_lightning.models.describe import count_parameters
 
 
 def ones_mlp():

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import count_parameters
 from torch import nn
 
 import fl_lightning.models.split
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.cnn import CNN, FedDWCNN, FedProtoCNN
-from fl_lightning.models.describe import count_parameters, has_batch_norm
+from fl_lightning.models.describe import has_batch_norm
 from fl_lightning.models.lstm import BiLSTM
 from fl_lightning.models.mlp import MLP
 from fl_lightning.models.mobile import MobileNetV2, ShuffleNetV2
