@@ -1,8 +1,8 @@
 """FedProto: clients exchange class prototypes instead of weights.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI
-2022, Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch; the defaults are the
-definitions of the paper with weights that sum to one.
+2022, Algorithm 1. Where the paper's formulas and its public code differ, each form is a switch. By default prototypes
+are the paper's, with weights that sum to one, and their distance is the public code's: a mean over features.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class FedProto(Method):
 
     Args:
         weight: λ of the prototype term, >= 0; the paper's: 1 (MNIST, FEMNIST), 0.1 (CIFAR-10).
-        distance: form of the prototype term; λ was tuned with ``sample_mse``.
+        distance: form of the prototype term: ``sample_mse``, the public code's, with which λ was tuned;
+            ``batch_proto_l2``, the main text's L2 distance of class means, summed over classes; or ``sample_sq``, the
+            appendix's squared norm, D times the first.
         prototypes: how prototypes are made and averaged.
         download: ``all`` valid prototypes, or only those of classes the client uploaded (``local``).
         candidates: what nearest-prototype inference may predict on the client's own test split: all valid classes
