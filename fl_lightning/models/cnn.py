@@ -79,7 +79,7 @@ class FedDWCNN(SplitModel):
 
     Conv5x5, pool2, ReLU; Conv5x5, dropout, pool2, ReLU; flatten; Linear→256, ReLU; Linear→128 = z (no ReLU); head
     128→C. The paper's own runs have no bias in the head: set `head_bias: false` for them. The sizes are those of the
-    authors' public code.
+    authors' public code, as are pooling and dropout on MNIST: the paper has pooling for CIFAR-10 alone, and no dropout.
 
     Args:
         input_shape: (channels, height, width) of an image, 16x16 or more.

@@ -16,7 +16,8 @@ class BiLSTM(SplitModel):
 
     Embedding 10,000x128, dropout; LSTM with 128 units per direction; dropout; per token Linear 256→128 and ReLU; mean
     over all L tokens, padding included; Linear 128→128 = z; head 128→C. The paper's own runs have no bias in the head:
-    set `head_bias: false` for them. Two feature maps, both sequences: [B, L, 128] and [B, L, 256].
+    set `head_bias: false` for them. The layer of every token is the first of the paper's two mapping layers, as in the
+    authors' public code. Two feature maps, both sequences: [B, L, 128] and [B, L, 256].
 
     Args:
         input_shape: (length,) of a token sequence.
