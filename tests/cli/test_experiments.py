@@ -190,6 +190,14 @@ def test_every_overlay_of_fedproto_suits_every_data_set():
         assert check([*first, "--config", "experiments/fedproto/new_clients.yaml"]).loop.settings.newcomers.clients == 5
 
 
+def test_dispfl_renews_masks_over_the_rounds_of_the_run():
+    """A length of its own would go on as if a shorter run, small.yaml's, were the paper's 300 rounds."""
+    files = ("cifar10_shards4", "methods/dispfl", "small")
+    config = resolved([word for file in files for word in ("--config", f"experiments/drdfl/{file}.yaml")])
+    assert config["federation"]["rounds"] == 100
+    assert config["method"]["init_args"]["anneal_rounds"] is None
+
+
 @pytest.mark.parametrize("readme", ["README.md", "experiments/README.md"])
 def test_readme_names_files_that_exist_and_commands_that_work(readme):
     text = (ROOT / readme).read_text()

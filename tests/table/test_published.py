@@ -127,3 +127,10 @@ def test_runs_are_shared_between_tables():
     assert run("fedproto/tables/mnist.yaml", "FedProto", "n=3 std 1") == run(
         "fedproto/tables/mnist.yaml", "FedProto classifier", "n=3 std 1"
     )
+
+
+def test_figure_of_a_loss_term_is_of_rows_that_evaluate_it():
+    """A term of weight 0 has no value: the low end of the figure against lambda would be a dash."""
+    cells = cells_of(definition("fedproto/tables/lambda.yaml"), Choice(seeds=(1234,)))
+    assert len(cells) == 6
+    assert all(cell.config["method"]["init_args"]["weight"] > 0 for cell in cells)
