@@ -16,7 +16,6 @@ from fl_lightning.core.forward import Forward, LateMaps
 from fl_lightning.core.freezing import keeping_statistics, single_sample, training
 from fl_lightning.core.precision import widened
 from fl_lightning.core.recall import Memory, Recall
-from fl_lightning.core.term import counts
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.own_training import SkippedBatch
 
@@ -67,8 +66,7 @@ class Bench:
         meter: LossMeter | None = None,
     ) -> Bench:
         """A phase's, with those of the method's terms that count in it by `weights`, which hold for the whole fit."""
-        terms = [term for term in method.terms if counts(term, phase, weights[term.name])]
-        return cls(method, machine, layers, phase, terms, weights, descent, meter)
+        return cls(method, machine, layers, phase, method.terms.counting(phase, weights), weights, descent, meter)
 
     # What every step would look up again:
 

@@ -181,6 +181,10 @@ class Terms(nn.ModuleList):
         """The terms that receive and send."""
         return [term for term in self if term.exchanges]
 
+    def counting(self, phase: Phase, weights: Mapping[str, float]) -> list[Term]:
+        """The terms that count in a phase, by the weight of each name."""
+        return [term for term in self if counts(term, phase, weights[term.name])]
+
     def send(self, host: Host, data: OwnData) -> dict[str, Artifact]:
         """What the terms send together, by name. Terms that make it by one `send` may share an artifact.
 
