@@ -366,7 +366,7 @@ def run(
 def _command(argv: list[str], trains: bool) -> int:
     import traceback
 
-    from fl_lightning import cli
+    from fl_lightning import cli, config_commands
     from fl_lightning.experiment import BuiltExperiment
 
     if not trains:
@@ -376,7 +376,7 @@ def _command(argv: list[str], trains: bool) -> int:
             raise SystemExit(0)
 
         BuiltExperiment.fit = only_check  # type: ignore[method-assign]
-    cli.draw_run = lambda *arguments: None  # type: ignore[assignment]
+    config_commands.draw_run = lambda *arguments: None  # type: ignore[assignment]
     sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:

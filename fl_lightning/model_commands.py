@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_lightning.commands import TRUST
 from fl_lightning.errors import require
 from fl_lightning.parser import OneLineParser, one_line_parser
 from fl_lightning.trust import Trust
@@ -20,7 +21,6 @@ EXPORT = (
     "ONNX's metadata). What was written is run on test samples and compared with the model."
 )
 ENDINGS = (".onnx", ".pt", ".ts")
-TRUST = "a package of your own that the run's configuration may import; may be given several times"
 
 
 def predict(argv: Sequence[str]) -> int:

@@ -533,9 +533,9 @@ def command(argv: list[str]) -> int:
     """The command line, without the pictures that `fit` draws at its end."""
     import traceback
 
-    from fl_lightning import cli
+    from fl_lightning import cli, config_commands
 
-    cli.draw_run = lambda *arguments: None  # type: ignore[assignment]
+    config_commands.draw_run = lambda *arguments: None  # type: ignore[assignment]
     try:
         cli.main(argv)
     except SystemExit as error:

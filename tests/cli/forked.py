@@ -113,12 +113,12 @@ def child(argv, cwd, env, out, err, die_at, draws, haste, fatal, torchrun) -> No
 
     import torch
 
-    from fl_lightning import cli
+    from fl_lightning import cli, config_commands
 
     torch.set_num_threads(1)
     torch.cuda._is_in_bad_fork = lambda: False  # the server has looked for a GPU; there is none to be shared
     if not draws:
-        cli.draw_run = lambda *arguments: None
+        config_commands.draw_run = lambda *arguments: None
     if haste != 1:
         watch_in_haste(haste)
     atexit._clear()  # the server's

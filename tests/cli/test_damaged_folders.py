@@ -16,7 +16,7 @@ def base(tmp_path_factory):
     place = tmp_path_factory.mktemp("damaged") / "base"
     place.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fl_lightning.cli.draw_run", lambda *arguments: None)
+        patch.setattr("fl_lightning.config_commands.draw_run", lambda *arguments: None)
         harness.build(place, harness.in_process, tables=False)
     return place
 
