@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fl_lightning.core.coding import Coding, deviations, of_groups
 from fl_lightning.core.message import Message
-from fl_lightning.core.private_mean import CLIPPED, Clipped
+from fl_lightning.core.private_mean import ANYONE, CLIPPED, Clipped, PrivateMean
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.experiment import BuiltExperiment
 from fl_lightning.federation.callbacks import FederationCallback
@@ -93,8 +93,8 @@ class Canaries(FederationCallback):
         exchange, account = loop.exchange, loop.account
         assert account is not None
         assert isinstance(exchange, Star)
-        close, mean = exchange.close, exchange.mean
-        assert mean is not None
+        close, mean = exchange.close, exchange.door
+        assert isinstance(mean, PrivateMean)
         expected = mean.expected
         rate = account.mechanism(1).sampling_rate
         mean.expected = lambda round: expected(round) + rate * self.number  # they are clients like the others
@@ -110,7 +110,7 @@ class Canaries(FederationCallback):
             directions = self._drawn(coding)
             for index in taking:
                 packed = Clipped.of(directions[index] * scale, coding)
-                mean.add(Message({}, {CLIPPED: packed}, 1))
+                mean.add(ANYONE, Message({}, {CLIPPED: packed}, 1))
             close()
             assert mean.released is not None
             moved = mean.released * mean.expected(round) / scale

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fl_lightning.core.aggregation import Partial
 from fl_lightning.core.checkup import Unsound
 from fl_lightning.core.coding import Coding, clipped, deviations
+from fl_lightning.core.door import Door
 from fl_lightning.core.exact_sum import ExactSum
 from fl_lightning.core.message import Message, Structured, accumulation_dtype, artifact
 from fl_lightning.seeding import torch_generator
@@ -47,7 +49,7 @@ class Clipped(Structured):
         return Coding.from_state(json.loads(self.layout))
 
 
-class PrivateMean:
+class PrivateMean(Door):
     """r + (Σ clip(v_i) + N(0, z² C²)) / m, with m fixed beforehand and all clients alike.
 
     m is the number of clients that are expected in a round, whoever comes: a mean over those who came, or by their
@@ -61,6 +63,9 @@ class PrivateMean:
         seed: of the noise. Whoever knows it can take the noise away again: it is for experiments that repeat.
     """
 
+    key = "mean"
+    works_in_parts = True
+
     def __init__(
         self, norms: tuple[float, float], multiplier: float, expected: Callable[[int], float], seed: int
     ) -> None:
@@ -73,14 +78,17 @@ class PrivateMean:
         """[P] what the last round gave away: the mean vector under noise."""
         self.open_round()
 
+    @override
     def open_round(self) -> None:
         """Forget what was added."""
         self._sum = ExactSum()
 
-    def add(self, message: Message) -> None:
+    @override
+    def add(self, client: int, message: Message) -> None:
         """Add a client's message; it is clipped here, too, whatever has happened to it on its way.
 
         Args:
+            client: whoever sent it.
             message: with a `Clipped`, as the wire left it.
         """
         sent = message.artifacts[CLIPPED]
@@ -88,10 +96,12 @@ class PrivateMean:
         self._note(sent.coding)
         self._sum.add(clipped(sent.vector.to(accumulation_dtype(sent.vector.device)), sent.coding, self.norms), 1.0)
 
+    @override
     def partial(self) -> Partial:
         """What was added so far, in plain containers."""
         return {"sum": self._sum.partial(), "coding": None if self.coding is None else self.coding.state()}
 
+    @override
     def merge(self, partial: Mapping[str, Any]) -> None:
         """Add what was added elsewhere."""
         if partial["coding"] is not None:
@@ -110,13 +120,15 @@ class PrivateMean:
             raise Unsound(f"messages are laid out otherwise than before ({odd}), for which no private mean is bounded")
         self.coding = coding
 
-    def release(self, round: int, reference: Mapping[str, Tensor]) -> Message:
-        """The round's mean as a message; under noise also where nobody came.
+    @override
+    def release(self, round: int, previous: Message) -> Iterator[tuple[int, Message]]:
+        """The round's mean as one message of nobody's; under noise also where nobody came.
 
         Args:
             round: 1-based.
-            reference: the weights that clients received.
+            previous: with the weights that clients received.
         """
+        reference = previous.weights
         coding = Coding.of(Message(dict(reference))) if self.coding is None else self.coding
         expected = self.expected(round)
         noise = deviations(coding, self.norms, self.multiplier) / expected
@@ -130,12 +142,14 @@ class PrivateMean:
         device = next((tensor.device for tensor in reference.values()), vector.device)
         message = coding.decoded(vector.to(device), reference, noise)
         message.num_samples = max(1, int(expected + 0.5))
-        return message
+        return iter([(ANYONE, message)])
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What the next rounds depend on: how messages are laid out."""
         return {"coding": None if self.coding is None else self.coding.state()}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.coding = None if state["coding"] is None else Coding.from_state(state["coding"])

@@ -14,9 +14,10 @@ from fl_lightning.core.aggregator import KEY as AGGREGATOR
 from fl_lightning.core.aggregator import Aggregator
 from fl_lightning.core.checkup import Unsound, tensors_of
 from fl_lightning.core.client import ClientModule
+from fl_lightning.core.door import Door
 from fl_lightning.core.facts import Facts
 from fl_lightning.core.message import NOTHING, Message, Size, version_of
-from fl_lightning.core.private_mean import ANYONE, PrivateMean
+from fl_lightning.core.private_mean import PrivateMean
 from fl_lightning.core.server import Server
 from fl_lightning.core.server_optimizer import ServerOptimizer
 from fl_lightning.errors import ConfigError, own_code, require
@@ -219,10 +220,8 @@ class Star(Exchange):
     """A server in the middle: every participant sends to it and hears from it."""
 
     server: Server
-    mean: PrivateMean | None = None
+    door: Door | None = None
     """What stands between clients and server; None where the server hears every message."""
-    guarded: Guard | None = None
-    """What treats messages before the server averages them; None where it trusts them."""
 
     @override
     def setup(self, template: ClientModule, facts: Facts) -> None:
@@ -257,12 +256,12 @@ class Star(Exchange):
         varies = f"{name} sends other things in other rounds, and a private mean would tell who did: must be client"
         require(not server.varies, "federation.wire.where", varies, "server")
         noise = "ClipAndNoise at the server blurs a mean, and a robust rule makes none: one of the two must go"
-        require(self.guarded is None, AGGREGATOR, noise)
-        self.mean, server.expected = mean, mean.expected
+        require(self.door is None, AGGREGATOR, noise)
+        self.door, server.expected = mean, mean.expected
 
     @override
     def guard(self, aggregator: Aggregator, template: ClientModule, participants: int, heard: Heard = as_sent) -> None:
-        self.guarded = Guard(aggregator, self.server, template.method, participants, heard)
+        self.door = Guard(aggregator, self.server, template.method, participants, heard)
 
     @override
     def inbox(self, client: int) -> Message:
@@ -285,14 +284,12 @@ class Star(Exchange):
         for unsaved, owner in zip(self._unsaved, self._keeping(), strict=True):
             if owner is not None:
                 unsaved.look(owner)
-        if self.mean is not None:
-            self.mean.open_round()
-        if self.guarded is not None:
-            self.guarded.open_round()
+        if self.door is not None:
+            self.door.open_round()
 
     def _keeping(self) -> tuple[Kept | None, ...]:
         """What remembers something from round to round, and may be somebody's own."""
-        return self.server, self.server.optimizer, None if self.guarded is None else self.guarded.aggregator
+        return self.server, self.server.optimizer, None if self.door is None else self.door.rule
 
     def _streams(self, purpose: str, client: int = -1) -> AbstractContextManager[None]:
         """What a server, an optimizer or a rule of one's own draws from, whoever has fitted last in this process."""
@@ -306,10 +303,8 @@ class Star(Exchange):
 
     @override
     def post(self, client: int, message: Message) -> None:
-        if self.mean is not None:
-            self.mean.add(message)
-        elif self.guarded is not None:
-            self.guarded.add(client, message)
+        if self.door is not None:
+            self.door.add(client, message)
         else:
             with self._streams("collect", client):
                 self.server.collect(client, message)
@@ -317,10 +312,8 @@ class Star(Exchange):
     @override
     def close(self) -> None:
         with self._streams("close"):
-            if self.mean is not None:
-                self.server.collect(ANYONE, self.mean.release(self.server.round, self.server.message.weights))
-            elif self.guarded is not None:
-                for client, message in self.guarded.release(self.server.round, self.server.message):
+            if self.door is not None:
+                for client, message in self.door.release(self.server.round, self.server.message):
                     self.server.collect(client, message)
             self.server.close_round()
         self._check_sent(self.server.message)
@@ -358,17 +351,22 @@ class Star(Exchange):
         return self.server.message
 
     @property
+    def _taker(self) -> Server | Door:
+        """Who takes what clients send."""
+        return self.server if self.door is None else self.door
+
+    @property
     @override
     def works_in_parts(self) -> bool:
-        return self.mean is not None or (self.guarded is None and self.server.works_in_parts)
+        return self._taker.works_in_parts
 
     @override
     def partial(self) -> Any:
-        return self.server.partial() if self.mean is None else self.mean.partial()
+        return self._taker.partial()
 
     @override
     def merge(self, partial: Any) -> None:
-        (self.server if self.mean is None else self.mean).merge(partial)
+        self._taker.merge(partial)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -376,17 +374,13 @@ class Star(Exchange):
             if owner is not None:
                 checked_state(owner)
         state = checked_state(self.server)
-        if self.guarded is not None:
-            state["aggregator"] = self.guarded.state_dict()
-        return state if self.mean is None else {**state, "mean": self.mean.state_dict()}
+        return state if self.door is None else {**state, self.door.key: self.door.state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.server.load_state_dict(state)
-        if self.guarded is not None:
-            self.guarded.load_state_dict(state["aggregator"])
-        if self.mean is not None:
-            self.mean.load_state_dict(state["mean"])
+        if self.door is not None:
+            self.door.load_state_dict(state[self.door.key])
 
 
 def _held(message: Message) -> dict[str, tuple[int, int]]:

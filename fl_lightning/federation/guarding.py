@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from fl_lightning.core.aggregator import KEY, Aggregator
+from fl_lightning.core.door import Door
 from fl_lightning.core.message import Message
 from fl_lightning.core.method import Method
 from fl_lightning.core.server import Server
@@ -25,7 +27,7 @@ def as_sent(message: Message, round: int) -> Message:
     return message
 
 
-class Guard:
+class Guard(Door):
     """Stands between clients and a server that averages.
 
     Args:
@@ -39,10 +41,13 @@ class Guard:
         ConfigError: if the server makes something else than means of messages, or rounds are too small for the rule.
     """
 
+    key = "aggregator"
+    rule: Aggregator
+
     def __init__(
         self, aggregator: Aggregator, server: Server, method: Method, participants: int, heard: Heard = as_sent
     ) -> None:
-        self.aggregator, self.heard = aggregator, heard
+        self.rule, self.heard = aggregator, heard
         self.increments = server.increments
         self.name, self.method = type(aggregator).__name__, type(method).__name__
         averages = (
@@ -61,14 +66,17 @@ class Guard:
         self._told = False
         self.open_round()
 
+    @override
     def open_round(self) -> None:
         """Forget what came in."""
         self._messages: dict[int, Message] = {}
 
+    @override
     def add(self, client: int, message: Message) -> None:
         """Hold a client's message until the round closes."""
         self._messages[client] = message
 
+    @override
     def release(self, round: int, previous: Message) -> Iterator[tuple[int, Message]]:
         """What the server folds in, by client; nothing where too few came for the rule.
 
@@ -81,13 +89,13 @@ class Guard:
         """
         held = dict(sorted(self._messages.items()))
         self.open_round()
-        least = self.aggregator.least(len(held))
+        least = self.rule.least(len(held))
         if len(held) < least:
             self._tell(f"round {round}: {self.name} needs {least} participants, and {len(held)} sent something")
             return iter(())
         try:
             messages = list(held.values())
-            treated = self.aggregator.treat(messages, self._reference(self.heard(previous, round), messages))
+            treated = self.rule.treat(messages, self._reference(self.heard(previous, round), messages))
         except Unsuited as error:
             rule = f"cannot take {self.method}'s {error}, which is no floating-point tensor: must be null"
             raise ConfigError(KEY, rule, self.name) from error
@@ -110,10 +118,12 @@ class Guard:
             say(f"fl-lightning: {text}; what is shared stays as it was, in later rounds like it, too")
         self._told = True
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What the rule keeps from round to round."""
-        return self.aggregator.state_dict()
+        return self.rule.state_dict()
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.aggregator.load_state_dict(state)
+        self.rule.load_state_dict(state)

@@ -328,7 +328,7 @@ def test_what_did_not_take_part_spreads_as_the_groups_of_a_message_have_it(run_f
     """Groups of unlike sizes were taken to spread as one: more was claimed than the accountant allows."""
     own = experiment(run_folder("run", "--method=FedCPD", wire(noise_multiplier=3.0), "--federation.rounds=10"))
     found = audit_canaries(own, 1000, lambda _: None)
-    coding = own.loop.exchange.mean.coding
+    coding = own.loop.exchange.door.coding
     assert len(coding.groups) == 2
     stream = torch.Generator().manual_seed(0)
     released = torch.randn(coding.size, generator=stream, dtype=torch.float64)

@@ -80,7 +80,7 @@ def turned(message):
 
 def test_no_rule_leaves_the_exchange_as_it_was(run_federation, mlp):
     loop = run_federation(lambda: FedAvg(mlp()), rounds=1)
-    assert loop.exchange.guarded is None
+    assert loop.exchange.door is None
     assert "aggregator" not in loop.exchange.state_dict()
 
 

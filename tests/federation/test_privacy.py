@@ -259,7 +259,7 @@ class Released(FederationCallback):
         self.vectors = []
 
     def on_round_end(self, loop, row):
-        self.vectors.append(loop.exchange.mean.released)
+        self.vectors.append(loop.exchange.door.released)
 
 
 def test_feddyn_moves_by_a_share_of_those_that_are_expected(set_up_federation, mlp):
@@ -463,6 +463,7 @@ def test_mean_forgets_an_open_round():
     mean = PrivateMean((1.0, 1.0), 0.0, lambda _: 2.0, seed=0)
     own = Message({"w": torch.ones(2)})
     sender = ClipAndNoise()
-    mean.add(sender.change(own, Message({"w": torch.zeros(2)})))
+    mean.add(0, sender.change(own, Message({"w": torch.zeros(2)})))
     mean.open_round()
-    assert mean.release(1, {"w": torch.zeros(2)}).weights["w"].tolist() == [0, 0]
+    ((_, released),) = mean.release(1, Message({"w": torch.zeros(2)}))
+    assert released.weights["w"].tolist() == [0, 0]
