@@ -13,6 +13,7 @@ from fl_lightning.core.moving import copies, copy_all, moved
 from fl_lightning.core.walking import parts_of
 from fl_lightning.errors import ConfigError, require
 from fl_lightning.models.split import SplitModel
+from fl_lightning.own_methods import overrides
 
 Place = tuple[str, dict[str, Any], str]
 """An entry's name, the dict that has it, and its key there."""
@@ -229,7 +230,7 @@ def _places(module: nn.Module) -> list[Place] | None:
     found: list[Place] = []
     for prefix, part in module.named_modules(remove_duplicate=False):
         own = part._state_dict_hooks or part._state_dict_pre_hooks
-        if own or any(getattr(type(part), name) is not getattr(nn.Module, name) for name in _SAVING):
+        if own or any(overrides(type(part), nn.Module, name) for name in _SAVING):
             return None
         start = f"{prefix}." if prefix else ""
         for home in (part._parameters, part._buffers):

@@ -22,6 +22,7 @@ from typing_extensions import override
 from fl_lightning.core.bare_steps import bare_step
 from fl_lightning.core.descent import Descent, FitSettings, Machine, clip
 from fl_lightning.core.engine import backward
+from fl_lightning.own_methods import has_own, overrides
 
 if TYPE_CHECKING:
     from lightning import LightningModule, Trainer
@@ -36,10 +37,9 @@ _PASSED = ("pre_backward", "backward", "post_backward", "optimizer_step", "forwa
 def is_plain(trainer: Trainer) -> bool:
     """Whether all that a Trainer does around a backward pass and a step is to count the step."""
     plugin: Any = trainer.precision_plugin
-    passes = all(getattr(type(plugin), name) is getattr(Precision, name) for name in _PASSED)
+    passes = not any(overrides(type(plugin), Precision, name) for name in _PASSED)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    hooks = [(getattr(own, name), getattr(Callback, name)) for own in callbacks for name in WATCHED]
-    watched = any(getattr(hook, "__func__", hook) is not unused for hook, unused in hooks)
+    watched = any(has_own(each, Callback, name) for each in callbacks for name in WATCHED)
     profiled = type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
     return passes and type(trainer.strategy) is SingleDeviceStrategy and not watched and not profiled
 

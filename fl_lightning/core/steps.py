@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from fl_lightning.core.precision import Wide
 from fl_lightning.models.encoders import attention_step_by_step
 from fl_lightning.models.own_training import trained_by
+from fl_lightning.own_methods import overrides
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -227,7 +228,7 @@ def keeps_casts(plugin: Precision) -> bool:
     """
     known = isinstance(plugin, (MixedSteps, HalfPrecision, DoublePrecision))
     names = ("forward_context", "train_step_context")
-    return not known and any(getattr(type(plugin), name) is not getattr(Precision, name) for name in names)
+    return not known and any(overrides(type(plugin), Precision, name) for name in names)
 
 
 def keeps_float32(module: nn.Module) -> bool:

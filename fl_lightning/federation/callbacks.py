@@ -13,6 +13,7 @@ from typing import Any
 from fl_lightning.errors import require
 from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.reports import ClientReport
+from fl_lightning.own_methods import is_lightnings
 from fl_lightning.terminal import say
 
 Loop = Any
@@ -77,7 +78,7 @@ def never_called(callbacks: Iterable[FederationCallback]) -> Iterator[str]:
     """What looks as if a hook had been meant, in a line each."""
     for callback in callbacks:
         kind = type(callback)
-        theirs = {name for base in kind.__mro__ if base.__module__.startswith("lightning.") for name in vars(base)}
+        theirs = {name for base in kind.__mro__ if is_lightnings(base) for name in vars(base)}
         for name in sorted(name for name in dir(kind) if name.startswith("on_") and name not in theirs):
             near = difflib.get_close_matches(name, HOOKS, 1, 0.7)
             if near and name not in HOOKS:

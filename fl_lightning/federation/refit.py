@@ -28,6 +28,7 @@ from fl_lightning.core.message import version_of
 from fl_lightning.errors import require
 from fl_lightning.federation.directory import directory_kept
 from fl_lightning.federation.flags import limits, told
+from fl_lightning.own_methods import is_lightnings, overrides
 from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _set(trainer: L.Trainer, values: Mapping[str, Any]) -> None:
 def _has_state(callback: Callback) -> bool:
     """Whether a callback's state follows a fit; Lightning's others keep in it what the Trainer does."""
     kind = type(callback)
-    own = kind.state_dict is not Callback.state_dict and not kind.__module__.startswith("lightning.")
+    own = overrides(kind, Callback, "state_dict") and not is_lightnings(kind)
     return own or isinstance(callback, EarlyStopping)
 
 

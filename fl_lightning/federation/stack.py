@@ -26,6 +26,7 @@ from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
 from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
+from fl_lightning.own_methods import has_own
 from fl_lightning.seeding import seed_global_streams, set_stream_states, stream_states
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class Stack:
         self._checked: set[Hashable] = set()
         self._tests = StackedTests(runner.evaluator, module, self.attributes)
         method = module.method
-        self._begins = _has_own(method, Method, "on_fit_start") or _has_own(method, Method, "phases")
-        terms = any(_has_own(term, Term, "after_fit") for term in method.terms)
-        self._ends = terms or _has_own(method, Method, "on_fit_end")
+        self._begins = has_own(method, Method, "on_fit_start") or has_own(method, Method, "phases")
+        terms = any(has_own(term, Term, "after_fit") for term in method.terms)
+        self._ends = terms or has_own(method, Method, "on_fit_end")
         """Whether there is something to do for each client before its fit, and after it."""
         self._last: tuple[Any, Entered | None, Hashable] = None, None, None
         self.graphs = None if tell is None else StepGraphs(self.layout, tell, self.attributes.own)
@@ -383,11 +384,6 @@ def _refused(error: Exception, changes: Callable[[], str]) -> Unstackable:
         if name := changes():
             return Unstackable(f"its step changes {name}")
     return (Unstackable if known_reason(error) else Upset)(reason_of(error))
-
-
-def _has_own(module: Any, kind: type, name: str) -> bool:
-    """Whether a module does something of its own in a method of its kind's, by its class or by itself."""
-    return getattr(getattr(module, name), "__func__", None) is not getattr(kind, name)
 
 
 @contextmanager

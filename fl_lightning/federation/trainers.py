@@ -37,6 +37,7 @@ from fl_lightning.errors import ConfigError, require
 from fl_lightning.federation.flags import TRAINER_DEFAULTS, UNHEEDED
 from fl_lightning.federation.team import gpu_here, num_devices, started_outside
 from fl_lightning.heap import keep_freed_memory
+from fl_lightning.own_methods import has_own, is_lightnings
 from fl_lightning.terminal import say
 
 
@@ -181,7 +182,7 @@ def check_kinds(given: Sequence[Any]) -> None:
     for each in given:
         name = type(each).__name__
         kind = next((kind for kind, base in _BY_KIND.items() if isinstance(each, base)), name)
-        theirs = kind != name or type(each).__module__.startswith("lightning.")  # a class of one's own knows better
+        theirs = kind != name or is_lightnings(type(each))  # a class of one's own knows better
         why = next((rule for kinds, rule in UNFIT.items() if theirs and kind in kinds), "")
         require(not why, "trainer.callbacks", f"{name} {why}", name)
 
@@ -200,7 +201,7 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str], others: bool = 
     """
     given = trainer.callbacks  # type: ignore[attr-defined]
     check_kinds(given)
-    own = others or any(not type(each).__module__.startswith("lightning.") for each in given)  # who may log anything
+    own = others or any(not is_lightnings(type(each)) for each in given)  # who may log anything
     for each in given:
         name, watched = type(each).__name__, getattr(each, "monitor", None)
         known = own or watched is None or watched in logged or not getattr(each, "strict", True)
@@ -219,8 +220,7 @@ def check_callbacks(trainer: L.Trainer, logged: Collection[str], others: bool = 
 def _hooks_of(callback: L.Callback) -> list[str]:
     """The hooks in which a callback does something."""
     names = [name for name in vars(L.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
-    own = ((name, getattr(callback, name)) for name in names)
-    return [name for name, hook in own if getattr(hook, "__func__", hook) is not getattr(L.Callback, name)]
+    return [name for name in names if has_own(callback, L.Callback, name)]
 
 
 def sees_batches(trainer: L.Trainer) -> bool:
@@ -230,7 +230,7 @@ def sees_batches(trainer: L.Trainer) -> bool:
     that is not may keep casts of weights for as long as a step lasts.
     """
     given = trainer.callbacks  # type: ignore[attr-defined]
-    own = (isinstance(each, LambdaCallback) or not type(each).__module__.startswith("lightning.") for each in given)
+    own = (isinstance(each, LambdaCallback) or not is_lightnings(type(each)) for each in given)
     return any(own) or keeps_casts(trainer.precision_plugin)
 
 
@@ -252,8 +252,7 @@ class ClipsLast(L.Callback):
 def clip_last(trainer: L.Trainer, settings: FitSettings) -> FitSettings:
     """Clip after callbacks that look at gradients before a step, where there are any, and not in the step itself."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    hooks = [each.on_before_optimizer_step for each in callbacks]
-    looks = any(getattr(hook, "__func__", hook) is not L.Callback.on_before_optimizer_step for hook in hooks)
+    looks = any(has_own(each, L.Callback, "on_before_optimizer_step") for each in callbacks)
     if settings.clip_value is None or not looks:
         return settings
     callbacks.append(ClipsLast(settings))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.errors import ConfigError
 from fl_lightning.models.module_optimizers import KEY
+from fl_lightning.own_methods import overrides
 
 CALLED = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
@@ -51,13 +52,9 @@ def hooks_of(module: L.LightningModule) -> frozenset[str]:
         ConfigError: for one that a federated fit does not call.
     """
     for hook, instead in REFUSED.items():
-        if _overrides(module, hook):
+        if overrides(type(module), L.LightningModule, hook):
             raise ConfigError(KEY, f"{type(module).__name__} overrides {hook}, which is not called here; {instead}")
-    return frozenset(hook for hook in CALLED if _overrides(module, hook))
-
-
-def _overrides(module: L.LightningModule, hook: str) -> bool:
-    return getattr(type(module), hook, None) is not getattr(L.LightningModule, hook, None)
+    return frozenset(hook for hook in CALLED if overrides(type(module), L.LightningModule, hook))
 
 
 def build(module: L.LightningModule) -> None:
