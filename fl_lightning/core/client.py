@@ -38,6 +38,7 @@ from fl_lightning.core.term import Term
 from fl_lightning.core.walking import parameters_of
 from fl_lightning.core.workload import Workload
 from fl_lightning.errors import own_code, require
+from fl_lightning.models.own_training import maker_of
 from fl_lightning.models.split import SplitModel
 from fl_lightning.running_on import RunningOn
 from fl_lightning.seeding import kept_streams
@@ -375,7 +376,7 @@ def _optimizers(
         own.plan(planned.epochs, planned.last)
         for part, parameters in planned.parts.items():
             made.append(fit.make_optimizer(parameters, planned.phase, part=part))
-            further += getattr(planned.phase.optimizer or make, "further", ())
+            further += maker_of(planned.phase.optimizer or make).further
     return made, further
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fl_lightning.errors import ConfigError, require, suggest
+from fl_lightning.models.own_training import maker_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -108,7 +109,7 @@ class Fit:
     def __init__(
         self, optimizer: OptimizerFactory | None = None, epochs: int = 0, lr_factor: float = 1.0, accumulate: int = 1
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else maker_of(optimizer)
         self.epochs = epochs
         self.lr_factor = lr_factor
         self.accumulate = accumulate
@@ -148,17 +149,16 @@ class Fit:
         Raises:
             ConfigError: if the optimizer has no learning rate.
         """
-        make = self._optimizer if phase is None or phase.optimizer is None else phase.optimizer
+        make = self._optimizer if phase is None or phase.optimizer is None else maker_of(phase.optimizer)
         assert make is not None, "a method outside a federation has no optimizer"
-        optimizer = (make if decays else getattr(make, "outside", make))(parameters)
-        own = {"lr": phase.lr if lr is None and phase is not None else lr}
+        optimizer = (make if decays else make.outside)(parameters)
+        own: dict[str, Any] = {"lr": phase.lr if lr is None and phase is not None else lr}
         own |= {} if phase is None or phase.settings is None else phase.settings.get(part, {})
         own = {option: value for option, value in own.items() if value is not None}
         rule, given = f"a phase's learning rate must be above 0{f' ({part})' if part else ''}", own.get("lr")
         require(given is None or given > 0, "method", rule, given)
-        rescale: Any = getattr(make, "rescale", None)
-        for each in (optimizer, *(getattr(make, "further", ()) if decays else ())):
-            rescaled = "lr" in own and rescale is not None and rescale(each, own["lr"])
+        for each in (optimizer, *(make.further if decays else ())):
+            rescaled = "lr" in own and make.rescale(each, own["lr"])
             _set(each, {option: value for option, value in own.items() if not (rescaled and option == "lr")})
             for group in each.param_groups if decays and self.lr_factor != 1 else ():
                 group["lr"] = group["lr"] * self.lr_factor

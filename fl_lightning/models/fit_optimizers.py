@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
+from typing_extensions import override
 
 from fl_lightning.models.head_cut import Joined
 from fl_lightning.models.module_optimizers import Stretch
-from fl_lightning.models.own_training import Counter, MakeOptimizer
+from fl_lightning.models.own_training import Counter, MakeOptimizer, OptimizerMaker
 
 
 class Home(Protocol):
@@ -30,7 +31,7 @@ class Home(Protocol):
         """An optimizer of the fit has moved the parameters."""
 
 
-class OwnOptimizers:
+class OwnOptimizers(OptimizerMaker):
     """Makes modules' own optimizers for a fit.
 
     Args:
@@ -43,6 +44,7 @@ class OwnOptimizers:
         self.further: list[Any] = []
         """What a module of manual optimization has beside the first optimizer of the fit's last phase."""
 
+    @override
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """The first one for the fit's next phase."""
         own = list(parameters)
@@ -50,17 +52,19 @@ class OwnOptimizers:
         self.further = made[1:]
         return made[0]
 
+    @override
     def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
         """An optimizer that no schedule moves, and that nobody keeps."""
         return self.homes[0].make(list(parameters), in_fit=False)[0]
 
+    @override
     def rescale(self, optimizer: Any, lr: float) -> bool:
         """Let an optimizer of the present phase, and its schedule, start from a learning rate; false where none can."""
         homes = [home for home in self.homes if any(optimizer is own for own in home.present.optimizers)]
         return any(home.rescale(optimizer, lr) for home in homes)
 
 
-class ConfiguredOptimizers:
+class ConfiguredOptimizers(OptimizerMaker):
     """Makes the configuration's optimizers for a fit, which modules see as theirs.
 
     Args:
@@ -70,16 +74,21 @@ class ConfiguredOptimizers:
 
     def __init__(self, homes: Sequence[Home], configured: MakeOptimizer) -> None:
         self.homes = homes
-        self.outside = configured
-        """Makes one that no module sees."""
+        self._configured = configured
 
+    @override
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """The fit's next one; after a fit one that no module sees, too."""
         own = list(parameters)
-        made, home = self.outside(own), _home_of(own, self.homes)
+        made, home = self._configured(own), _home_of(own, self.homes)
         if home.stretches:
             home.present.add([made], home.after_step if home.watches else Counter(home.after_step))
         return made
+
+    @override
+    def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """One that no module sees."""
+        return self._configured(parameters)
 
 
 def _home_of(parameters: Sequence[nn.Parameter], homes: Sequence[Home]) -> Home:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Any]
-"""Makes optimizers of parameters. A model's own may have `outside`, which makes those that train outside a fit,
-`rescale`, which lets the schedulers of an optimizer start from another learning rate, and `further`: the optimizers
-that the last call made beside the one that it gave."""
+"""Makes optimizers of parameters; a model's own may do more (`OptimizerMaker`)."""
 Clipping = tuple[float, str] | None
 """The largest gradient norm (or value) of a step, and which of them it is; None clips nothing."""
 Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -21,6 +21,41 @@ Pull = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 def trained_by(*optimizers: Any) -> list[Any]:
     """The parameters of some optimizers, in the order of their groups."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+class OptimizerMaker(ABC):
+    """Makes the optimizers of a fit, and knows what becomes of them."""
+
+    further: Sequence[Any] = ()
+    """The optimizers that the last call made beside the one that it gave."""
+
+    @abstractmethod
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """One for the fit's next phase."""
+
+    def outside(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """One that trains outside a fit."""
+        return self(parameters)
+
+    def rescale(self, optimizer: Any, lr: float) -> bool:
+        """Let an optimizer's schedulers start from another learning rate; false, and nothing is done, where none do."""
+        return False
+
+
+class _Plain(OptimizerMaker):
+    """Makes them by a function, and does no more."""
+
+    def __init__(self, make: MakeOptimizer) -> None:
+        self._make = make
+
+    @override
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        return self._make(parameters)
+
+
+def maker_of(make: MakeOptimizer) -> OptimizerMaker:
+    """What makes optimizers by a function; one that can do more is itself."""
+    return make if isinstance(make, OptimizerMaker) else _Plain(make)
 
 
 class Counter:
