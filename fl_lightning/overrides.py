@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.command_line import CommandLine, is_nested
-from fl_lightning.errors import ConfigError
+from fl_lightning.errors import ConfigError, require
 from fl_lightning.homes import no_section
+from fl_lightning.own_sources import is_same
 from fl_lightning.precheck import check_names
 
 Source = str | Path | Mapping[str, Any]
@@ -86,11 +88,27 @@ def plain(value: Any, key: str) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, type):
-        here = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        rule = "must be a class of a module, so that the run's folder can name it; write it into a file of its own"
-        if here:
-            raise ConfigError(key, rule, value.__qualname__)
-        return f"{value.__module__}.{value.__qualname__}"
+        return _path_of(value, key)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of NumPy or torch
         return value.item()
     raise ConfigError(key, "must be plain data, or a class with its arguments ({class_path, init_args})", value)
+
+
+def _path_of(kind: type, key: str) -> str:
+    """Where a configuration finds a class.
+
+    Raises:
+        ConfigError: if it would find none there, or one that does something else; nothing is imported for that.
+    """
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        rule = "must be a class of a module, so that the run's folder can name it; write it into a file of its own"
+        raise ConfigError(key, rule, kind.__qualname__)
+    found: Any = sys.modules.get(kind.__module__, kind)
+    if found is not kind:
+        for name in kind.__qualname__.split("."):
+            found = getattr(found, name, None)
+    why = f"the module was imported anew, or the class was made elsewhere; take {path}"
+    same = found is kind or (isinstance(found, type) and is_same(found, kind))
+    require(same, key, f"is no longer what {path} names: {why}")
+    return path

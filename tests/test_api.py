@@ -632,6 +632,28 @@ def test_an_own_module_that_was_edited_since_its_import_is_refused(trial, tmp_pa
     assert own.fit(overwrite=True).finished
 
 
+def test_a_class_that_its_module_no_longer_names_is_refused(trial, tmp_path, monkeypatch):
+    """The module's present class was trained in its place."""
+    code = "from fl_lightning.methods.fedavg import FedAvg\nclass Stale(FedAvg):\n    step = {}\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "stale_method.py").write_text(code.format(1))
+    module = importlib.import_module("stale_method")
+    old = module.Stale
+    importlib.reload(module)
+    trial(name="stale", method=old)  # it says the same
+    (tmp_path / "stale_method.py").write_text(code.format(22))
+    importlib.reload(module)
+    with pytest.raises(ConfigError, match=r"^method: is no longer what stale_method.Stale names: .*; take stale_me"):
+        trial(name="stale", method=old)
+    with pytest.raises(ConfigError, match=r"^method: is no longer what stale_method.Other names"):
+        trial(name="stale", method=type("Other", (module.Stale,), {"__module__": "stale_method"}))
+    trial(name="stale", method=module.Stale)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "stale_method")
+        trial(name="stale", method=module.Stale)  # nothing is imported to see
+
+
 def test_fits_in_two_threads_take_turns(trial):
     """Both drew from the process's streams."""
     experiments = [trial(name=f"thread{number}", federation__rounds=1) for number in range(2)]

@@ -1,12 +1,14 @@
 """Which files of code a configuration rests on: one's own, those that they import, and no installed one."""
 
+import importlib
+import os
 import sys
 from importlib.util import spec_from_file_location
 
 import pytest
 
 from fl_lightning.identity import own_files
-from fl_lightning.own_sources import own_sources
+from fl_lightning.own_sources import edited_since_import, is_same, own_sources
 
 CONFIG = {
     "method": {"class_path": "mine.Mine", "init_args": {"extra_terms": [{"class_path": "pack.terms.Pull"}]}},
@@ -101,3 +103,127 @@ def test_files_that_ones_own_classes_are_given_are_known_and_what_is_written_is_
     assert (key, others) == ("method.init_args.extra_terms.0.init_args.table (code)", [])
     (folder / "table.json").write_text("[1, 2]")
     assert known() != {key: one}
+
+
+LIVE = """import functools
+from dataclasses import dataclass
+
+RATE = 1.0
+scale = lambda x: x * RATE
+
+def twice(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return [function(*args) for _ in range(2)]
+    return inner
+
+@dataclass
+class Mine:
+    rate: float = RATE
+    shared = ("model", 1, frozenset({"a", "b"}))
+
+    def losses(self):
+        return {"x": 1.0}
+
+    @twice
+    def steps(self):
+        return [one + 1 for one in range(3)]
+
+    @staticmethod
+    def still():
+        return 3
+
+    @property
+    def half(self):
+        return self.rate / 2
+
+    @functools.cached_property
+    def third(self):
+        return (lambda: self.rate / 3)()
+"""
+
+
+@pytest.fixture
+def live(tmp_path, monkeypatch):
+    """A module that is imported, and a function that edits its file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "live_one.py"
+    file.write_text(LIVE)
+
+    def edit(old, new):
+        assert old in LIVE
+        file.write_text(LIVE.replace(old, new))
+        os.utime(file, (0, 0))  # Python takes what was saved within one second for the same
+
+    yield importlib.import_module("live_one"), edit
+    del sys.modules["live_one"]
+
+
+def edited():
+    return edited_since_import(own_sources({"method": {"class_path": "live_one.Mine"}}))
+
+
+CHANGES = [
+    ('{"x": 1.0}', '{"x": 100.0}'),
+    ('{"x": 1.0}', '{"x": 1}'),
+    ("one + 1", "one + 2"),
+    ("range(2)", "range(3)"),
+    ("return 3", "return 4"),
+    ("self.rate / 2", "self.rate / 4"),
+    ("self.rate / 3", "self.rate / 6"),
+    ("x * RATE", "x + RATE"),
+]
+BESIDE_FUNCTIONS = [
+    ("RATE = 1.0", "RATE = 2.0"),
+    ('"b"})', '"c"})'),
+    ("    def losses", "    def other(self):\n        return 1\n\n    def losses"),
+    ("class Mine", "class Yours"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), [*CHANGES, *BESIDE_FUNCTIONS, ("class Mine:", "class Mine")])
+@pytest.mark.parametrize("looked", [False, True])
+def test_what_was_edited_since_its_import_is_found(looked, old, new, live):
+    """At the first look, too: it was taken for what had been imported."""
+    if looked:
+        assert edited() == []
+    live[1](old, new)
+    assert (edited(), edited()) == (["live_one"], ["live_one"])
+    live[1]("RATE", "RATE")
+    assert edited() == []
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+def test_where_python_keeps_nothing_functions_still_tell(old, new, live, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    live[1](old, new)
+    assert edited() == ["live_one"]
+
+
+def test_comments_are_no_edit(live):
+    live[1]("self.rate / 3)()", "self.rate / 3)()  # a third")
+    assert edited() == []
+
+
+def test_a_reload_begins_anew_and_leaves_what_is_gone(live):
+    module, edit = live
+    edit("class Mine", "class Yours")
+    importlib.reload(module)
+    assert edited() == []
+
+
+def test_functions_that_were_changed_in_place_are_the_file_s(live):
+    """As IPython's autoreload does it; a fit was refused, with a false reason."""
+    module, edit = live
+    assert edited() == []
+    edit('{"x": 1.0}', '{"x": 100.0}')
+    new = {}
+    exec('class Other:\n    def losses(self): return {"x": 100.0}', new)
+    old = module.Mine
+    new["Other"].losses.__code__ = new["Other"].losses.__code__.replace(co_filename=module.__file__)
+    module.Mine.losses.__code__ = new["Other"].losses.__code__
+    assert edited() == []
+    importlib.reload(module)
+    assert edited() == []
+    assert (is_same(old, module.Mine), old is module.Mine) == (True, False)
