@@ -80,14 +80,24 @@ Kind = TypeVar("Kind", bound="type[Structured]")
 def artifact(kind: Kind) -> Kind:
     """Register a kind of artifact, so that it can be saved, resumed and moved between workers.
 
+    Kinds of two modules of one's own may share a name; one that is defined anew takes the place of the one before.
+
     Raises:
-        TypeError: if another class has the name.
+        TypeError: if one of the package's own has the name.
     """
-    there = KINDS.setdefault(kind.__name__, kind)
+    there = KINDS.get(kind.__name__, kind)
     if there.__module__ != kind.__module__:
-        raise TypeError(f"artifact {kind.__name__}: {there.__module__} has a kind of that name; rename one of the two")
-    KINDS[kind.__name__] = kind
+        raise TypeError(f"artifact {kind.__name__}: {there.__module__} has a kind of that name; rename yours")
+    KINDS[_name_of(kind)] = kind
     return kind
+
+
+def _name_of(kind: type) -> str:
+    """The package's own kinds are known by their name, those of others with their module."""
+    if kind.__module__.startswith("fl_lightning."):
+        return kind.__name__
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # so a script is called in its workers
+    return f"{module}.{kind.__name__}"
 
 
 @artifact
@@ -326,11 +336,11 @@ def kind_of(value: Artifact) -> str:
     Raises:
         TypeError: if nobody has registered it.
     """
-    kind = type(value).__name__
     if isinstance(value, Tensor):
         return "Tensor"
+    kind = _name_of(type(value))
     if KINDS.get(kind) is not type(value):
-        raise TypeError(f"{kind} is no registered kind of artifact: decorate the class with `artifact`")
+        raise TypeError(f"{type(value).__name__} is no registered kind of artifact: decorate the class with `artifact`")
     return kind
 
 
@@ -348,9 +358,13 @@ def unpacked(name: str, value: Any) -> Artifact:
         return value
     fields = dict(value)
     kind = fields.pop("kind", "")
-    if kind not in KINDS:
-        rule = f"artifact {name!r} is of a kind that is not registered; import the file that defines it"
-        raise ValueError(f"{rule}: {kind!r}, {suggest(kind, KINDS)}")
+    if kind not in KINDS:  # an older checkpoint names no module, one of a script perhaps another
+        bare, names = kind.rpartition(".")[2], {own: own.rpartition(".")[2] for own in KINDS}
+        alike = [own for own in KINDS if names[own] == bare]
+        if len(alike) != 1:
+            rule = f"artifact {name!r} is of a kind that is not registered; import the file that defines it"
+            raise ValueError(f"{rule}: {kind!r}, {suggest(bare, alike or list(names.values()))}")
+        kind = alike[0]
     return KINDS[kind](**fields)
 
 

@@ -127,7 +127,28 @@ def test_two_kinds_of_one_name_are_refused():
     with pytest.raises(TypeError, match=r"artifact ClassMeans: fl_lightning.core.message has a kind of that name"):
         artifact(type("ClassMeans", (Structured,), {"__module__": "elsewhere"}))
     assert KINDS["ClassMeans"] is ClassMeans
-    assert {"ClassMeans", "KeptRows", "MaskedWeights", "Sketch"} <= KINDS.keys()
+    assert {"ClassMeans", "KeptRows", "MaskedWeights", f"{__name__}.Sketch"} <= KINDS.keys()
+
+
+def test_kinds_of_two_modules_may_share_a_name(monkeypatch):
+    """A copy of a method's file, for an ablation, could not be imported."""
+    kinds = [artifact(_kind("Stats", module)) for module in ("one", "two")]
+    for kind, module in zip(kinds, ("one", "two"), strict=True):
+        state = Message(artifacts={"stats": kind(torch.ones(1))}).state_dict()
+        assert state["artifacts"]["stats"]["kind"] == f"{module}.Stats"
+        assert type(Message.from_state_dict(state).artifacts["stats"]) is kind
+    older = {"weights": {}, "artifacts": {"stats": {"kind": "Stats", "rows": torch.ones(1)}}, "num_samples": 1}
+    with pytest.raises(ValueError, match=r"^artifact 'stats' is of a kind that is not registered; .*: 'Stats'"):
+        Message.from_state_dict(older)
+    monkeypatch.delitem(KINDS, "one.Stats")
+    assert type(Message.from_state_dict(older).artifacts["stats"]) is kinds[1]
+    monkeypatch.delitem(KINDS, "two.Stats")
+
+
+def _kind(name, module):
+    return dataclass(frozen=True)(
+        type(name, (Structured,), {"__module__": module, "__annotations__": {"rows": torch.Tensor}})
+    )
 
 
 def test_a_kind_that_does_not_say_how_it_is_merged_names_both_ways_out():
