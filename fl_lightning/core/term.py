@@ -189,14 +189,15 @@ class Terms(nn.ModuleList):
         """What the terms send together, by name. Terms that make it by one `send` may share an artifact.
 
         Raises:
-            TypeError: if two terms that have nothing to do with each other send one name, or one sends no names.
+            ConfigError: naming the term that sends no names.
+            TypeError: if two terms that have nothing to do with each other send one name.
         """
         artifacts: dict[str, Artifact] = {}
         makers: dict[str, Term] = {}
         for term in self.exchanging:
             sent, kind = term.send(host, data), type(term)
-            if not isinstance(sent, Mapping):
-                raise TypeError(f"{kind.__name__}.send() gives {type(sent).__name__}, not artifacts by name")
+            rule = f"{kind.__name__}.send() must give its artifacts by name, {{name: artifact}}"
+            require(isinstance(sent, Mapping), "method", rule, type(sent).__name__)
             for name in sent:
                 other = type(makers.setdefault(name, term))
                 if other.send is not kind.send:

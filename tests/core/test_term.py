@@ -50,6 +50,17 @@ def test_a_term_that_says_nothing_more_has_no_artifact_and_keeps_its_weight():
         term(None, None)
 
 
+class Nameless(Term):
+    def send(self, host, data):
+        return torch.ones(2)
+
+
+def test_what_a_term_sends_without_a_name_is_said_of_the_term():
+    """The line of the method's file that sends was named."""
+    with pytest.raises(ConfigError, match=r"^method: Nameless\.send\(\) must give .* \{name: artifact\}, got 'Tensor'"):
+        Terms([Nameless()]).send(None, None)
+
+
 def test_terms_are_the_cross_entropy_the_methods_and_the_extra_ones():
     class Own(Term):
         pass
