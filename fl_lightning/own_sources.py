@@ -24,7 +24,7 @@ _IMPORTED: dict[str, tuple[ModuleSpec | None, str, Any]] = {}
 it was last found to be what runs, and what the module did beside its functions."""
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
-_MADE_ANEW = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__firstlineno__"})
+_MADE_ANEW = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__firstlineno__", "__static_attributes__"})
 """What no class shares with another that was made of the same text."""
 
 
@@ -117,7 +117,7 @@ def _kept(spec: ModuleSpec) -> CodeType | None:
 
 
 def _signature(code: CodeType, outline: bool = False) -> tuple[Any, ...]:
-    """What code does, wherever it stands: nothing of lines, files and qualified names.
+    """What code does, wherever it stands: nothing of lines and files.
 
     Args:
         code: of a module, a class or a function.
@@ -128,7 +128,14 @@ def _signature(code: CodeType, outline: bool = False) -> tuple[Any, ...]:
     arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
     flags = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return code.co_name, arguments, flags, names, code.co_code, _constant(code.co_consts, outline)
+    constants = code.co_consts
+    if "__static_attributes__" in code.co_names:  # Python 3.13's, in another order with every compilation
+        constants = tuple(tuple(sorted(each)) if _are_texts(each) else each for each in constants)
+    return code.co_name, arguments, flags, names, code.co_code, _constant(constants, outline)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
 
 
 def _constant(value: Any, outline: bool) -> Any:

@@ -121,6 +121,7 @@ def twice(function):
 class Mine:
     rate: float = RATE
     shared = ("model", 1, frozenset({"a", "b"}))
+    __static_attributes__ = ("rate", "one")
 
     def losses(self):
         return {"x": 1.0}
@@ -201,8 +202,13 @@ def test_where_python_keeps_nothing_functions_still_tell(old, new, live, monkeyp
     assert edited() == ["live_one"]
 
 
-def test_comments_are_no_edit(live):
-    live[1]("self.rate / 3)()", "self.rate / 3)()  # a third")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("self.rate / 3)()", "self.rate / 3)()  # a third"), ('("rate", "one")', '("one", "rate")')],
+)
+def test_what_does_nothing_is_no_edit(old, new, live):
+    """Comments, and the order in which Python notes the attributes that a class's functions set."""
+    live[1](old, new)
     assert edited() == []
 
 
