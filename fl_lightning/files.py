@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 RECENT = 10.0  # seconds in which a file may still be written to
+LOADED = time.time()
+"""When this process imported this, in seconds since the epoch: what tells older files from younger ones."""
 _TEMPORARY = re.compile(r"\..+\.(\d+)(-[0-9a-f]+)?\.tmp")
 
 

@@ -18,6 +18,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from fl_lightning.errors import is_installed
+from fl_lightning.files import LOADED
 
 _IMPORTED: dict[str, tuple[ModuleSpec | None, str, Any]] = {}
 """Modules of one's own that this process has imported -> what told that import from a later one, the file's digest when
@@ -70,7 +71,8 @@ def edited_since_import(sources: Mapping[str, str]) -> list[str]:
 
     Functions are held against the file by their code, so that they may be changed in place (IPython's autoreload).
     What else a module does is held against what it did when it was last looked at, and for the first time against what
-    Python has kept of the import (``__pycache__``), where it has; `importlib.reload` begins anew.
+    Python has kept of the import (``__pycache__``), where it has; `importlib.reload` begins anew. Of a file that nobody
+    has touched in this process's time functions may be other ones: decorators make them anew (typeguard's).
 
     Args:
         sources: the files now, as `own_sources` gives them.
@@ -90,11 +92,20 @@ def edited_since_import(sources: Mapping[str, str]) -> list[str]:
         if known is not spec:
             kept = None if code is None else _kept(spec)
             before = now if kept is None else _signature(kept, outline=True)
-        same = now == before and (code is None or _runs(module, code))
+        same = now == before and (code is None or _is_older(module) or _runs(module, code))
         _IMPORTED[name] = spec, digest if same else "", before
         if not same:
             edited.append(name)
     return edited
+
+
+def _is_older(module: ModuleType) -> bool:
+    """Whether a module's file was last touched before this process imported the package."""
+    try:
+        status = os.stat(module.__file__ or "")
+    except OSError:
+        return False
+    return max(status.st_mtime, status.st_ctime) < LOADED
 
 
 def _compiled(name: str) -> CodeType:

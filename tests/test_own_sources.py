@@ -3,10 +3,12 @@
 import importlib
 import os
 import sys
+import time
 from importlib.util import spec_from_file_location
 
 import pytest
 
+from fl_lightning import own_sources as own_sources_module
 from fl_lightning.identity import own_files
 from fl_lightning.own_sources import edited_since_import, is_same, own_sources
 
@@ -233,3 +235,15 @@ def test_functions_that_were_changed_in_place_are_the_file_s(live):
     importlib.reload(module)
     assert edited() == []
     assert (is_same(old, module.Mine), old is module.Mine) == (True, False)
+
+
+def test_functions_that_a_decorator_makes_anew_of_the_file_are_no_edit(live, monkeypatch):
+    """As typeguard's does: where nobody has touched the file since the process began."""
+    module, edit = live
+    code = compile('def losses(self): return {"x": check(1.0)}', module.__file__, "exec").co_consts[0]
+    module.Mine.losses.__code__ = code
+    assert edited() == ["live_one"]
+    monkeypatch.setattr(own_sources_module, "LOADED", time.time() + 60)
+    assert edited() == []
+    edit("RATE = 1.0", "RATE = 2.0")
+    assert edited() == ["live_one"]
