@@ -84,8 +84,8 @@ class BuiltExperiment:
         self.trainer = {key: build(value, f"trainer.{key}") for key, value in flags.items()}
         own = own_sources(config)
         for module in edited_since_import(own)[:1]:
-            rule = "was edited since this process imported it: importlib.reload it, or start a new one (where Python "
-            raise ConfigError(module, f"{rule}still takes the old text, saved within the same second, save it again)")
+            rule = "was edited since this process imported it, which may go on with what it was; start a new one, or "
+            raise ConfigError(module, f"{rule}importlib.reload it")
         sources = {f"{module}{CODE}": known for module, known in own.items()}
         self.identity = {**identity(config), **contents(config), **sources, **own_files(config)}
         self.architecture = architectures(config["model"], self.data.num_clients)

@@ -108,7 +108,8 @@ def _path_of(kind: type, key: str) -> str:
     if found is not kind:
         for name in kind.__qualname__.split("."):
             found = getattr(found, name, None)
-    why = f"the module was imported anew, or the class was made elsewhere; take {path}"
     same = found is kind or (isinstance(found, type) and is_same(found, kind))
-    require(same, key, f"is no longer what {path} names: {why}")
+    where = f"take {path}" if isinstance(found, type) else "write it into a file of its own"
+    why = "the module was imported anew, or the class was made elsewhere"
+    require(same, key, f"is not what {path} names now: {why}; {where}")
     return path

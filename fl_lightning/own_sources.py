@@ -7,26 +7,23 @@ import hashlib
 import inspect
 import marshal
 import os
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import MAGIC_NUMBER, find_spec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from fl_lightning.errors import is_installed
 from fl_lightning.files import LOADED
 
-_IMPORTED: dict[str, tuple[ModuleSpec | None, str, Any]] = {}
-"""Modules of one's own that this process has imported -> what told that import from a later one, the file's digest when
-it was last found to be what runs, and what the module did beside its functions."""
+_IMPORTED: dict[str, tuple[ModuleSpec, str]] = {}
+"""Modules of one's own that this process has imported -> what told that import from a later one, and what was in it."""
 _ASIDE = frozenset({"logger", "federation.callbacks"})
 """Sections whose classes change no number."""
-_MADE_ANEW = frozenset({"__dict__", "__weakref__", "__doc__", "_abc_impl", "__firstlineno__", "__static_attributes__"})
-"""What no class shares with another that was made of the same text."""
 
 
 def own_sources(config: Mapping[str, Any]) -> dict[str, str]:
@@ -67,141 +64,55 @@ def source_of(kind: type) -> dict[str, str]:
 
 
 def edited_since_import(sources: Mapping[str, str]) -> list[str]:
-    """The modules whose files hold something else by now than what this process has imported and goes on with.
-
-    Functions are held against the file by their code, so that they may be changed in place (IPython's autoreload).
-    What else a module does is held against what it did when it was last looked at, and for the first time against what
-    Python has kept of the import (``__pycache__``), where it has; `importlib.reload` begins anew. Of a file that nobody
-    has touched in this process's time functions may be other ones: decorators make them anew (typeguard's).
+    """The modules that this process goes on with as they were, though their files hold something else by now.
 
     Args:
-        sources: the files now, as `own_sources` gives them.
+        sources: the files now, as `own_sources` gives them. What is seen here for the first time is taken for what was
+            imported, unless Python's copy of it (``__pycache__``) says otherwise; `importlib.reload` begins anew.
     """
     edited = []
     for name, digest in sources.items():
-        module = sys.modules.get(name)
-        spec = getattr(module, "__spec__", None)
-        if module is None or spec is None:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec is None:
             continue
-        known, seen, before = _IMPORTED.get(name, (None, "", None))
-        if known is spec and seen == digest:
-            continue
-        # what another loader makes of a file, as pytest's does, is its own matter: there the whole text counts
-        code = _compiled(name) if type(spec.loader) is SourceFileLoader else None
-        now = digest if code is None else _signature(code, outline=True)
-        if known is not spec:
-            kept = None if code is None else _kept(spec)
-            before = now if kept is None else _signature(kept, outline=True)
-        same = now == before and (code is None or _is_older(module) or _runs(module, code))
-        _IMPORTED[name] = spec, digest if same else "", before
-        if not same:
+        known, before = _IMPORTED.get(name, (None, ""))
+        if known is not spec and not _was_saved_since(spec):
+            _IMPORTED[name] = spec, digest
+        elif known is not spec or before != digest:
             edited.append(name)
     return edited
 
 
-def _is_older(module: ModuleType) -> bool:
-    """Whether a module's file was last touched before this process imported the package."""
-    try:
-        status = os.stat(module.__file__ or "")
-    except OSError:
-        return False
-    return max(status.st_mtime, status.st_ctime) < LOADED
+def _was_saved_since(spec: ModuleSpec) -> bool:
+    """Whether a file was saved in this process's time, and by Python's copy something else was imported before.
 
-
-def _compiled(name: str) -> CodeType:
-    """A module's file as it is now; what is no Python is nothing."""
-    file = _file_of(name)
-    with suppress(OSError, SyntaxError, ValueError):
-        return compile(file.read_bytes() if file else b"", str(file), "exec", dont_inherit=True)
-    return compile(b"", str(file), "exec", dont_inherit=True)
-
-
-def _kept(spec: ModuleSpec) -> CodeType | None:
-    """What Python keeps of a module's last import, of any process; None where it keeps nothing, or cannot."""
-    if sys.dont_write_bytecode or spec.cached is None or not os.access(os.path.dirname(spec.cached), os.W_OK):
-        return None
-    with suppress(OSError, EOFError, TypeError, ValueError):
-        kept = Path(spec.cached).read_bytes()
-        code = marshal.loads(kept[16:]) if kept[:4] == MAGIC_NUMBER else None
-        return code if isinstance(code, CodeType) else None
-    return None
-
-
-def _signature(code: CodeType, outline: bool = False) -> tuple[Any, ...]:
-    """What code does, wherever it stands: nothing of lines and files.
-
-    Args:
-        code: of a module, a class or a function.
-        outline: leave out what is within named functions.
+    The copy is of the last import by any process: where another one has imported the file since, it tells nothing.
     """
-    if outline and code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<"):
-        return (code.co_name,)
-    arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
-    flags = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    constants = code.co_consts
-    if "__static_attributes__" in code.co_names:  # Python 3.13's, in another order with every compilation
-        constants = tuple(tuple(sorted(each)) if _are_texts(each) else each for each in constants)
-    return code.co_name, arguments, flags, names, code.co_code, _constant(constants, outline)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-
-
-def _constant(value: Any, outline: bool) -> Any:
-    """A constant with its type: 1 is not 1.0."""
-    if isinstance(value, CodeType):
-        return _signature(value, outline)
-    if isinstance(value, tuple):
-        return tuple(_constant(each, outline) for each in value)
-    if isinstance(value, frozenset):
-        return frozenset(_constant(each, outline) for each in value)
-    return type(value), repr(value)
-
-
-def _runs(module: ModuleType, code: CodeType) -> bool:
-    """Whether the functions of a module, and of its classes, are all of this code."""
-    known, inner = set(), [code]
-    while inner:
-        one = inner.pop()
-        known.add(_signature(one))
-        inner += [each for each in one.co_consts if isinstance(each, CodeType)]
-    named = [value for name, value in vars(module).items() if name in code.co_names]  # a reload leaves what is gone
-    own = (one for one in _functions(module.__name__, named) if one.co_filename == module.__file__)
-    return all(_signature(one) in known for one in own)
+    with suppress(OSError, EOFError, TypeError, ValueError):  # no file, no copy, or a damaged one
+        file = Path(spec.origin or "")
+        status, copy = file.stat(), Path(spec.cached or "").read_bytes()
+        magic, flags, of = copy[:4], copy[4:8], copy[8:16]
+        now = struct.pack("<II", int(status.st_mtime) & 0xFFFFFFFF, status.st_size & 0xFFFFFFFF)
+        told = magic == MAGIC_NUMBER and not any(flags)  # by the file's time, not by its hash
+        if told and of != now and max(status.st_mtime, status.st_ctime) > LOADED:
+            return bool(marshal.loads(copy[16:]) != compile(file.read_bytes(), file, "exec", dont_inherit=True))
+    return False
 
 
 def is_same(one: type, other: type) -> bool:
-    """Whether two classes of one name do the same: autoreload brings an older one up to date, in place."""
+    """Whether two classes' functions and plain values are alike: IPython's autoreload brings an old one up to date."""
     return [_contents(each) for each in one.__mro__] == [_contents(each) for each in other.__mro__]
 
 
 def _contents(kind: type) -> dict[str, Any]:
-    own = {name: value for name, value in vars(kind).items() if name not in _MADE_ANEW}
-    codes = {name: [_signature(one) for one in _functions(kind.__module__, [value])] for name, value in own.items()}
-    return {"": kind.__qualname__, **{name: codes[name] or repr(value) for name, value in own.items()}}
-
-
-def _functions(module: str, values: list[Any]) -> Iterator[CodeType]:
-    """The code of functions, of what they wrap, and of those of a module's classes."""
-    seen: set[int] = set()
-    while values:
-        value = values.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, type):
-            values += vars(value).values() if value.__module__ == module else ()
-        elif isinstance(value, property):
-            values += [value.fget, value.fset, value.fdel]
-        elif isinstance(value, (staticmethod, classmethod)):
-            values.append(value.__func__)
-        elif isinstance(value, cached_property):
-            values.append(value.func)
-        elif isinstance(value, FunctionType):
-            values.append(vars(value).get("__wrapped__"))
-            yield value.__code__
+    found: dict[str, Any] = {"": kind.__qualname__}
+    for name, value in vars(kind).items():
+        own = inspect.unwrap(getattr(value, "fget", getattr(value, "__func__", value)))
+        if isinstance(own, FunctionType):
+            found[name] = own.__code__
+        elif not name.startswith("__") and isinstance(value, (str, bytes, int, float)):
+            found[name] = value
+    return found
 
 
 def _class_paths(node: Any, place: str = "") -> Iterator[str]:

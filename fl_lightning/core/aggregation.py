@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fl_lightning.core.exact_sum import ExactSum
-from fl_lightning.core.message import KINDS, Artifact, ClassMeans, Flat, accumulation_dtype, packed, unpacked
+from fl_lightning.core.message import Artifact, ClassMeans, Flat, accumulation_dtype, packed, registered, unpacked
 from fl_lightning.errors import require
 
 Partial = dict[str, Any]
@@ -378,13 +378,16 @@ class KindRule(ArtifactRule):
     """Merge the values of a registered kind, in the order of clients, as the kind itself says (`Structured.merge`).
 
     Args:
-        kind: its name.
+        kind: its name, as `registered` takes it.
+
+    Raises:
+        ValueError: if no kind, or more than one, has it.
     """
 
     in_parts = True  # a part is the values themselves: which artifacts come without a rule is not known ahead
 
     def __init__(self, kind: str) -> None:
-        self._kind = KINDS[kind]
+        self._kind = registered(kind)
         self._values: list[tuple[int, Any, int]] = []
 
     @override

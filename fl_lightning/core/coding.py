@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype, kind_of
+from fl_lightning.core.message import Artifact, ClassMeans, Message, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _artifact_entry(name: str, value: Artifact) -> Entry:
         return Entry(name, "ClassMeans", tuple(value.mean.shape), value.relates_classes)
     if isinstance(value, Tensor) and value.is_floating_point():
         return Entry(name, "Tensor", tuple(value.shape))
-    what = f"{value.dtype} tensor" if isinstance(value, Tensor) else kind_of(value)
+    what = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
     raise TypeError(f"artifact {name!r} is a {what}, of which no vector of bounded length can be made")
 
 

@@ -357,15 +357,30 @@ def unpacked(name: str, value: Any) -> Artifact:
     if isinstance(value, Tensor):
         return value
     fields = dict(value)
-    kind = fields.pop("kind", "")
-    if kind not in KINDS:  # an older checkpoint names no module, one of a script perhaps another
-        bare, names = kind.rpartition(".")[2], {own: own.rpartition(".")[2] for own in KINDS}
-        alike = [own for own in KINDS if names[own] == bare]
-        if len(alike) != 1:
-            rule = f"artifact {name!r} is of a kind that is not registered; import the file that defines it"
-            raise ValueError(f"{rule}: {kind!r}, {suggest(bare, alike or list(names.values()))}")
-        kind = alike[0]
-    return KINDS[kind](**fields)
+    try:
+        kind = registered(fields.pop("kind", ""))
+    except ValueError as error:
+        raise ValueError(f"artifact {name!r} is of {error}") from error
+    return kind(**fields)
+
+
+def registered(kind: str) -> type[Structured]:
+    """A kind of artifact by its name; one of one's own by its module and name, or by its name where no other has it.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+    """
+    if kind in KINDS:
+        return KINDS[kind]
+    names = {own: own.rpartition(".")[2] for own in KINDS}
+    bare = kind.rpartition(".")[2]  # an older checkpoint names no module, one of a script perhaps another
+    alike = [own for own in KINDS if names[own] == bare]
+    if len(alike) > 1:
+        raise ValueError(f"a kind that several modules have: {kind!r}, which may be {' or '.join(sorted(alike))}")
+    if not alike:
+        rule = "a kind that is not registered; import the file that defines it"
+        raise ValueError(f"{rule}: {kind!r}, {suggest(bare, list(names.values()))}")
+    return KINDS[alike[0]]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.core.message import Artifact, ClassMeans, Message, Structured, accumulation_dtype, kind_of, tensors_in
+from fl_lightning.core.message import Artifact, ClassMeans, Message, Structured, accumulation_dtype, tensors_in
 
 WEIGHTS = "weights"
 """Name of the vectors of trained weights."""
@@ -195,7 +195,7 @@ def fields_of(name: str, value: Artifact) -> dict[str, Tensor]:
     """
     found = tensors_in(value)
     if not found or not all(tensor.is_floating_point() for tensor in found.values()):
-        raise Unsuited(f"{name} ({kind_of(value)})")
+        raise Unsuited(f"{name} ({type(value).__name__})")
     return found
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from fl_lightning.core.aggregation import KindRule, default_rule
 from fl_lightning.core.message import KINDS, ClassMeans, Message, Size, Structured, artifact
 from fl_lightning.methods.dispfl import MaskedWeights
 from fl_lightning.methods.fedfed import KeptRows
@@ -138,10 +139,15 @@ def test_kinds_of_two_modules_may_share_a_name(monkeypatch):
         assert state["artifacts"]["stats"]["kind"] == f"{module}.Stats"
         assert type(Message.from_state_dict(state).artifacts["stats"]) is kind
     older = {"weights": {}, "artifacts": {"stats": {"kind": "Stats", "rows": torch.ones(1)}}, "num_samples": 1}
-    with pytest.raises(ValueError, match=r"^artifact 'stats' is of a kind that is not registered; .*: 'Stats'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^artifact 'stats' is of a kind that several modules have: .* one.Stats or two",
+    ):
         Message.from_state_dict(older)
     monkeypatch.delitem(KINDS, "one.Stats")
     assert type(Message.from_state_dict(older).artifacts["stats"]) is kinds[1]
+    assert isinstance(default_rule("Stats")(), KindRule)  # a server may name its kind as ever
+    assert isinstance(default_rule("two.Stats")(), KindRule)
     monkeypatch.delitem(KINDS, "two.Stats")
 
 
