@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import numpy as np
@@ -26,31 +26,36 @@ MOST_BYTES, MOST_LEAVES = 2**20, 2000
 """Larger arrays, and what comes after so many values of an object, are told by which objects they are."""
 
 
-def leaves(value: Any, passed: Collection[int] | None = None, own: Collection[int] = ()) -> dict[str, Hashable]:
-    """What an object comes to, by the way to it: numbers, words, sizes; of large tensors only what they look like.
+def leaves(value: Any, own: Collection[int] = ()) -> dict[str, Hashable]:
+    """What an object is, by the way to it: numbers, words, sizes; of large tensors only what they look like.
 
     Args:
         value: the object.
-        passed: ids of modules and tensors that are passed over. Then other modules are looked into, and large tensors
-            and arrays, too: to see whether any of it was written into, not what it is.
         own: ids of modules that stand for themselves; of others the attributes count, too, but for their tensors.
     """
     found: dict[str, Hashable] = {}
-    _take_leaves(value, "", found, set(own), passed)
+    _take(value, "", found, set(), own)
     return found
 
 
-def _take_leaves(
-    value: Any, way: str, found: dict[str, Hashable], known: set[int], passed: Collection[int] | None
-) -> None:
+def sums(value: Any, passed: Collection[int]) -> dict[str, Hashable]:
+    """What changes when something is written into an object, by the way to it; all tensors, arrays and modules count.
+
+    Args:
+        value: the object.
+        passed: ids of modules and tensors that are passed over.
+    """
+    found: dict[str, Hashable] = {}
+    _take_sum(value, "", found, set(), passed)
+    return found
+
+
+def _take(value: Any, way: str, found: dict[str, Hashable], known: set[int], own: Collection[int]) -> None:
+    """Note what a value is."""
     if isinstance(value, np.generic):
         value = value.item()
-    most = MOST_LEAVES if passed is None else 50 * MOST_LEAVES
     if isinstance(value, PLAIN):
         found[way] = type(value).__name__, value
-    elif passed is not None and isinstance(value, (Tensor, np.ndarray, bytearray, nn.Module)):
-        if id(value) not in passed:
-            found[way] = _sum_of(value, passed, known)
     elif isinstance(value, Tensor):
         small = value.device.type == "cpu" and value.numel() <= FEW
         small = small and not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -58,21 +63,49 @@ def _take_leaves(
         found[way] = "tensor", value.dtype, tuple(value.shape), numbers
     elif isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= MOST_BYTES:
         found[way] = "array", value.dtype.str, value.shape, value.tobytes()
-    elif id(value) in known:
-        found[way] = ("own", id(value)) if isinstance(value, nn.Module) else "again"
+    elif isinstance(value, nn.Module) and (id(value) in own or id(value) in known):
+        found[way] = "own", id(value)
     elif isinstance(value, nn.Module):
         known.add(id(value))
         found[way] = type(value).__name__, id(value)
         for key, held in (*_loose(value).items(), *value._modules.items()):
-            _take_leaves(held, f"{way}.{key}", found, known, passed)
+            _take(held, f"{way}.{key}", found, known, own)
+    else:
+        _look_into(value, way, found, known, _take, own)
+
+
+def _take_sum(value: Any, way: str, found: dict[str, Hashable], known: set[int], passed: Collection[int]) -> None:
+    """Note what changes when something is written into a value."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, PLAIN):
+        found[way] = type(value).__name__, value
+    elif isinstance(value, (Tensor, np.ndarray, bytearray, nn.Module)):
+        if id(value) not in passed:
+            found[way] = _sum_of(value, passed, known)
+    else:
+        _look_into(value, way, found, known, _take_sum, passed)
+
+
+def _look_into(
+    value: Any, way: str, found: dict[str, Hashable], known: set[int], take: Callable[..., None], apart: Collection[int]
+) -> None:
+    """Note how much a container or an object holds, and let `take` note what.
+
+    Of one that holds too much the rest is passed over: where sums are taken it counts as written into, as far as it is
+    no dictionary's.
+    """
+    if id(value) in known:
+        found[way] = "again"
     elif (held := inside(value)) is not None:
         known.add(id(value))
         found[way] = type(value).__name__, len(held)
+        most, rest = (MOST_LEAVES, value) if take is _take else (50 * MOST_LEAVES, held)
         for key, own in held.items():
             if len(found) > most:
-                found[way] = type(value).__name__, len(held), id(value if passed is None else held)
+                found[way] = type(value).__name__, len(held), id(rest)
                 break
-            _take_leaves(own, f"{way}.{key}", found, known, passed)
+            take(own, f"{way}.{key}", found, known, apart)
     else:
         found[way] = type(value).__name__, id(value)
 
@@ -91,7 +124,7 @@ def _sum_of(value: Any, passed: Collection[int], known: set[int]) -> Hashable:
         found: dict[str, Hashable] = {}
         for home in (value._parameters, value._buffers, value._modules, _loose(value)):
             for key, held in home.items():
-                _take_leaves(held, f".{key}", found, known, passed)
+                _take_sum(held, f".{key}", found, known, passed)
         return tuple(found.items())
     if isinstance(value, Tensor):
         if torch._C._functorch.is_functorch_wrapped_tensor(value):  # what a stacked step has left there
@@ -102,5 +135,5 @@ def _sum_of(value: Any, passed: Collection[int], known: set[int]) -> Hashable:
         # `.data` is written to uncounted
         return version_of(value), zlib.crc32(whole.view(torch.uint8).numpy().tobytes())
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return tuple(leaves(value.tolist(), passed).items())
+        return tuple(sums(value.tolist(), passed).items())
     return zlib.crc32(value.tobytes() if isinstance(value, np.ndarray) else bytes(value))

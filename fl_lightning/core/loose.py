@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.leaves import FEW, MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, leaves
+from fl_lightning.core.leaves import FEW, MOST_LEAVES, OF_LAYERS, OF_MODULES, PLAIN, leaves, sums
 from fl_lightning.core.reads import Unrecordable, address, flat
 from fl_lightning.core.rows import Alias, Layout, Unstackable
 from fl_lightning.core.telling import told_in
@@ -238,7 +238,7 @@ class Attributes:
                         self._constant[id(value)] = value  # which keeps its address
                     continue
                 for way, own in _beneath(value):
-                    found[f"{name}.{key}{way}"] = own, tuple(leaves(own, passed).items())
+                    found[f"{name}.{key}{way}"] = own, tuple(sums(own, passed).items())
         return Contents(found, [_written(vars(layer), passed) for layer in self._layers])
 
     def is_read(self, module: str, name: str) -> bool:
@@ -308,7 +308,7 @@ def _written(attributes: Mapping[str, Any], passed: Collection[int]) -> Written:
     names = [key for key, value in own if type(value) not in _DULL and isinstance(value, (Tensor, np.ndarray))]
     if not names:
         return tuple(attributes), tuple(attributes.values()), _NOTHING
-    held = {key: tuple(leaves(attributes[key], passed).items()) for key in names}
+    held = {key: tuple(sums(attributes[key], passed).items()) for key in names}
     return tuple(attributes), tuple(attributes.values()), held
 
 
