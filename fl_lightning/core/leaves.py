@@ -15,6 +15,8 @@ from fl_lightning.marks import inside
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that nobody can write into."""
+SIMPLE = frozenset(PLAIN)
+"""Types of most of them: a look is faster."""
 FEW = 64
 """Numbers of a tensor on the CPU that count as part of what a step was told."""
 OF_MODULES = frozenset(vars(nn.Module()))

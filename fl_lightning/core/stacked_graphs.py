@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.core import recording
-from fl_lightning.core.loose import Held, held
+from fl_lightning.core.held import Held, held
 from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.recording import Recording
 from fl_lightning.core.rows import Drawing, Layout, Rows, reason_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fl_lightning.core import recording
-from fl_lightning.core.loose import Contents, overwritten
+from fl_lightning.core.written import Contents, overwritten
 from fl_lightning.federation.stack import Stack
 
 MOST = 4

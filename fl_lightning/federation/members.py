@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.core.loose import Mark
+from fl_lightning.core.mark import Mark
 from fl_lightning.core.stacked_fit import Batches, Entered
 from fl_lightning.data.together import together
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,8 @@ import torch
 
 from fl_lightning.core.division import matches
 from fl_lightning.core.handover import begin_fit
-from fl_lightning.core.loose import Attributes, Contents, Mark, changed, difference, overwritten
+from fl_lightning.core.loose import Attributes
+from fl_lightning.core.mark import Mark, changed, changed_object, difference
 from fl_lightning.core.method import Method
 from fl_lightning.core.method_checks import check_fit
 from fl_lightning.core.planning import Plan
@@ -24,6 +25,7 @@ from fl_lightning.core.stacked_fit import Entered, Epoch, StackedFit
 from fl_lightning.core.stacked_graphs import FitGraphs, StepGraphs
 from fl_lightning.core.stacked_timing import Timing, measured
 from fl_lightning.core.term import Term
+from fl_lightning.core.written import Contents, overwritten
 from fl_lightning.federation.members import Member, epoch_of, options_of
 from fl_lightning.federation.stacked_evaluation import StackedTests
 from fl_lightning.own_methods import has_own
@@ -358,7 +360,7 @@ def _run(fit: StackedFit, attributes: Attributes, new: Collection[str], first: M
 
     def changes() -> str:
         after = attributes.mark()._replace(modes=before.modes, free=before.free)  # a phase's own, while it runs
-        return changed(before, after, attributes.is_read) or _changed_object(objects, attributes.objects())
+        return changed(before, after, attributes.is_read) or changed_object(objects, attributes.objects())
 
     fit.changes = changes
     streams = stream_states(device)
@@ -412,18 +414,6 @@ def _unwritten(before: Contents, attributes: Attributes) -> Contents:
     if name:
         raise Unstackable(f"what a client keeps of its fit is written into {name}, which others hold, too")
     return now
-
-
-def _changed_object(before: Mapping[Any, Mapping[str, Any]], after: Mapping[Any, Mapping[str, Any]]) -> str:
-    """The name of an attribute whose object has other numbers in it than before; empty for none.
-
-    Tensors are left out: they may be the model's, which holds one client and another.
-    """
-    for name, own in before.items():
-        now = after.get(name, {})
-        if any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
-            return ".".join(name)
-    return ""
 
 
 def _train(module: ClientModule) -> None:

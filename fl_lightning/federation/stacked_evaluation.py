@@ -12,7 +12,8 @@ from torch.func import vmap
 
 from fl_lightning.core.client import ClientModule
 from fl_lightning.core.freezing import training
-from fl_lightning.core.loose import Attributes, Mark
+from fl_lightning.core.loose import Attributes
+from fl_lightning.core.mark import Mark
 from fl_lightning.core.method import Seen
 from fl_lightning.core.nobody import as_nobody
 from fl_lightning.core.rows import Alias, Rows, Unstackable

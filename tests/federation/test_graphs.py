@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fl_lightning.core import recording, stacked_graphs
 from fl_lightning.core.facts import Phase
-from fl_lightning.core.loose import held
+from fl_lightning.core.held import held
 from fl_lightning.core.reads import Unrecordable
 from fl_lightning.core.rows import Layout, Rows
 from fl_lightning.errors import ConfigError

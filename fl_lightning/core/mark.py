@@ -1,0 +1,126 @@
+"""Marks: by what the attributes of one moment are told from those of another moment, or of another client."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.core.leaves import PLAIN
+from fl_lightning.core.reads import address
+from fl_lightning.core.rows import Unstackable
+
+_RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Mark(NamedTuple):
+    """A value by which attributes can be told from those of another moment or another client.
+
+    Args:
+        modes: of every module, whether it trains.
+        attributes: module, attribute, and what stands for its value.
+        free: of every parameter, whether it is not frozen.
+    """
+
+    modes: tuple[bool, ...]
+    attributes: tuple[tuple[str, str, Hashable], ...]
+    free: tuple[bool, ...] = ()
+
+    @property
+    def kind(self) -> Hashable:
+        """The same, whichever tensors the attributes hold: what works for one works for all of them."""
+        return self._replace(attributes=_without_ids(self.attributes))
+
+
+def stand_in(
+    value: Any, name: str, numbers: Mapping[int, int], memory: Callable[[], Collection[int]] = frozenset
+) -> Hashable:
+    """What stands for an attribute's value: by it clients are told apart, and a step's beginning from its end.
+
+    Args:
+        value: the value.
+        name: of the attribute, for errors.
+        numbers: the places of parameters and buffers, by their ids.
+        memory: gives addresses of theirs, which nothing else may show.
+
+    Raises:
+        Unstackable: if it draws random numbers, or shows such memory.
+    """
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        known = numbers.get(id(value))
+        if known is None and _has_memory(value) and address(value) in memory():  # clients have it elsewhere
+            raise Unstackable(f"{name} shows memory of a parameter or buffer")
+        return ("tensor", id(value), value._version) if known is None else ("entry", known)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple(stand_in(own, name, numbers, memory) for own in value)
+    if isinstance(value, Mapping):
+        return "mapping", tuple((str(key), stand_in(own, name, numbers, memory)) for key, own in value.items())
+    if isinstance(value, _RANDOM):
+        raise Unstackable(f"{name} draws random numbers of its own")
+    return type(value).__name__, id(value)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def difference(one: Mark, other: Mark) -> str:
+    """The name of an attribute in which two marks differ; empty where they do not."""
+    known = {own[:2]: own for own in one.attributes}
+    for own in other.attributes:
+        if known.pop(own[:2], None) != own:
+            return f"{own[0]}.{own[1]}"
+    for name, key in known:
+        return f"{name}.{key}"
+    if one.free != other.free:
+        return "which parameters are frozen"
+    return "" if one.modes == other.modes else "its modules' modes"
+
+
+def changed(before: Mark, after: Mark, is_read: Callable[[str, str], bool]) -> str:
+    """The name of an attribute that steps have changed, other than a new one whose tensor is for the step alone.
+
+    Who had the attribute before, be it as None, may read it after the fit.
+
+    Args:
+        before: as steps found the attributes.
+        after: as they left them.
+        is_read: whether a new attribute may be read after the fit.
+    """
+    known = {own[:2] for own in before.attributes}
+    new = {own[:2] for own in after.attributes if _is_tensor(own[2]) and own[:2] not in known}
+    kept = tuple(own for own in after.attributes if own[:2] not in new or is_read(*own[:2]))
+    return difference(before, after._replace(attributes=kept))
+
+
+def changed_object(before: Mapping[Any, Mapping[str, Any]], after: Mapping[Any, Mapping[str, Any]]) -> str:
+    """The name of an attribute whose object has other numbers in it than before; empty for none.
+
+    Tensors are left out: they may be the model's, which holds one client and another.
+
+    Args:
+        before: what `Attributes.objects` gave.
+        after: what it gives now.
+    """
+    for name, own in before.items():
+        now = after.get(name, {})
+        if any(way in now and now[way] != value for way, value in own.items() if value[0] != "tensor"):
+            return ".".join(name)
+    return ""
+
+
+def _without_ids(stand_in: Any) -> Any:
+    if _is_tensor(stand_in):
+        return "tensor"
+    return tuple(map(_without_ids, stand_in)) if type(stand_in) is tuple else stand_in
+
+
+def _is_tensor(stand_in: Hashable) -> bool:
+    """Whether what stands for an attribute's value is that of a tensor without a place of its own."""
+    return isinstance(stand_in, tuple) and stand_in[:1] == ("tensor",)
