@@ -15,18 +15,13 @@ from fl_lightning.federation.flags import unstacked_flag
 from fl_lightning.federation.lanes import Lanes
 from fl_lightning.federation.sickness import at
 from fl_lightning.federation.stack import Stack
+from fl_lightning.federation.ways import Size, Way, Ways
 from fl_lightning.models.own_training import OwnTraining
-from fl_lightning.terminal import say
 
 if TYPE_CHECKING:
-    from fl_lightning.core.stacked_timing import Timing
     from fl_lightning.federation.runner import Runner
     from fl_lightning.federation.sickness import Ward
     from fl_lightning.federation.visits import Job, Visit
-
-Size = int | Literal["auto"] | None
-LARGEST = 32
-"""Clients that ``auto`` stacks at most: beyond, memory grows and time does not fall."""
 
 
 class Cohort:
@@ -49,28 +44,40 @@ class Cohort:
         graph: bool | Literal["auto"] | None = None,
     ) -> None:
         self.runner = runner
-        self._records = bool(graph) and recording.can_record(runner.device)
-        alone = 1 if self._records else None  # recorded, one is a cohort, too
-        self.size = alone if size in (None, 1) else size
-        self._records_alone = alone == self.size == 1  # nobody wants clients to be stacked
-        self._most = LARGEST if size == "auto" else size or 1
-        self.is_main = is_main
-        self.reason = ""
-        self._chosen = False
-        self._unstacked, self._told = "", False
+        records = bool(graph) and recording.can_record(runner.device)
+        self.ways = Ways(size, records, type(runner.modules[0].method).__name__, is_main)
         self.lanes: dict[int, Lanes] = {}
-        self._said: set[str] = set()
-        if graph is True and not self._records:
-            self._tell_graph(f"the fits are on {runner.device.type}, and CPUs and CUDA GPUs record")
+        if graph is True and not records:
+            self.ways.tell_unrecorded(f"the fits are on {runner.device.type}, and CPUs and CUDA GPUs record")
         if self.size is not None:
             # An operation that `vmap` does one by one inside is no reason to do all of them so; `auto` measures.
             warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
-            self._refuse(self._refusal(in_turn))
+            self.ways.fall_back(Way.ONE_BY_ONE, self._refusal(in_turn))
+
+    @property
+    def size(self) -> Size:
+        """Clients that are wanted in a cohort; None for no cohorts."""
+        return self.ways.size
+
+    @property
+    def reason(self) -> str:
+        """Why clients are fitted one by one although cohorts are wanted; empty where they are not."""
+        return self.ways.reason
 
     @property
     def stacks(self) -> bool:
-        """Whether clients are stacked."""
-        return self.size is not None and not self.reason
+        """Whether clients enter a stack, where several are fitted as one, or each one's steps are recorded."""
+        return self.ways.now is not Way.ONE_BY_ONE
+
+    @property
+    def apart(self) -> bool:
+        """Whether each client's steps are made by themselves there."""
+        return self.ways.now is Way.APART
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Why steps are not recorded (any more), of each architecture of which they are not."""
+        return [lanes.unrecorded for lanes in self.lanes.values() if lanes.unrecorded]
 
     def _refusal(self, in_turn: bool) -> str:
         """What stands against stacking whatever the method's step; empty where nothing does."""
@@ -86,48 +93,16 @@ class Cohort:
         flag = unstacked_flag(self.runner.flags)
         return f"trainer.{flag} is for single fits" if flag else ""
 
-    def _refuse(self, reason: str) -> None:
-        """From now on all run one by one; says so once."""
-        if reason and not self.reason:
-            self.reason = reason
-            if self._records_alone:
-                self._tell_graph(reason)
-            elif self.is_main:
-                method = type(self.runner.modules[0].method).__name__
-                say(f"fl-lightning: federation.cohort: {method} runs one by one: {reason}")
-
-    @property
-    def apart(self) -> bool:
-        """Whether each client's steps are made by themselves."""
-        return self._most == 1
-
-    @property
-    def unrecorded(self) -> list[str]:
-        """Why steps are not recorded (any more), of each architecture of which they are not."""
-        return [lanes.unrecorded for lanes in self.lanes.values() if lanes.unrecorded]
-
-    def _tell_graph(self, reason: str) -> None:
-        """Say why steps are not recorded (any more)."""
-        if self.is_main and reason not in self._said:
-            self._said.add(reason)
-            method = type(self.runner.modules[0].method).__name__
-            say(f"fl-lightning: federation.graph: {method} runs as it is: {reason}")
-
     def state_dict(self) -> dict[str, Any]:
         """Why all run, or are recorded, one by one, where a round has shown it: whether its tests are stacked is a bit.
 
         What ``auto`` has measured is left out, for a run may go on on another machine.
         """
-        if not isinstance(self.size, int):
-            return {}
-        found = {"reason": self.reason, "unstacked": self._unstacked}
-        return {name: reason for name, reason in found.items() if reason}
+        return self.ways.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Find out no second time, or the first round of a resumed run would be tested as the run's first one was."""
-        if self.size is not None:
-            self._refuse(state.get("reason", ""))
-            self._take_apart(state.get("unstacked", ""))
+        self.ways.load_state_dict(state)
 
     def visits(self, clients: Sequence[int], job: Callable[[int], Job], ward: Ward) -> Iterator[Visit]:
         """Participants one after another, with the first part of their round done; fitted where they are stacked.
@@ -207,13 +182,13 @@ class Cohort:
         for own in by_architecture.values():
             own = sorted(own, key=lambda client: (-samples[client].num_train, client))
             while own:
-                group, own = own[: self._most], own[self._most :]  # which may become less on the way
+                group, own = own[: self.ways.most], own[self.ways.most :]  # which may become less on the way
                 yield group
 
     def _lanes_of(self, group: Sequence[int]) -> Lanes:
         architecture = self.runner.architecture[group[0]]
         if architecture not in self.lanes:
-            tell = self._tell_graph if self._records else None
+            tell = self.ways.tell_unrecorded if self.ways.records else None
             self.lanes[architecture] = Lanes(partial(Stack, self.runner, self.runner.modules[architecture], tell))
         return self.lanes[architecture]
 
@@ -225,7 +200,7 @@ class Cohort:
         try:
             stack.enter(visit)
         except Unstackable as error:
-            self._refuse(str(error))
+            self.ways.fall_back(Way.ONE_BY_ONE, str(error))
 
     def _waits_well(self, stack: Stack, last: Visit) -> bool:
         """Whether those who have entered may go on waiting for their fit, now that one more has come in."""
@@ -249,9 +224,9 @@ class Cohort:
             try:
                 with self.runner.stopwatch.part("fit"):
                     stack.fit()
-                self._tell_apart()
-                if self.size == "auto" and not self._chosen:
-                    self._choose(*stack.measure())
+                self.ways.tell_unstacked(recorded=not self.unrecorded)
+                if self.ways.is_undecided:
+                    self.ways.choose(*stack.measure())
             except Unstackable as error:
                 if not isinstance(error, Upset):
                     self._stop(stack, error)
@@ -265,34 +240,5 @@ class Cohort:
 
     def _give_up(self, stack: Stack, reason: str, alone: bool) -> None:
         """From now on fit no clients together: but record each one's steps, if that goes alone."""
-        if alone and stack.records and not self.apart:
-            self._take_apart(reason)
-        else:
-            self._refuse(reason)
-
-    def _take_apart(self, reason: str) -> None:
-        """From now on record each client's steps alone, which needs nothing of how torch stacks them."""
-        if reason:
-            self._unstacked, self._most = reason, 1
-
-    def _tell_apart(self) -> None:
-        """Say so once it has worked."""
-        if self._unstacked and not self._told:
-            self._told = True
-            if self.is_main:
-                method = type(self.runner.modules[0].method).__name__
-                recorded = "" if self.unrecorded else ", each one's steps are recorded"
-                line = f"{method}'s clients are not stacked{recorded}: {self._unstacked}"
-                say(f"fl-lightning: federation.cohort: {line}")
-
-    def _choose(self, count: int, timing: Timing) -> None:
-        """From what was measured at the start."""
-        self._chosen = True
-        stacked, alone = (f"{1e3 * seconds:.2f} ms" for seconds in (timing.stacked, timing.alone))
-        if not timing.pays and self._records:
-            self._take_apart(f"a step takes {alone} alone, and {stacked} of {count} stacked")
-        elif not timing.pays:
-            self._refuse(f"a step takes {alone} so, and {stacked} of {count} stacked")
-        elif self.is_main:
-            line = f"up to {LARGEST} clients' steps run as one: {stacked} a client, one by one {alone}"
-            say(f"fl-lightning: federation.cohort: {line}")
+        recorded = alone and stack.records and not self.apart
+        self.ways.fall_back(Way.APART if recorded else Way.ONE_BY_ONE, reason)
